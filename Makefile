@@ -1,0 +1,61 @@
+# Needs Python >= 3.10 and make; everything else is installed into .venv (see scripts/bootstrap.py).
+PYTHON ?= python3
+PROFILE ?= ci
+VENV := .venv/bin/python
+CI_BUILD := build/ci
+
+.PHONY: help demo test build lint generate check gates compile-ci pytest clean
+
+help:
+	@echo "make demo      generate, build for this machine's card and run examples/demo.py (on the CPU without a card)"
+	@echo "make test      lint, check generated/, compile the ci profile for sm89 and sm90a, gates, pytest"
+	@echo "make build     build the extension into python/fp8cutlass (PROFILE=dev|ci|release, FP8CUTLASS_ARCHS)"
+	@echo "make lint      ruff, mypy, clang-format"
+	@echo "make generate  rewrite generated/"
+	@echo "make clean     remove build outputs (.venv stays)"
+
+demo:
+	@$(PYTHON) scripts/bootstrap.py demo
+	@$(VENV) scripts/demo.py
+
+build:
+	@$(PYTHON) scripts/bootstrap.py build
+	@$(VENV) scripts/build_extension.py --profile $(PROFILE)
+
+generate:
+	@$(PYTHON) scripts/bootstrap.py generate
+	@$(VENV) -m codegen
+
+lint:
+	@$(PYTHON) scripts/bootstrap.py lint
+	$(VENV) -m ruff check .
+	$(VENV) -m ruff format --check .
+	$(VENV) -m mypy
+	@$(VENV) scripts/format_cpp.py --check
+
+# One step after the other, whatever -j says: each is worth running only when the one before passed.
+test:
+	@$(PYTHON) scripts/bootstrap.py test
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory check
+	@$(MAKE) --no-print-directory compile-ci
+	@$(MAKE) --no-print-directory gates
+	@$(MAKE) --no-print-directory pytest
+
+# Byte for byte: generated/ is what the generator writes.
+check:
+	$(VENV) -m codegen --check
+
+# That every kernel of the profile compiles for both targets is itself a test.
+compile-ci:
+	$(VENV) scripts/build_extension.py --profile ci --arch sm89 --arch sm90a --build-dir $(CI_BUILD) --dest $(CI_BUILD)/fp8cutlass
+
+# Registers, spills, shared memory and instruction mix of every kernel, against the committed report.
+gates:
+	$(VENV) -m codegen gates --profile ci --check
+
+pytest:
+	$(VENV) -m pytest -n auto
+
+clean:
+	rm -rf build dist python/fp8cutlass/_C.so python/fp8cutlass/_built python/fp8cutlass/_generated

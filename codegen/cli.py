@@ -1,0 +1,281 @@
+"""The command line. Every answer but `gates` works without GPU, nvcc or torch."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import click
+from click.core import ParameterSource
+
+from codegen.arch import CARDS, MODEL_CARD, TARGETS, family_of
+from codegen.explain import explain as explain_text
+from codegen.keys import LOADS, PRECISIONS, Key, load_of, seqlen_bucket
+from codegen.ledger import counts
+from codegen.ledger import render as render_ledger
+from codegen.matrix import HEAD_DIMS, PROFILES, profile_of, undeclared
+from codegen.outputs import Request, files
+from codegen.rules import check as check_rules
+from codegen.select import of_profile, select
+from codegen.spec import AXES, Dtype, Out, Scaling, Variant, axis_text, parse_id
+from codegen.writer import compare, write
+
+DEFAULT_OUT = Path(__file__).resolve().parent.parent / "generated"
+DEFAULT_GATES = DEFAULT_OUT.parent / "build" / "gates"
+
+
+def _targets(archs: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(archs or tuple(TARGETS)))
+
+
+def _matches(v: Variant, conditions: list[tuple[str, str]]) -> bool:
+    return all(axis_text(getattr(v, axis)) == value for axis, value in conditions)
+
+
+def _conditions(filters: tuple[str, ...]) -> list[tuple[str, str]]:
+    conditions = []
+    for text in filters:
+        axis, separator, value = text.partition("=")
+        if not separator or axis not in AXES:
+            raise click.ClickException(f"--filter '{text}': write AXIS=VALUE with AXIS one of {', '.join(AXES)}")
+        conditions.append((axis, value.lower()))
+    return conditions
+
+
+def _choose(archs: tuple[str, ...], profile: str, only: tuple[str, ...], filters: tuple[str, ...]) -> Request:
+    """The variants that the options ask for. Whatever cannot be had is an error that says why."""
+    targets = _targets(archs)
+    families = {family_of(t).name for t in targets}
+    variants = tuple(v for v in of_profile(select().emitted, profile) if v.family in families)
+    name = profile
+    if only:
+        if _given("profile"):
+            raise click.ClickException("--only names the variants: leave out --profile")
+        variants, name = tuple(sorted((_requested(i) for i in set(only)), key=lambda v: v.id)), "custom"
+    conditions = _conditions(filters)
+    if conditions:
+        known = variants
+        variants, name = tuple(v for v in variants if _matches(v, conditions)), "custom"
+        if not variants:
+            values = "; ".join(
+                f"{a} has {', '.join(sorted({axis_text(getattr(v, a)) for v in known}))}" for a, _ in conditions
+            )
+            raise click.ClickException(
+                f"no emitted variant of profile {profile} matches {' '.join(filters)} ({values})"
+            )
+    return Request(archs=targets, profile=name, variants=variants)
+
+
+def _given(parameter: str) -> bool:
+    """Whether an option of the running command was written on the command line."""
+    return click.get_current_context().get_parameter_source(parameter) is ParameterSource.COMMANDLINE
+
+
+def _requested(variant_id: str) -> Variant:
+    try:
+        v = parse_id(variant_id)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    if reason := undeclared(v):
+        raise click.ClickException(f"{variant_id}: {reason}")
+    if rejection := check_rules(v):
+        raise click.ClickException(f"{variant_id} is illegal. {rejection.rule}: {rejection.message}")
+    return v
+
+
+_arch = click.option(
+    "--arch", "archs", multiple=True, type=click.Choice(list(TARGETS)), help="Target; repeat for several. Default: all."
+)
+_profile = click.option("--profile", type=click.Choice(PROFILES), default="release", show_default=True)
+_only = click.option("--only", multiple=True, metavar="ID", help="Emit just this variant; repeat for several.")
+_filter = click.option(
+    "--filter", "filters", multiple=True, metavar="AXIS=VALUE", help="Keep variants with this axis value."
+)
+
+
+@click.group(invoke_without_command=True)
+@_arch
+@_profile
+@_only
+@_filter
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=DEFAULT_OUT, help="Default: generated/."
+)
+@click.option(
+    "--check", "check_only", is_flag=True, help="Render in memory and compare with what is on disk; write nothing."
+)
+@click.pass_context
+def main(
+    context: click.Context,
+    archs: tuple[str, ...],
+    profile: str,
+    only: tuple[str, ...],
+    filters: tuple[str, ...],
+    out: Path,
+    check_only: bool,
+) -> None:
+    """Render the FP8 attention kernels, their registry, dispatch table, manifest and ledger."""
+    if context.invoked_subcommand is not None:
+        if ignored := [p.opts[0] for p in context.command.params if p.name and _given(p.name)]:
+            raise click.UsageError(
+                f"{', '.join(ignored)}: options of `{context.invoked_subcommand}` come after its name"
+            )
+        return
+    request = _choose(archs, profile, only, filters)
+    rendered = files(request, select())
+    if not check_only:
+        if out.is_dir() and any(out.iterdir()) and not (out / "manifest.json").is_file():
+            raise click.ClickException(
+                f"--out {out} holds other files and no manifest.json: name a new or empty folder"
+            )
+        result = write(out, rendered)
+        click.echo(
+            f"{len(request.variants)} kernels for {', '.join(request.archs)} (profile {request.profile}) in {out}: "
+            f"{len(result.written)} files written, {len(result.unchanged)} unchanged, {len(result.removed)} removed"
+        )
+        return
+    difference = compare(out, rendered)
+    if difference.clean:
+        click.echo(f"{out} is what the generator writes: {len(rendered)} files, {len(request.variants)} kernels")
+        return
+    for title, names in (
+        ("missing", difference.missing),
+        ("orphan", difference.orphans),
+        ("changed", difference.changed),
+    ):
+        for name in names:
+            click.echo(f"{title}: {name}")
+    click.echo(difference.diff)
+    click.echo(f"{out} is not what the generator writes. Run `python -m codegen` and commit the result.", err=True)
+    sys.exit(1)
+
+
+@main.command("list")
+@_arch
+@_profile
+@_only
+@_filter
+def list_variants(archs: tuple[str, ...], profile: str, only: tuple[str, ...], filters: tuple[str, ...]) -> None:
+    """The ids of the emitted variants, with the smallest profile of each."""
+    for v in _choose(archs, profile, only, filters).variants:
+        click.echo(f"{profile_of(v):8} {v.id}")
+
+
+@main.command()
+def count() -> None:
+    """How many points are declared, emitted and rejected, by rule and profile."""
+    selection = select()
+    click.echo(
+        f"declared {selection.declared:,} = emitted {len(selection.emitted):,} + rejected {len(selection.rejected):,}"
+    )
+    for rule, number in sorted(counts(selection).items()):
+        click.echo(f"  rejected {number:6,}  {rule}")
+    by_profile = Counter(profile_of(v) for v in selection.emitted)
+    total = 0
+    for profile in PROFILES:
+        total += by_profile[profile]
+        click.echo(f"  profile  {total:6,}  {profile}")
+
+
+@main.command()
+def ledger() -> None:
+    """Every declared point that became no kernel, and why."""
+    click.echo(render_ledger(select()), nl=False)
+
+
+@main.command()
+@click.option("--arch", type=click.Choice(list(TARGETS)), required=True)
+@click.option("--head-dim", type=int, required=True)
+@click.option("--seqlen", type=click.IntRange(min=0), required=True, help="Number of keys.")
+@click.option("--dtype", type=click.Choice([str(x) for x in Dtype]), default="e4m3", show_default=True)
+@click.option("--out-dtype", type=click.Choice([str(x) for x in Out]), default="bf16", show_default=True)
+@click.option("--scaling", type=click.Choice([str(x) for x in Scaling]), default="block", show_default=True)
+@click.option("--causal/--full", default=False, show_default=True)
+@click.option("--precision", type=click.Choice(PRECISIONS), default="fast", show_default=True)
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--heads", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--queries", type=click.IntRange(min=0), default=None, help="Default: as many as keys.")
+@click.option("--load", type=click.Choice(LOADS), default=None, help="Default: from batch, heads and queries.")
+@_profile
+def explain(
+    arch: str,
+    head_dim: int,
+    seqlen: int,
+    dtype: str,
+    out_dtype: str,
+    scaling: str,
+    causal: bool,
+    precision: str,
+    batch: int,
+    heads: int,
+    queries: int | None,
+    load: str | None,
+    profile: str,
+) -> None:
+    """Which kernel a problem gets, and why."""
+    padded = next((d for d in HEAD_DIMS if 0 < head_dim <= d), None)
+    if padded is None:
+        raise click.ClickException(
+            f"--head-dim {head_dim}: kernels exist for {', '.join(map(str, HEAD_DIMS))}; smaller ones are padded up"
+        )
+    if padded != head_dim:
+        click.echo(f"head_dim {head_dim} is zero-padded to {padded}")
+    key = Key(
+        arch=arch,
+        head_dim=padded,
+        seqlen=seqlen_bucket(seqlen),
+        dtype=Dtype(dtype),
+        out=Out(out_dtype),
+        scaling=Scaling(scaling),
+        causal=causal,
+        precision=precision,
+        load=load or load_of(batch * heads, seqlen if queries is None else queries, CARDS[MODEL_CARD].sms),
+    )
+    click.echo(explain_text(key, of_profile(select().emitted, profile)))
+
+
+@main.command()
+@_arch
+@_profile
+@_only
+@_filter
+@click.option("--jobs", type=click.IntRange(min=1), default=None, help="Compilers at once. Default: by cores, memory.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=DEFAULT_GATES, help="Work files.")
+@click.option("--report", default=None, help="Default for whole profiles: docs/gates_{arch}_{profile}.txt.")
+@click.option("--check", "check_only", is_flag=True, help="Compare with the committed report instead of writing it.")
+def gates(
+    archs: tuple[str, ...],
+    profile: str,
+    only: tuple[str, ...],
+    filters: tuple[str, ...],
+    jobs: int | None,
+    out: Path,
+    report: str | None,
+    check_only: bool,
+) -> None:
+    """Compile the kernels (no GPU needed) and hold registers, memory and instruction mix to what was promised."""
+    from codegen.gates.run import REPORT, run  # lazily: only this command needs a compiler
+    from codegen.gates.toolbox import ToolboxError
+    from scripts.toolchain import ToolchainError, job_count
+
+    request = _choose(archs, profile, only, filters)
+    whole = request.profile == profile
+    if check_only and report is None and not whole:
+        raise click.ClickException("--check compares whole profiles: leave out --only and --filter, or name a --report")
+    if report is not None and len(request.archs) > 1 and "{arch}" not in report:
+        raise click.ClickException(f"--report {report} must contain {{arch}}: there are {len(request.archs)} targets")
+    try:
+        good = run(
+            request.variants,
+            archs=request.archs,
+            profile=request.profile,
+            jobs=jobs or job_count(),
+            out=out,
+            pattern=report or (REPORT if whole else None),
+            check_only=check_only,
+            say=click.echo,
+        )
+    except (ToolboxError, ToolchainError) as error:
+        raise click.ClickException(str(error)) from error
+    sys.exit(0 if good else 1)

@@ -1,0 +1,64 @@
+"""Why a kernel is chosen: the winner, the criterion, who was outranked and by how much, who was illegal and why."""
+
+from __future__ import annotations
+
+from codegen.arch import CARDS, MODEL_CARD, TARGETS, family_of
+from codegen.keys import Key, bucket_text, representative
+from codegen.matrix import profile_of
+from codegen.model import cost
+from codegen.rules import check
+from codegen.select import rivals, variant_cost
+from codegen.spec import Variant, parse_id
+from codegen.table import CRITERIA, decide
+
+
+def explain(key: Key, emitted: tuple[Variant, ...]) -> str:
+    """Text for people. `emitted` are the kernels that compete for the cell."""
+    target, card = TARGETS[key.arch], CARDS[MODEL_CARD]
+    family = family_of(key.arch)
+    lines = [
+        f"problem  {key.arch} ({', '.join(target.cards)}), head_dim {key.head_dim}, keys {bucket_text(key.seqlen)}, "
+        f"{key.dtype} -> {key.out}, {key.scaling} scaling, {'causal' if key.causal else 'no mask'}, "
+        f"{key.precision}, {key.load} load",
+    ]
+    if key.arch in family.emulated:
+        lines.append(
+            f"family   {family.name}, emulated on {key.arch}: right results, without the speed of a kernel made for it"
+        )
+    decision = decide(key, emitted)
+    if decision.variant is None:
+        return "\n".join([*lines, f"kernel   none: {decision.reason}"])
+    winner = parse_id(decision.variant)
+    shape = representative(key)
+    terms = cost(winner, shape, card)
+    lines += [
+        f"kernel   {winner.id}",
+        f"because  {decision.criterion}"
+        + (
+            f" (criteria in order: {', '.join(CRITERIA[1:])})"
+            if decision.runner_up
+            else ": one kernel is emitted for this problem"
+        ),
+        f"evidence {decision.evidence}, not measured: {decision.cost_us:.1f} us on one {MODEL_CARD} "
+        f"at {card.clock} GHz for batch*heads {shape.batch_heads}, {shape.seqlen_q} queries, {shape.seqlen_k} keys",
+        f"terms    a KV tile of a CTA takes {terms.tensor:.0f} tensor, {terms.smem:.0f} shared-memory, "
+        f"{terms.issue:.0f} issue, {terms.mufu:.0f} MUFU and {terms.l2:.0f} L2 cycles of an SM; "
+        f"{terms.resident} CTAs an SM, {terms.waves} waves; bound by {terms.bound}",
+        f"profile  {profile_of(winner)}",
+        "",
+        "outranked (modelled time over the winner's; * is emitted):",
+    ]
+    legal, illegal = [], []
+    for v in rivals(winner):
+        rejection = check(v)
+        if rejection is not None:
+            illegal.append((v, rejection))
+        elif v != winner:
+            legal.append((variant_cost(v, key.seqlen, key.load), v))
+    for us, v in sorted(legal, key=lambda x: (x[0], x[1].id)):
+        mark = "*" if v in emitted else " "
+        ratio = us / variant_cost(winner, key.seqlen, key.load)
+        lines.append(f"  {mark} {str(v.tile) + '_s' + str(v.stages):14} {ratio:5.2f}  ({us:.1f} us)")
+    lines += ["", "illegal:"]
+    lines += [f"    {str(v.tile) + '_s' + str(v.stages):14} {r.rule}: {r.message}" for v, r in illegal]
+    return "\n".join(lines)

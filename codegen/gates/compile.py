@@ -1,0 +1,169 @@
+"""Compiles kernels to cubins and measures them, a few at a time; unchanged kernels are not compiled again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+
+from codegen.gates import sass
+from codegen.gates.subject import Failure, Kernel, Listing, Loop, Measured, Resources
+from codegen.gates.toolbox import Toolbox
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers(.*)")
+_STATIC = re.compile(r"(\d+) bytes smem")
+_STORAGE = re.compile(r"static_assert\(sizeof\(SharedStorage\) == (\d+),")
+
+
+class CompileError(RuntimeError):
+    """nvcc or nvdisasm refused a kernel; the message is what they said."""
+
+
+def parse_resources(text: str) -> Resources:
+    """What `ptxas -v` reports about a file with exactly one kernel. Raises CompileError for any other report.
+
+    Functions that were not inlined report too: their spills are added, their stack is part of the kernel's call chain.
+    """
+    entries, frames, used = _ENTRY.findall(text), _FRAME.findall(text), _USED.findall(text)
+    if len(entries) != 1 or not frames or not used:
+        raise CompileError(f"ptxas reports {len(entries)} kernels, expected 1:\n{text.strip()}")
+    stacks, stores, loads = ([int(frame[i]) for frame in frames] for i in range(3))
+    static = _STATIC.search(used[0][1])
+    return Resources(
+        registers=int(used[0][0]),
+        stack=sum(stacks),
+        spill_stores=sum(stores),
+        spill_loads=sum(loads),
+        static_smem=int(static[1]) if static else 0,
+    )
+
+
+SHOWN_LINES = 20  # of a compiler's complaint; the first error is the one that counts
+
+
+def _head(text: str) -> str:
+    lines = text.strip().splitlines()
+    more = [f"... {len(lines) - SHOWN_LINES} more lines"] if len(lines) > SHOWN_LINES else []
+    return "\n".join(lines[:SHOWN_LINES] + more)
+
+
+def _run_nvcc(command: list[str], environment: dict[str, str]) -> tuple[str, float, float]:
+    """Output, seconds, and MiB of the largest process of nvcc's tree (its compilers run one after the other)."""
+    with tempfile.TemporaryFile("w+") as output:
+        started = time.monotonic()
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        seconds = time.monotonic() - started
+        output.seek(0)
+        text = output.read()
+    if process.returncode != 0:
+        raise CompileError(f"nvcc failed with status {process.returncode}:\n{_head(text)}")
+    return text, seconds, usage.ru_maxrss / 1024
+
+
+def _disassemble(tools: Toolbox, cubin: Path) -> Listing:
+    result = subprocess.run([str(tools.nvdisasm), "-c", str(cubin)], capture_output=True, text=True)
+    if result.returncode != 0:
+        raise CompileError(f"nvdisasm failed with status {result.returncode}: {result.stderr.strip()}")
+    try:
+        return sass.parse(result.stdout)
+    except sass.SassError as error:
+        raise CompileError(str(error)) from error
+
+
+def _storage(source: Path) -> int | None:
+    match = _STORAGE.search(source.read_text())
+    return int(match[1]) if match else None
+
+
+def measure(kernel: Kernel, tools: Toolbox, work: Path) -> Measured:
+    """Compiles one kernel and takes it apart; `work` gets the cubin. Raises CompileError."""
+    cubin = work / f"{kernel.id}.cubin"
+    cubin.parent.mkdir(parents=True, exist_ok=True)
+    partial = cubin.with_suffix(f".{os.getpid()}.cubin")  # two runs may share the folder
+    text, seconds, peak = _run_nvcc(tools.command(kernel.target, kernel.source, partial), tools.environment)
+    partial.replace(cubin)
+    return Measured(
+        resources=parse_resources(text),
+        listing=_disassemble(tools, cubin),
+        storage_bytes=_storage(kernel.source),
+        seconds=round(seconds, 2),
+        peak_mib=round(peak),
+    )
+
+
+# What this code reads out of a cubin is part of a result as well.
+_READER = hashlib.sha256(Path(__file__).read_bytes() + Path(sass.__file__).read_bytes()).hexdigest()
+
+
+def _load(path: Path, key: str) -> Measured | None:
+    """An earlier result under the same key; None when there is none."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    if record.get("key") != key:
+        return None
+    m = record["measured"]
+    loop = m["listing"].pop("loop")
+    listing = Listing(**m.pop("listing"), loop=Loop(**loop) if loop else None)
+    return Measured(**{**m, "resources": Resources(**m["resources"]), "listing": listing})
+
+
+def _store(path: Path, key: str, measured: Measured) -> None:
+    partial = path.with_suffix(f".{os.getpid()}.json")
+    partial.write_text(json.dumps({"key": key, "measured": asdict(measured)}, indent=1))
+    partial.replace(path)
+
+
+def measure_all(
+    kernels: Iterable[Kernel], tools: Toolbox, out: Path, jobs: int, say: Callable[[str], None]
+) -> tuple[dict[Kernel, Measured], list[Failure]]:
+    """Measures every kernel, `jobs` at a time, with a line for each that is compiled.
+
+    out: gets `<target>/<id>.cubin` and `.json`, which a later run with unchanged inputs reads instead of compiling.
+    A kernel that does not compile is a failure of gate COMPILE and missing from the results.
+    """
+    results: dict[Kernel, Measured] = {}
+    failures: list[Failure] = []
+    todo: list[tuple[Kernel, str]] = []
+    for kernel in kernels:
+        key = f"{tools.digest(kernel.target, kernel.source)} {_READER}"
+        known = _load(out / kernel.target / f"{kernel.id}.json", key)
+        if known is None:
+            todo.append((kernel, key))
+        else:
+            results[kernel] = known
+    say(f"{len(results)} kernels unchanged since an earlier run, {len(todo)} to compile, {jobs} at a time")
+    started = time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(measure, kernel, tools, out / kernel.target): (kernel, key) for kernel, key in todo}
+        try:
+            for done, future in enumerate(as_completed(running), 1):
+                kernel, key = running[future]
+                name = f"[{done}/{len(todo)}] {kernel.target} {kernel.id}"
+                try:
+                    measured = future.result()
+                except CompileError as error:
+                    failures.append(Failure(gate="COMPILE", kernel=kernel.id, target=kernel.target, message=str(error)))
+                    say(f"{name}  does not compile")
+                    continue
+                results[kernel] = measured
+                _store(out / kernel.target / f"{kernel.id}.json", key, measured)
+                left = (time.monotonic() - started) / done * (len(todo) - done)
+                say(f"{name}  {measured.seconds:.1f} s, {left:.0f} s left")
+        except BaseException:  # an interrupt as well: without this the pool would first compile all the rest
+            pool.shutdown(cancel_futures=True)
+            raise
+    return results, failures

@@ -1,0 +1,150 @@
+"""The committed report: one line a kernel, which is also the baseline that later numbers are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from codegen.gates.rules import applicable, check, occupancy, smem_bytes
+from codegen.gates.sass import MATRIX
+from codegen.gates.subject import Kernel, Measured
+
+CODE_TOLERANCE = 0.05  # of the code size; below it a change is scheduling and padding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A number of the report. `better`: -1 less is better, +1 more is, 0 neither (a promise of the manifest).
+
+    Columns without `compared` follow from others. `tolerance` is a fraction of the baseline's value.
+    """
+
+    name: str
+    value: Callable[[Kernel, Measured], int | float]
+    better: int = -1
+    tolerance: float = 0.0
+    compared: bool = True
+
+
+def _count(opcode: str) -> Callable[[Kernel, Measured], int]:
+    return lambda k, m: m.listing.counts.get(opcode, 0)
+
+
+def _loop(opcode: str) -> Callable[[Kernel, Measured], int]:
+    return lambda k, m: m.listing.loop.counts.get(opcode, 0) if m.listing.loop else 0
+
+
+def _path(opcode: str) -> Callable[[Kernel, Measured], int]:
+    return lambda k, m: m.listing.loop.path.get(opcode, 0) if m.listing.loop else 0
+
+
+def _per_matrix(k: Kernel, m: Measured) -> float:
+    if m.listing.loop is None:
+        return 0.0
+    return sum(m.listing.loop.path.values()) / sum(m.listing.loop.counts.get(x, 0) for x in MATRIX)
+
+
+COLUMNS = (
+    Column(name="regs", value=lambda k, m: m.resources.registers),
+    Column(name="spill", value=lambda k, m: m.resources.spill_stores + m.resources.spill_loads),
+    Column(name="stack", value=lambda k, m: m.resources.stack),
+    Column(name="smem", value=smem_bytes),
+    Column(name="ctas", value=occupancy, better=1),
+    Column(name="asked", value=lambda k, m: k.ctas_per_sm, better=0),
+    Column(name="code", value=lambda k, m: m.listing.code_bytes, tolerance=CODE_TOLERANCE),
+    Column(name="qmma", value=_count("QMMA"), better=0),
+    Column(name="hmma", value=_count("HMMA")),
+    Column(name="ldl+stl", value=lambda k, m: m.listing.counts.get("LDL", 0) + m.listing.counts.get("STL", 0)),
+    Column(name="loop", value=lambda k, m: sum(m.listing.loop.counts.values()) if m.listing.loop else 0),
+    Column(name="l.qmma", value=_loop("QMMA"), better=0),
+    Column(name="l.ldgsts", value=_loop("LDGSTS")),
+    Column(name="l.ldsm", value=_loop("LDSM")),
+    Column(name="l.mufu", value=_loop("MUFU")),
+    Column(name="l.bar", value=_loop("BAR")),
+    Column(name="path", value=lambda k, m: sum(m.listing.loop.path.values()) if m.listing.loop else 0),
+    Column(name="p.mufu", value=_path("MUFU")),
+    Column(name="path/mma", value=_per_matrix, compared=False),
+)
+
+LEGEND = """\
+# regs: registers a thread. spill, stack: bytes a thread. smem: bytes a block. ctas: blocks an SM by registers, shared
+# memory and warps; asked: those of __launch_bounds__. code: bytes. qmma, hmma, ldl+stl: instructions in the kernel.
+# loop: instructions in the main loop (one KV tile of one warp), and l.*: how many of a kind. Blocks that the compiler
+# moved behind the loop are not in it. path: the fewest instructions that an iteration can issue, which leaves out what
+# branches can skip (masks, an LSE, loads where no tile follows), but not what is predicated; p.mufu: MUFU among them;
+# path/mma: path for each matrix instruction of the loop. A loop inside the main loop counts as one pass of its code.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A number that is not the baseline's.
+
+    worse: also true for a kernel that appeared or vanished and for a changed promise of the manifest.
+    """
+
+    kernel: str
+    text: str
+    worse: bool
+
+    def __str__(self) -> str:
+        return f"{'worse' if self.worse else 'better'}: {self.kernel}: {self.text}"
+
+
+def _cell(value: int | float) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def render(target: str, profile: str, compiler: str, measured: dict[Kernel, Measured]) -> str:
+    """The report of one target. `compiler`: its version and options; numbers of another one cannot be compared."""
+    kernels = sorted(measured, key=lambda k: k.id)
+    rows = [["kernel", *(c.name for c in COLUMNS)]]
+    rows += [[k.id, *(_cell(c.value(k, measured[k])) for c in COLUMNS)] for k in kernels]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS) + 1)]
+    lines = [
+        f"# Compiled code of profile {profile} for {target}, {len(kernels)} kernels.",
+        "# Written and checked by `python -m codegen gates`.",
+        f"# compiler: {compiler}",
+        "#",
+        f"# Gates, passed by {sum(not check(k, measured[k]) for k in kernels)} of {len(kernels)} kernels:",
+    ]
+    emulated = any(k.emulated for k in kernels)
+    lines += [f"#   {g.name:11} {g.why}" for g in applicable(emulated)]
+    if emulated:
+        lines.append(
+            "# FP8 mma.sync is emulated on this target (F2FP and HMMA): registers and instruction mix are not held."
+        )
+    lines += ["#", *LEGEND.splitlines(), ""]
+    for row in rows:
+        lines.append(
+            "  ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))])
+        )
+    return "\n".join(lines) + "\n"
+
+
+def parse(text: str) -> tuple[str, dict[str, dict[str, float]]]:
+    """(compiler, kernel -> column -> number) of a report. Raises ValueError for text that is none."""
+    compiler = next(
+        (line.removeprefix("# compiler: ") for line in text.splitlines() if line.startswith("# compiler: ")), ""
+    )
+    table = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    if not compiler or not table or table[0][0] != "kernel" or any(len(row) != len(table[0]) for row in table):
+        raise ValueError("not a report of `python -m codegen gates`")
+    return compiler, {row[0]: dict(zip(table[0][1:], map(float, row[1:]), strict=True)) for row in table[1:]}
+
+
+def compare(baseline: dict[str, dict[str, float]], fresh: dict[str, dict[str, float]]) -> list[Change]:
+    """What changed from the committed numbers to the fresh ones, in either direction."""
+    changes = [Change(kernel=k, text="is new", worse=True) for k in sorted(set(fresh) - set(baseline))]
+    changes += [Change(kernel=k, text="is gone", worse=True) for k in sorted(set(baseline) - set(fresh))]
+    for kernel in sorted(set(baseline) & set(fresh)):
+        for c in COLUMNS:
+            if not c.compared:
+                continue
+            old, new = baseline[kernel].get(c.name), fresh[kernel][c.name]
+            if old is None:
+                changes.append(Change(kernel=kernel, text=f"the report has no column {c.name}", worse=True))
+            elif abs(new - old) > c.tolerance * old:
+                worse = c.better == 0 or (new - old) * c.better < 0
+                changes.append(Change(kernel=kernel, text=f"{c.name} {old:g} -> {new:g}", worse=worse))
+    return changes

@@ -1,0 +1,129 @@
+"""The gates: what must hold for the compiled code of every kernel, with the reason, and the numbers when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from codegen.gates.occupancy import ctas_per_sm
+from codegen.gates.subject import Failure, Kernel, Measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """`check` returns None or what is wrong. `native_only` gates do not apply where FP8 `mma.sync` is emulated: there
+    the instructions are others, and their 16-bit operands take registers that the kernel was not laid out for."""
+
+    name: str
+    why: str
+    native_only: bool
+    check: Callable[[Kernel, Measured], str | None]
+
+
+def smem_bytes(kernel: Kernel, m: Measured) -> int:
+    """Shared memory a block really takes: what the launch asks for and what the compiler put beside it."""
+    return (kernel.smem_bytes if m.storage_bytes is None else m.storage_bytes) + m.resources.static_smem
+
+
+def occupancy(kernel: Kernel, m: Measured) -> int:
+    """Resident blocks an SM, from the compiled kernel's registers and shared memory."""
+    return ctas_per_sm(
+        kernel.target, registers=m.resources.registers, smem_bytes=smem_bytes(kernel, m), threads=kernel.threads
+    )
+
+
+def _spill(kernel: Kernel, m: Measured) -> str | None:
+    r = m.resources
+    if r.spill_stores or r.spill_loads:
+        return f"{r.spill_stores} bytes of spill stores, {r.spill_loads} of loads with {r.registers} registers"
+    return None
+
+
+def _local(kernel: Kernel, m: Measured) -> str | None:
+    loads, stores, stack = m.listing.counts.get("LDL", 0), m.listing.counts.get("STL", 0), m.resources.stack
+    if loads or stores or stack:
+        return f"{loads} LDL and {stores} STL, stack of {stack} bytes: an array is indexed at run time, or spilled"
+    return None
+
+
+def _smem(kernel: Kernel, m: Measured) -> str | None:
+    if m.storage_bytes is None:
+        return "the source states no sizeof(SharedStorage)"
+    if m.storage_bytes != kernel.smem_bytes:
+        return f"sizeof(SharedStorage) is {m.storage_bytes:,}, the manifest says {kernel.smem_bytes:,}"
+    if m.resources.static_smem:
+        return f"{m.resources.static_smem:,} bytes of static shared memory beside SharedStorage"
+    if m.storage_bytes > kernel.smem_limit:
+        return f"{m.storage_bytes:,} bytes of shared memory > {kernel.smem_limit:,}"
+    return None
+
+
+def _cp_async(kernel: Kernel, m: Measured) -> str | None:
+    loop = m.listing.loop
+    if loop is None or not loop.counts.get("LDGSTS"):
+        return f"no LDGSTS in the main loop, {m.listing.counts.get('LDGSTS', 0)} outside"
+    return None
+
+
+def _occupancy(kernel: Kernel, m: Measured) -> str | None:
+    need = max(kernel.ctas_per_sm, 2 if kernel.head_dim <= 128 else 1)
+    have = occupancy(kernel, m)
+    if have < need:
+        return (
+            f"{have} CTAs an SM < {need} ({m.resources.registers} registers x {kernel.threads} threads, "
+            f"{smem_bytes(kernel, m):,} B)"
+        )
+    return None
+
+
+def _qmma(kernel: Kernel, m: Measured) -> str | None:
+    if m.listing.loop is None:
+        return "no loop around matrix instructions"
+    if (have := m.listing.loop.counts.get("QMMA", 0)) != kernel.mma_in_loop:
+        return f"{have} QMMA in the main loop, the tile takes {kernel.mma_in_loop}"
+    return None
+
+
+def _hmma(kernel: Kernel, m: Measured) -> str | None:
+    count = m.listing.counts.get("HMMA", 0)
+    return f"{count} HMMA: a product runs in 16 bits" if count else None
+
+
+GATES = (
+    Gate(name="SPILL", why="no register goes through local memory", native_only=True, check=_spill),
+    Gate(name="NO-LOCAL", why="no stack, no LDL, no STL", native_only=True, check=_local),
+    Gate(
+        name="SMEM",
+        why="sizeof(SharedStorage) is the manifest's smem_bytes, fits a block, and nothing lies beside it",
+        native_only=False,
+        check=_smem,
+    ),
+    Gate(name="CP-ASYNC", why="tiles are loaded by LDGSTS inside the main loop", native_only=False, check=_cp_async),
+    Gate(
+        name="OCCUPANCY",
+        why="as many CTAs an SM as the manifest says, and 2 up to head_dim 128",
+        native_only=True,
+        check=_occupancy,
+    ),
+    Gate(
+        name="QMMA-COUNT",
+        why="the main loop has exactly the FP8 matrix instructions that the generator counts for a tile",
+        native_only=True,
+        check=_qmma,
+    ),
+    Gate(name="NO-HMMA", why="no product falls back to 16 bits", native_only=True, check=_hmma),
+)
+
+
+def applicable(emulated: bool) -> tuple[Gate, ...]:
+    """The gates of a target; `emulated`: FP8 `mma.sync` is emulated there."""
+    return tuple(g for g in GATES if not (g.native_only and emulated))
+
+
+def check(kernel: Kernel, m: Measured) -> list[Failure]:
+    """Every gate that the compiled kernel does not pass."""
+    return [
+        Failure(gate=g.name, kernel=kernel.id, target=kernel.target, message=message)
+        for g in applicable(kernel.emulated)
+        if (message := g.check(kernel, m)) is not None
+    ]

@@ -1,0 +1,112 @@
+"""`python -m codegen gates`: compile, check every gate, then write the report or compare with the committed one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from codegen.gates import report
+from codegen.gates.compile import measure_all
+from codegen.gates.rules import check
+from codegen.gates.subject import Kernel, Measured, render
+from codegen.gates.toolbox import ROOT, open_toolbox
+from codegen.spec import Variant
+
+REPORT = str(ROOT / "docs" / "gates_{arch}_{profile}.txt")
+SHOWN = 40  # changes listed in full; the numbers are all in the fresh report
+
+
+def _path(pattern: str, arch: str, profile: str) -> Path:
+    return Path(pattern.replace("{arch}", arch).replace("{profile}", profile))
+
+
+def _summary(target: str, results: dict[Kernel, Measured], say: Callable[[str], None]) -> None:
+    """Compile times and memory: for people, and different on every machine, so not part of a report."""
+    slowest = max(results, key=lambda k: results[k].seconds)
+    total, peak = sum(m.seconds for m in results.values()), max(m.peak_mib for m in results.values())
+    say(
+        f"{target}: {len(results)} kernels, {total:.0f} s of compilation, the longest {results[slowest].seconds:.1f} s "
+        f"({slowest.id}), largest compiler process {peak:.0f} MiB"
+    )
+
+
+def _ratchet(committed: Path, fresh: str, say: Callable[[str], None]) -> bool:
+    """Whether the committed report still says what is true."""
+    try:
+        was_compiler, was = report.parse(committed.read_text())
+    except OSError:
+        say(f"{committed} does not exist: write it with `python -m codegen gates`")
+        return False
+    except ValueError as error:
+        say(f"{committed}: {error}")
+        return False
+    compiler, now = report.parse(fresh)
+    if compiler != was_compiler:
+        say(
+            f"{committed} is for {was_compiler}; this is {compiler}: the numbers are not compared, the gates above hold"
+        )
+        return True
+    changes = report.compare(was, now)
+    for change in changes[:SHOWN]:
+        say(str(change))
+    if len(changes) > SHOWN:
+        say(f"... and {len(changes) - SHOWN} more")
+    if not changes:
+        say(f"{committed} is true of this compilation: {len(now)} kernels")
+        return True
+    worse = sum(c.worse for c in changes)
+    say(
+        f"{committed}: {worse} numbers worse, {len(changes) - worse} better. If that is meant, "
+        "write the report anew with `python -m codegen gates` and commit it."
+    )
+    return False
+
+
+def run(
+    variants: tuple[Variant, ...],
+    *,
+    archs: tuple[str, ...],
+    profile: str,
+    jobs: int,
+    out: Path,
+    pattern: str | None,
+    check_only: bool,
+    say: Callable[[str], None],
+) -> bool:
+    """Measures `variants` on `archs` and returns whether every gate, and with `check_only` the baseline, holds.
+
+    out: work files, and `<out>/gates_<arch>_<profile>.txt`, the fresh report in any case.
+    pattern: path of the committed report, with `{arch}` and `{profile}` filled in, written only when all its kernels
+    pass; None writes none.
+    Raises ToolboxError when a tool is missing.
+    """
+    tools = open_toolbox()
+    out = out.resolve()
+    results, failures = measure_all(render(variants, archs, out / "generated"), tools, out, jobs, say)
+    for kernel in sorted(results, key=lambda k: (k.target, k.id)):
+        failures += check(kernel, results[kernel])
+    for failure in failures:
+        say(str(failure))
+
+    good = not failures
+    for arch in archs:
+        of_arch = {k: m for k, m in results.items() if k.target == arch}
+        if not of_arch:
+            continue
+        _summary(arch, of_arch, say)
+        text = report.render(arch, profile, f"nvcc {tools.nvcc_version} {' '.join(tools.options)}", of_arch)
+        fresh = out / f"gates_{arch}_{profile}.txt"
+        fresh.write_text(text)
+        failed = len({f.kernel for f in failures if f.target == arch})
+        if failed:
+            say(f"{arch}: {failed} kernels fail; numbers in {fresh}")
+        elif pattern is None:
+            say(f"{arch}: all gates hold; numbers in {fresh}")
+        elif check_only:
+            good = _ratchet(_path(pattern, arch, profile), text, say) and good
+        else:
+            committed = _path(pattern, arch, profile)
+            committed.parent.mkdir(parents=True, exist_ok=True)
+            committed.write_text(text)
+            say(f"{arch}: all gates hold; {committed} written")
+    return good

@@ -1,0 +1,124 @@
+"""What the gates look at: a kernel with what the generator promised about it, and what the compiler made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from codegen.arch import TARGETS, family_of
+from codegen.derive import derive
+from codegen.outputs import kernel_path
+from codegen.render import environment, render_kernel
+from codegen.spec import Variant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One source file for one target, with the generator's numbers (the manifest's) that the compiled code must keep.
+
+    emulated: whether FP8 `mma.sync` is emulated on the target, so that its instruction mix says nothing.
+    smem_bytes, smem_limit: dynamic shared memory of a launch and the most a block may have, in bytes.
+    mma_in_loop: matrix instructions in the main loop's code, where an inner loop over k steps stands once.
+    """
+
+    id: str
+    target: str
+    source: Path
+    emulated: bool
+    head_dim: int
+    threads: int
+    ctas_per_sm: int
+    smem_bytes: int
+    smem_limit: int
+    mma_in_loop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """The main loop: how many of each opcode lie between its first and last address, and on the shortest way through.
+
+    `path` skips every block that a branch can skip, such as masks or the loads of a next tile. What an iteration
+    executes lies between `path` and `counts`.
+    """
+
+    counts: dict[str, int]
+    path: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """What a disassembly says. `counts` is by opcode without modifiers over the whole file; padding is left out."""
+
+    code_bytes: int
+    counts: dict[str, int]
+    loop: Loop | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What ptxas says of a kernel: registers a thread, the rest in bytes; stack and spills a thread, shared a block."""
+
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    static_smem: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A compiled kernel.
+
+    storage_bytes: sizeof(SharedStorage) as the source's static_assert states it, which compiled and hence is true;
+    None when the source asserts nothing. seconds, peak_mib: wall time of nvcc and the largest of its processes.
+    """
+
+    resources: Resources
+    listing: Listing
+    storage_bytes: int | None
+    seconds: float = field(compare=False)
+    peak_mib: float = field(compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A gate that a kernel did not pass, with the numbers."""
+
+    gate: str
+    kernel: str
+    target: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.gate}: {self.target} {self.kernel}: {self.message}"
+
+
+def render(variants: tuple[Variant, ...], targets: tuple[str, ...], folder: Path) -> list[Kernel]:
+    """A Kernel for each variant and target that it serves. Writes the sources that `folder` does not have like that."""
+    env = environment()
+    kernels = []
+    for v in variants:
+        source, text = folder / kernel_path(v), render_kernel(v, env)
+        if not source.is_file() or source.read_text() != text:
+            source.parent.mkdir(parents=True, exist_ok=True)
+            source.write_text(text)
+        d = derive(v)
+        for target in targets:
+            family = family_of(target)
+            if family.name != v.family:
+                continue
+            kernels.append(
+                Kernel(
+                    id=v.id,
+                    target=target,
+                    source=source,
+                    emulated=target in family.emulated,
+                    head_dim=v.head_dim,
+                    threads=d.threads,
+                    ctas_per_sm=d.ctas_per_sm,
+                    smem_bytes=d.smem_bytes,
+                    smem_limit=min(family.smem_per_block, TARGETS[target].smem_per_block),
+                    mma_in_loop=d.mma_in_loop,
+                )
+            )
+    return sorted(kernels, key=lambda k: (k.target, k.id))

@@ -1,0 +1,103 @@
+"""The tools and options that kernels are compiled with: those of the extension build, read from CMakeLists.txt."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from codegen.arch import TARGETS
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+_STATEMENTS = {
+    "CMAKE_CUDA_FLAGS_RELEASE": r"set\(CMAKE_CUDA_FLAGS_RELEASE\s+\"([^\"$]*)\"\)",
+    "CMAKE_CUDA_STANDARD": r"set\(CMAKE_CUDA_STANDARD\s+(\d+)\)",
+    "fp8cutlass_nvcc_options": r"set\(fp8cutlass_nvcc_options\s+([^)$]*)\)",
+}
+
+
+class ToolboxError(RuntimeError):
+    """The gates cannot compile the way the extension build does; the message says what is missing."""
+
+
+def cmake_options(text: str) -> list[str]:
+    """nvcc's options in the Release build that a CMakeLists.txt with this text describes, without -I and -gencode."""
+    found = {}
+    for name, pattern in _STATEMENTS.items():
+        matches = re.findall(pattern, text)
+        if len(matches) != 1:
+            raise ToolboxError(f"CMakeLists.txt sets {name} to a plain value {len(matches)} times, expected once")
+        found[name] = matches[0]
+    release, standard, own = (found[name] for name in _STATEMENTS)
+    return [*shlex.split(release), f"-std=c++{standard}", *shlex.split(own)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toolbox:
+    """nvcc_version is its full release ("13.0.88"): another patch release may allocate registers differently."""
+
+    nvcc: Path
+    nvcc_version: str
+    nvdisasm: Path
+    options: tuple[str, ...]
+    includes: tuple[str, ...]
+    headers_digest: str
+    environment: dict[str, str]
+
+    def command(self, target: str, source: Path, cubin: Path) -> list[str]:
+        """The nvcc line of one kernel, with ptxas reporting its resources."""
+        options = [*self.options, TARGETS[target].gencode, "-Xptxas=-v", *self.includes]
+        return [str(self.nvcc), "-cubin", *options, str(source), "-o", str(cubin)]
+
+    def digest(self, target: str, source: Path) -> str:
+        """Changes whenever compiling could give another result."""
+        parts = [self.nvcc_version, self.headers_digest, *self.options, TARGETS[target].gencode]
+        return hashlib.sha256("\0".join(parts).encode() + b"\0" + source.read_bytes()).hexdigest()
+
+
+def _digest_of(folders: tuple[Path, ...]) -> str:
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _version(nvcc: Path) -> str:
+    text = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    match = re.search(r"V(\d+\.\d+\.\d+)", text)
+    if match is None:
+        raise ToolboxError(f"{nvcc} --version names no version: {text.strip()}")
+    return match[1]
+
+
+def open_toolbox() -> Toolbox:
+    """The tools of this machine. Raises ToolboxError naming what is missing and the remedy."""
+    from scripts import toolchain  # the generator itself must not need the build's scripts
+
+    try:
+        nvcc, nvdisasm, cutlass = (
+            toolchain.find_nvcc(),
+            toolchain.find_disassembler("nvdisasm"),
+            toolchain.find_cutlass(),
+        )
+    except toolchain.ToolchainError as error:
+        raise ToolboxError(str(error)) from error
+    own = ROOT / "include"
+    return Toolbox(
+        nvcc=nvcc.path,
+        nvcc_version=_version(nvcc.path),
+        nvdisasm=nvdisasm,
+        options=(
+            *cmake_options((ROOT / "CMakeLists.txt").read_text()),
+            *shlex.split(os.environ.get("FP8CUTLASS_CUDA_FLAGS", "")),
+        ),
+        includes=("-I", str(own), "-isystem", str(cutlass)),
+        headers_digest=_digest_of((own, cutlass / "cute", cutlass / "cutlass")),
+        environment=nvcc.environment(),
+    )

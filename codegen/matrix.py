@@ -1,0 +1,128 @@
+"""The declared matrix and the profiles that build parts of it. Change a number here and everything follows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from codegen.spec import Dtype, Kind, Out, Scaling, Softmax, Tile, Variant, axis_text
+
+HEAD_DIMS = (32, 64, 96, 128, 256)  # others are zero-padded up to the next
+
+TILES = (
+    Tile(m=64, n=32, warps=4),
+    Tile(m=64, n=64, warps=4),
+    Tile(m=64, n=128, warps=4),
+    Tile(m=128, n=32, warps=4),
+    Tile(m=128, n=64, warps=4),
+    Tile(m=128, n=128, warps=4),
+    Tile(m=128, n=64, warps=8),
+    Tile(m=128, n=128, warps=8),
+)
+
+STAGES = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A product of axes of one family."""
+
+    name: str
+    family: str
+    kind: Kind
+    head_dim: tuple[int, ...]
+    tile: tuple[Tile, ...]
+    stages: tuple[int, ...]
+    scaling: tuple[Scaling, ...]
+    causal: tuple[bool, ...]
+    dtype: tuple[Dtype, ...]
+    out: tuple[Out, ...]
+    softmax: tuple[Softmax, ...]
+
+    AXES = ("head_dim", "tile", "stages", "scaling", "causal", "dtype", "out", "softmax")
+
+    def points(self) -> Iterator[Variant]:
+        for values in itertools.product(*(getattr(self, axis) for axis in self.AXES)):
+            yield Variant(family=self.family, kind=self.kind, **dict(zip(self.AXES, values, strict=True)))
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for axis in self.AXES:
+            size *= len(getattr(self, axis))
+        return size
+
+
+MATRICES = (
+    Matrix(
+        name="sm89 forward",
+        family="sm89",
+        kind=Kind.FWD,
+        head_dim=HEAD_DIMS,
+        tile=TILES,
+        stages=STAGES,
+        scaling=tuple(Scaling),
+        causal=(False, True),
+        dtype=tuple(Dtype),
+        out=tuple(Out),
+        softmax=tuple(Softmax),
+    ),
+    # One kernel for each head_dim, softmax and the two ways of scaling K: enough to test every stage of every code path
+    # alone.
+    Matrix(
+        name="sm89 diagnostic",
+        family="sm89",
+        kind=Kind.DIAG,
+        head_dim=HEAD_DIMS,
+        tile=(Tile(m=64, n=32, warps=4), Tile(m=64, n=64, warps=4)),
+        stages=(2,),
+        scaling=(Scaling.BLOCK, Scaling.TOKEN),
+        causal=(True,),
+        dtype=(Dtype.E4M3,),
+        out=(Out.BF16,),
+        softmax=tuple(Softmax),
+    ),
+)
+
+
+def undeclared(v: Variant) -> str | None:
+    """Which part of a variant no matrix declares, and what is declared; None for a declared point."""
+    matrix = next((m for m in MATRICES if (m.family, m.kind) == (v.family, v.kind)), None)
+    if matrix is None:
+        return f"{v.family}_{v.kind} is not declared ({', '.join(f'{m.family}_{m.kind}' for m in MATRICES)} are)"
+    for axis in Matrix.AXES:
+        value, values = getattr(v, axis), getattr(matrix, axis)
+        if value not in values:
+            return f"{axis} {axis_text(value)} is not declared ({', '.join(map(axis_text, values))} are)"
+    return None
+
+
+PROFILES = ("dev", "ci", "release")  # each contains the one before
+
+
+def _default_mode(v: Variant) -> bool:
+    return v.scaling is Scaling.BLOCK and v.dtype is Dtype.E4M3 and v.out is Out.BF16
+
+
+def profile_of(v: Variant) -> str:
+    """The smallest profile that contains an emitted variant."""
+    if v.kind is Kind.DIAG:
+        return "ci"
+    # dev: the default mode of two head_dims, enough for the demo
+    if _default_mode(v) and v.head_dim in (32, 64):
+        return "dev"
+    # ci: the default mode of all, and at head_dim 64 every other value of every axis
+    if _default_mode(v):
+        return "ci"
+    if v.head_dim == 64 and v.out is Out.BF16 and v.dtype is Dtype.E4M3 and not v.causal:
+        return "ci"
+    if v.head_dim == 64 and v.scaling in (Scaling.HEAD, Scaling.BLOCK) and v.out is not Out.BF16 and v.causal:
+        return "ci"
+    if v.head_dim == 128 and v.dtype is Dtype.E5M2 and v.out is Out.BF16 and v.scaling is Scaling.HEAD:
+        return "ci"
+    return "release"
+
+
+def in_profile(v: Variant, profile: str) -> bool:
+    return PROFILES.index(profile_of(v)) <= PROFILES.index(profile)

@@ -1,0 +1,183 @@
+"""The files of a generation: kernels, registry, dispatch table, manifest, ledger. Pure: a dict of path to text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from jinja2 import Environment
+
+from codegen.arch import TARGETS
+from codegen.derive import derive
+from codegen.keys import LOAD_ROWS, SEQLEN_BOUNDS, bucket_text
+from codegen.ledger import render as render_ledger
+from codegen.matrix import HEAD_DIMS, profile_of
+from codegen.render import environment, render_kernel, symbol
+from codegen.scaling import GRANULARITY, KEY_BLOCK
+from codegen.select import Selection
+from codegen.spec import Kind, Variant
+from codegen.table import Table, build
+
+CELLS_PER_LINE = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to generate: which targets, which emitted variants, and how the set is called in the manifest."""
+
+    archs: tuple[str, ...]
+    profile: str
+    variants: tuple[Variant, ...]
+
+
+def kernel_path(v: Variant) -> str:
+    return f"{v.family}/{v.id}.cu"
+
+
+def files(request: Request, selection: Selection) -> dict[str, str]:
+    env = environment()
+    kernels = {kernel_path(v): render_kernel(v, env) for v in request.variants}
+    # The shipped table answers for every target, so that a laptop can ask about any card.
+    table = build(request.variants, tuple(TARGETS))
+    out = dict(kernels)
+    out["manifest.json"] = _manifest(request, kernels)
+    out["dispatch.json"] = _dispatch_json(table)
+    out["dispatch_table.inc"] = _dispatch_inc(table, request.variants, env)
+    out["registry.cpp"] = _registry(request.variants, env)
+    out["ledger.txt"] = render_ledger(selection)
+    return out
+
+
+def _manifest(request: Request, kernels: dict[str, str]) -> str:
+    entries = []
+    for v in request.variants:
+        d = derive(v)
+        path = kernel_path(v)
+        entries.append(
+            {
+                "id": v.id,
+                "family": v.family,
+                "kind": str(v.kind),
+                "head_dim": v.head_dim,
+                "tile_m": v.tile_m,
+                "tile_n": v.tile_n,
+                "warps": v.warps,
+                "stages": v.stages,
+                "scaling": str(v.scaling),
+                "causal": v.causal,
+                "dtype": str(v.dtype),
+                "out": str(v.out),
+                "softmax": str(v.softmax),
+                "score": v.score,
+                "profile": profile_of(v),
+                "threads": d.threads,
+                "ctas_per_sm": d.ctas_per_sm,
+                "smem_bytes": d.smem_bytes,
+                "mma_per_tile": d.mma_per_tile,
+                "mma_in_loop": d.mma_in_loop,
+                "file": path,
+                "sha256": hashlib.sha256(kernels[path].encode()).hexdigest(),
+            }
+        )
+    head = {
+        "format": 1,
+        "profile": request.profile,
+        "archs": list(request.archs),
+        "gencode": {a: TARGETS[a].gencode for a in request.archs},
+        "capability": {a: list(TARGETS[a].capability) for a in request.archs},
+        "table": "dispatch.json",
+        "key_block": KEY_BLOCK,
+        "scaling": {str(s): asdict(g) for s, g in GRANULARITY.items()},
+        "head_dims": list(HEAD_DIMS),
+    }
+    # One variant a line, so that a diff shows which kernels changed.
+    body = json.dumps(head, indent=1)[:-2] + ',\n "variants": [\n'
+    return body + ",\n".join("  " + json.dumps(e) for e in entries) + "\n ]\n}\n"
+
+
+def _dispatch_json(table: Table) -> str:
+    decisions = []
+    for d in table.decisions:
+        if d.variant is None:
+            decisions.append({"variant": None, "reason": d.reason})
+        else:
+            decisions.append({k: v for k, v in asdict(d).items() if k != "reason"})
+    width = len(table.axes[-1][1]) * len(table.axes[-2][1]) * len(table.axes[-3][1]) * len(table.axes[-4][1])
+    rows = [table.cells[i : i + width] for i in range(0, len(table.cells), width)]
+    lines = ["{", ' "format": 1,', ' "axes": [']
+    lines.append(",\n".join("  " + json.dumps([name, values]) for name, values in table.axes))
+    lines += [" ],", ' "decisions": [']
+    lines.append(",\n".join("  " + json.dumps(d) for d in decisions))
+    lines += [" ],", ' "cells": [']
+    lines.append(",\n".join("  " + ",".join(map(str, row)) for row in rows))
+    return "\n".join(lines) + "\n ]\n}\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRow:
+    comment: str
+    lines: list[tuple[int, ...]]
+
+
+def _dispatch_inc(table: Table, variants: tuple[Variant, ...], env: Environment) -> str:
+    position = {v.id: i for i, v in enumerate(variants)}
+    of_decision = [-1 if d.variant is None else position[d.variant] for d in table.decisions]
+    shape = [len(values) for _, values in table.axes]
+    width = 1
+    for size in shape[4:]:
+        width *= size
+    rows = []
+    values = [v for _, v in table.axes]
+    for start in range(0, len(table.cells), width):
+        row = start // width
+        dtype = values[3][row % shape[3]]
+        bucket = row // shape[3] % shape[2]
+        head_dim = values[1][row // shape[3] // shape[2] % shape[1]]
+        arch = values[0][row // shape[3] // shape[2] // shape[1]]
+        cells = [of_decision[c] for c in table.cells[start : start + width]]
+        rows.append(
+            TableRow(
+                comment=f"{arch} head_dim {head_dim} seqlen {bucket_text(bucket)} {dtype}",
+                lines=[tuple(cells[i : i + CELLS_PER_LINE]) for i in range(0, width, CELLS_PER_LINE)],
+            )
+        )
+    return env.get_template("dispatch_table.inc.j2").render(
+        axes=table.axes,
+        shape=shape,
+        head_dims=HEAD_DIMS,
+        seqlen_bounds=SEQLEN_BOUNDS,
+        load_rows=LOAD_ROWS,
+        rows=rows,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegistryEntry:
+    id: str
+    symbol: str
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    out: str
+    q: str
+    k: str
+    v: str
+    diagnostic: bool
+
+
+def _registry(variants: tuple[Variant, ...], env: Environment) -> str:
+    entries = [
+        RegistryEntry(
+            id=v.id,
+            symbol=symbol(v.id),
+            head_dim=v.head_dim,
+            tile_m=v.tile_m,
+            tile_n=v.tile_n,
+            out=str(v.out),
+            **asdict(GRANULARITY[v.scaling]),
+            diagnostic=v.kind is Kind.DIAG,
+        )
+        for v in variants
+    ]
+    return env.get_template("registry.cpp.j2").render(entries=entries)

@@ -1,0 +1,138 @@
+"""The variant: one point of the declared matrix, with an id that parses back to it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from enum import Enum
+
+
+class Name(str, Enum):
+    """An enum whose members print as their value."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Kind(Name):
+    FWD = "fwd"
+    DIAG = "diag"  # the same kernel, writing scores, P and tile products for the tests of each stage
+
+
+class Scaling(Name):
+    TENSOR = "tensor"
+    HEAD = "head"
+    BLOCK = "block"
+    TOKEN = "token"
+
+
+class Dtype(Name):
+    E4M3 = "e4m3"
+    E5M2 = "e5m2"
+
+
+class Out(Name):
+    BF16 = "bf16"
+    FP16 = "fp16"
+    E4M3 = "e4m3"
+
+
+class Softmax(Name):
+    EXP2 = "exp2"  # f32 scores, P = e4m3(2^x)
+    LINEAR = "linear"  # f16 scores, P by its e4m3 code
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Tile:
+    """Query rows and keys of a CTA's tile, and the warps that share its rows."""
+
+    m: int
+    n: int
+    warps: int
+
+    def __str__(self) -> str:
+        return f"m{self.m}n{self.n}w{self.warps}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    family: str
+    kind: Kind
+    head_dim: int
+    tile: Tile
+    stages: int
+    scaling: Scaling
+    causal: bool
+    dtype: Dtype
+    out: Out
+    softmax: Softmax
+
+    @property
+    def id(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return (
+            f"{self.family}_{self.kind}_d{self.head_dim}_{self.tile}_s{self.stages}_"
+            f"{self.scaling}_{mask}_{self.dtype}_{self.out}_{self.softmax}"
+        )
+
+    # What the template calls the tile's parts.
+    @property
+    def tile_m(self) -> int:
+        return self.tile.m
+
+    @property
+    def tile_n(self) -> int:
+        return self.tile.n
+
+    @property
+    def warps(self) -> int:
+        return self.tile.warps
+
+    @property
+    def score(self) -> str:
+        """Accumulator of Q K^T: the code-domain softmax works on f16 pairs, the exact one on f32."""
+        return "f16" if self.softmax is Softmax.LINEAR else "f32"
+
+
+def _one_of(names: type[Name]) -> str:
+    return "|".join(str(x) for x in names)
+
+
+_ID = re.compile(
+    rf"(?P<family>[a-z0-9]+)_(?P<kind>{_one_of(Kind)})_d(?P<head_dim>\d+)_m(?P<m>\d+)n(?P<n>\d+)w(?P<warps>\d+)_s(?P<stages>\d+)_"
+    rf"(?P<scaling>{_one_of(Scaling)})_(?P<mask>causal|full)_(?P<dtype>{_one_of(Dtype)})_(?P<out>{_one_of(Out)})_"
+    rf"(?P<softmax>{_one_of(Softmax)})",
+    re.ASCII,
+)
+
+
+def parse_id(text: str) -> Variant:
+    """The variant with this id. Raises ValueError for any other text, also for another spelling of an id (d064)."""
+    match = _ID.fullmatch(text)
+    if match is not None:
+        g = match.groupdict()
+        v = Variant(
+            family=g["family"],
+            kind=Kind(g["kind"]),
+            head_dim=int(g["head_dim"]),
+            tile=Tile(m=int(g["m"]), n=int(g["n"]), warps=int(g["warps"])),
+            stages=int(g["stages"]),
+            scaling=Scaling(g["scaling"]),
+            causal=g["mask"] == "causal",
+            dtype=Dtype(g["dtype"]),
+            out=Out(g["out"]),
+            softmax=Softmax(g["softmax"]),
+        )
+        if v.id == text:
+            return v
+    raise ValueError(
+        f"{text!r} is not a variant id; they look like sm89_fwd_d64_m128n64w4_s2_block_causal_e4m3_bf16_linear"
+    )
+
+
+AXES = tuple(f.name for f in fields(Variant))
+
+
+def axis_text(value: object) -> str:
+    """How an axis value is written on the command line, in the ledger and in the table."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

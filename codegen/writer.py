@@ -1,0 +1,87 @@
+"""The one module that touches the disk: writes what changed and removes what nothing emits, or only compares."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+DIFF_FILES = 8  # changed files whose difference is shown
+DIFF_LINES = 40  # of each changed file; the whole diff is one command away
+
+# Only these are ours to remove in an output directory.
+OWNED = ("*.cu", "*/*.cu", "manifest.json", "dispatch.json", "dispatch_table.inc", "registry.cpp", "ledger.txt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    written: tuple[str, ...]
+    unchanged: tuple[str, ...]
+    removed: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """`missing` should exist, `orphans` should not, `changed` differ; `diff` is for people."""
+
+    missing: tuple[str, ...]
+    orphans: tuple[str, ...]
+    changed: tuple[str, ...]
+    diff: str
+
+    @property
+    def clean(self) -> bool:
+        return not (self.missing or self.orphans or self.changed)
+
+
+def _present(root: Path) -> set[str]:
+    return {p.relative_to(root).as_posix() for pattern in OWNED for p in root.glob(pattern)}
+
+
+def write(root: Path, files: dict[str, str]) -> Written:
+    """Bytes on disk become exactly `files`.
+
+    A file whose bytes are right keeps its time stamp, so that builds stay incremental.
+    """
+    written, unchanged = [], []
+    for name, text in sorted(files.items()):
+        path = root / name
+        if path.is_file() and path.read_bytes() == text.encode():
+            unchanged.append(name)
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+        written.append(name)
+    removed = sorted(_present(root) - set(files))
+    for name in removed:
+        (root / name).unlink()
+    return Written(written=tuple(written), unchanged=tuple(unchanged), removed=tuple(removed))
+
+
+def compare(root: Path, files: dict[str, str]) -> Difference:
+    present = _present(root)
+    changed, diffs = [], []
+    for name, text in sorted(files.items()):
+        if name not in present:
+            continue
+        have = (root / name).read_bytes().decode(errors="replace")
+        if have != text:
+            changed.append(name)
+            if len(changed) > DIFF_FILES:
+                continue
+            lines = list(
+                difflib.unified_diff(
+                    have.splitlines(), text.splitlines(), f"on disk/{name}", f"generated/{name}", lineterm="", n=2
+                )
+            )
+            lines = lines or [f"{name}: the same lines with other line ends, or another end of the file"]
+            more = len(lines) - DIFF_LINES
+            diffs += lines[:DIFF_LINES] + ([f"... {more} more lines"] if more > 0 else [])
+    if len(changed) > DIFF_FILES:
+        diffs.append(f"... {len(changed) - DIFF_FILES} more changed files")
+    return Difference(
+        missing=tuple(sorted(set(files) - present)),
+        orphans=tuple(sorted(present - set(files))),
+        changed=tuple(changed),
+        diff="\n".join(diffs),
+    )

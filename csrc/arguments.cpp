@@ -1,0 +1,222 @@
+#include "arguments.h"
+
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cmath>
+#include <cstddef>
+#include <initializer_list>
+#include <limits>
+#include <sstream>
+#include <string>
+
+#include "check.h"
+
+namespace fp8cutlass {
+
+namespace {
+
+using torch::headeronly::ScalarType;
+
+constexpr int64_t kKeyBlock = 128;  // V^T is padded to this many keys (`key_block` of the manifest)
+constexpr int64_t kAlignment = 16;  // bytes of one vector access
+
+struct Strides {
+  int64_t batch, head, row;
+};
+
+std::string shape_text(const Tensor& tensor) {
+  std::ostringstream text;
+  text << "(";
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) text << (dim ? ", " : "") << tensor.size(dim);
+  text << ")";
+  return text.str();
+}
+
+bool has_shape(const Tensor& tensor, std::initializer_list<int64_t> shape) {
+  if (tensor.dim() != static_cast<int64_t>(shape.size())) return false;
+  int64_t dim = 0;
+  for (const int64_t size : shape) {
+    if (tensor.size(dim++) != size) return false;
+  }
+  return true;
+}
+
+void require_shape(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
+  if (has_shape(tensor, shape)) return;
+  std::ostringstream expected;
+  const char* separator = "";
+  for (const int64_t size : shape) {
+    expected << separator << size;
+    separator = ", ";
+  }
+  fail(name, " has shape ", shape_text(tensor), ", expected (", expected.str(), ")");
+}
+
+void require_same_device(const Tensor& tensor, const char* name, const Tensor& q) {
+  require(tensor.is_cuda() == q.is_cuda() && tensor.get_device_index() == q.get_device_index(), name,
+          " is not on the device of q");
+}
+
+void require_aligned(const void* pointer, const char* name) {
+  require(reinterpret_cast<uintptr_t>(pointer) % kAlignment == 0, name, " does not start on a multiple of ", kAlignment,
+          " bytes");
+}
+
+int to_int(int64_t value, const char* name) {
+  require(value >= std::numeric_limits<int>::min() && value <= std::numeric_limits<int>::max(), name, " is ", value,
+          ", outside of a 32-bit integer");
+  return static_cast<int>(value);
+}
+
+// The first three strides in elements. A dimension of size 1 is never stepped along, so torch lets its stride be
+// anything: it becomes 0. `writable` refuses strides of 0 on longer dimensions, where rows would overwrite one another.
+Strides row_strides(const Tensor& tensor, const char* name, bool writable) {
+  require(tensor.stride(3) == 1, name, " must be contiguous in its last dimension, got stride ", tensor.stride(3));
+  const int64_t bytes = static_cast<int64_t>(tensor.element_size());
+  int64_t stride[3];
+  for (int dim = 0; dim < 3; ++dim) {
+    stride[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+    require(stride[dim] * bytes % kAlignment == 0, name, " has stride ", stride[dim], " in dimension ", dim,
+            ", which is no multiple of ", kAlignment, " bytes");
+    require(!writable || tensor.size(dim) == 1 || stride[dim] > 0, name, " is expanded in dimension ", dim);
+  }
+  return {stride[0], stride[1], stride[2]};
+}
+
+const uint8_t* fp8_pointer(const Tensor& tensor, const char* name, const Tensor& q) {
+  if (tensor.dim() != 4) fail(name, " must have 4 dimensions, got shape ", shape_text(tensor));
+  require(tensor.scalar_type() == ScalarType::Byte, name, " must be a uint8 view of FP8 data");
+  require_same_device(tensor, name, q);
+  const void* pointer = tensor.const_data_ptr();
+  require_aligned(pointer, name);
+  return static_cast<const uint8_t*>(pointer);
+}
+
+// Contiguous data of one type on q's device; the shape is the caller's to check.
+void* dense_pointer(const Tensor& tensor, const char* name, const Tensor& q, ScalarType type, const char* type_name) {
+  require(tensor.scalar_type() == type, name, " must be ", type_name);
+  require(tensor.is_contiguous(), name, " must be contiguous");
+  require_same_device(tensor, name, q);
+  return tensor.data_ptr();
+}
+
+float* float_pointer(const Tensor& tensor, const char* name, const Tensor& q) {
+  return static_cast<float*>(dense_pointer(tensor, name, q, ScalarType::Float, "float32"));
+}
+
+void set_inputs(ForwardParams& params, const Arguments& a) {
+  params.q = fp8_pointer(a.q, "q", a.q);
+  params.k = fp8_pointer(a.k, "k", a.q);
+  params.v = fp8_pointer(a.v, "v", a.q);
+  const Strides q = row_strides(a.q, "q", false);
+  const Strides k = row_strides(a.k, "k", false);
+  params.q_stride_batch = q.batch, params.q_stride_head = q.head, params.q_stride_row = q.row;
+  params.k_stride_batch = k.batch, params.k_stride_head = k.head, params.k_stride_row = k.row;
+  require(a.v.is_contiguous(), "v (packed) must be contiguous");
+  params.q_descale = float_pointer(a.q_descale, "q_descale", a.q);
+  params.k_descale = float_pointer(a.k_descale, "k_descale", a.q);
+  params.v_descale = float_pointer(a.v_descale, "v_descale", a.q);
+}
+
+void set_sizes(ForwardParams& params, const Arguments& a, const VariantEntry& variant) {
+  const int64_t batch = a.q.size(0), heads = a.q.size(1), seqlen_q = a.q.size(2), head_dim = a.q.size(3);
+  const int64_t kv_heads = a.k.size(1), seqlen_k = a.k.size(2);
+  require(head_dim == variant.head_dim, "q has head_dim ", head_dim, ", variant ", variant.id, " takes ",
+          variant.head_dim);
+  if (batch == 0 || heads == 0 || seqlen_q == 0 || seqlen_k == 0) {
+    fail("empty tensors take no launch: q has shape ", shape_text(a.q), ", k has shape ", shape_text(a.k));
+  }
+  require(kv_heads > 0 && heads % kv_heads == 0, "q has ", heads, " heads, which is no multiple of k's ", kv_heads);
+  const int64_t padded = (seqlen_k + kKeyBlock - 1) / kKeyBlock * kKeyBlock;
+  require_shape(a.k, "k", {batch, kv_heads, seqlen_k, head_dim});
+  require_shape(a.v, "v (packed)", {batch, kv_heads, head_dim, padded});
+  require_shape(a.out, "out", {batch, heads, seqlen_q, head_dim});
+  params.batch = to_int(batch, "the batch size");
+  params.heads = to_int(heads, "the number of heads of q");
+  params.kv_heads = to_int(kv_heads, "the number of heads of k");
+  params.seqlen_q = to_int(seqlen_q, "the sequence length of q");
+  params.seqlen_k = to_int(seqlen_k, "the sequence length of k");
+  params.seqlen_k_padded = to_int(padded, "the padded sequence length of v");
+}
+
+// A kernel reads as many descales as its scaling mode says; fewer would be read past their end.
+void check_descales(const Arguments& a, const ForwardParams& params, const VariantEntry& variant) {
+  const int64_t blocks = (int64_t{params.seqlen_k} + kKeyBlock - 1) / kKeyBlock;
+  const auto check = [&](const Tensor& descale, const char* name, Granularity shared_by, int64_t heads,
+                         int64_t tokens) {
+    const int64_t per_head = shared_by == Granularity::token     ? tokens
+                             : shared_by == Granularity::block   ? blocks
+                             : shared_by == Granularity::channel ? variant.head_dim
+                                                                 : 1;
+    const int64_t expected = shared_by == Granularity::tensor ? 1 : params.batch * heads * per_head;
+    require(descale.numel() == expected, name, " has ", descale.numel(), " values, variant ", variant.id, " reads ",
+            expected);
+  };
+  check(a.q_descale, "q_descale", variant.q, params.heads, params.seqlen_q);
+  check(a.k_descale, "k_descale", variant.k, params.kv_heads, params.seqlen_k_padded);
+  check(a.v_descale, "v_descale", variant.v, params.kv_heads, params.seqlen_k_padded);
+}
+
+void set_outputs(ForwardParams& params, const Arguments& a, const VariantEntry& variant) {
+  const bool fp8 = variant.out == OutType::e4m3;
+  const ScalarType type = fp8                            ? ScalarType::Byte
+                          : variant.out == OutType::bf16 ? ScalarType::BFloat16
+                                                         : ScalarType::Half;
+  require(a.out.scalar_type() == type, "out must be ",
+          fp8                            ? "a uint8 view of e4m3 data"
+          : variant.out == OutType::bf16 ? "bfloat16"
+                                         : "float16",
+          " for variant ", variant.id);
+  require(a.out_descale.has_value() == fp8, "out_descale belongs to FP8 output: out is ", fp8 ? "" : "not ",
+          "FP8 and out_descale is ", a.out_descale ? "given" : "missing");
+  require_same_device(a.out, "out", a.q);
+  params.o = a.out.mutable_data_ptr();
+  require_aligned(params.o, "out");
+  const Strides o = row_strides(a.out, "out", true);
+  params.o_stride_batch = o.batch, params.o_stride_head = o.head, params.o_stride_row = o.row;
+  if (a.out_descale) {
+    require_shape(*a.out_descale, "out_descale", {1});
+    params.out_descale = float_pointer(*a.out_descale, "out_descale", a.q);
+  }
+  if (a.lse) {
+    require_shape(*a.lse, "lse", {a.q.size(0), a.q.size(1), a.q.size(2)});
+    params.lse = float_pointer(*a.lse, "lse", a.q);
+  }
+  if (a.amax) {
+    require_shape(*a.amax, "amax", {1});
+    params.amax = float_pointer(*a.amax, "amax", a.q);
+  }
+}
+
+}  // namespace
+
+ForwardParams forward_params(const Arguments& a, const VariantEntry& variant) {
+  ForwardParams params{};
+  set_inputs(params, a);
+  set_sizes(params, a, variant);
+  check_descales(a, params, variant);
+  set_outputs(params, a, variant);
+  params.scale = static_cast<float>(a.scale);
+  require(std::isfinite(params.scale) && params.scale >= 0, "scale must be a finite float32 >= 0, got ", a.scale);
+  params.causal_offset = to_int(a.causal_offset, "causal_offset");
+  return params;
+}
+
+DiagnosticOutputs diagnostic_outputs(const DiagnosticTensors& tensors, const Tensor& q, const ForwardParams& params,
+                                     const VariantEntry& variant) {
+  const int64_t batch = params.batch, heads = params.heads, seqlen_q = params.seqlen_q;
+  const int64_t tiles = (int64_t{params.seqlen_k} + variant.tile_n - 1) / variant.tile_n;
+  const int64_t keys = tiles * variant.tile_n;
+  require_shape(tensors.scores, "scores", {batch, heads, seqlen_q, keys});
+  require_shape(tensors.p, "p", {batch, heads, seqlen_q, keys});
+  require_shape(tensors.weight, "weight", {batch, heads, seqlen_q, tiles});
+  require_shape(tensors.tile_o, "tile_o", {batch, heads, tiles, seqlen_q, variant.head_dim});
+  DiagnosticOutputs outputs{};
+  outputs.scores = float_pointer(tensors.scores, "scores", q);
+  outputs.p = static_cast<uint8_t*>(dense_pointer(tensors.p, "p", q, ScalarType::Byte, "uint8"));
+  outputs.weight = float_pointer(tensors.weight, "weight", q);
+  outputs.tile_o = float_pointer(tensors.tile_o, "tile_o", q);
+  return outputs;
+}
+
+}  // namespace fp8cutlass

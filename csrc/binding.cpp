@@ -1,0 +1,69 @@
+// The torch operators of the extension, through LibTorch's stable ABI: one library serves every torch from 2.10 on.
+//
+// Both launch one variant on the current stream of the tensors' device and return without synchronising, so they can be
+// captured into a CUDA graph. Outputs are written in place.
+#include <torch/csrc/stable/library.h>
+
+#include "arguments.h"
+#include "check.h"
+#include "device.h"
+#include "fp8cutlass/params.h"
+
+namespace fp8cutlass {
+
+namespace {
+
+const VariantEntry& find_variant(int64_t variant, bool diagnostic) {
+  require(variant >= 0 && variant < kVariantCount, "variant ", variant, " is not in the registry of ", kVariantCount);
+  const VariantEntry& entry = kVariants[variant];
+  require(entry.diagnostic == diagnostic, "variant ", entry.id,
+          entry.diagnostic ? " is diagnostic: call diagnose" : " is no diagnostic variant: call forward");
+  return entry;
+}
+
+void launch(const VariantEntry& variant, ForwardParams& params, int device) {
+  const DeviceGuard guard(device);
+  params.sm_count = sm_count(device);
+  check_launch(variant.launch(params, current_stream(device)), variant.id, device);
+}
+
+void forward(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
+             const Tensor& k_descale, const Tensor& v_descale, const std::optional<Tensor>& out_descale,
+             const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& amax, double scale,
+             int64_t causal_offset) {
+  const VariantEntry& entry = find_variant(variant, false);
+  ForwardParams params = forward_params(
+      {q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale, causal_offset}, entry);
+  launch(entry, params, q.get_device_index());
+}
+
+void diagnose(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
+              const Tensor& k_descale, const Tensor& v_descale, const std::optional<Tensor>& out_descale,
+              const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& amax, double scale,
+              int64_t causal_offset, const Tensor& scores, const Tensor& p, const Tensor& weight,
+              const Tensor& tile_o) {
+  const VariantEntry& entry = find_variant(variant, true);
+  ForwardParams params = forward_params(
+      {q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale, causal_offset}, entry);
+  params.diag = diagnostic_outputs({scores, p, weight, tile_o}, q, params, entry);
+  launch(entry, params, q.get_device_index());
+}
+
+}  // namespace
+
+}  // namespace fp8cutlass
+
+#define FP8CUTLASS_COMMON_ARGUMENTS                                                                   \
+  "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, " \
+  "Tensor? out_descale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? amax, float scale, int causal_offset"
+
+STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
+  m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS ") -> ()");
+  m.def("diagnose(" FP8CUTLASS_COMMON_ARGUMENTS
+        ", Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {
+  m.impl("forward", TORCH_BOX(&fp8cutlass::forward));
+  m.impl("diagnose", TORCH_BOX(&fp8cutlass::diagnose));
+}

@@ -1,0 +1,31 @@
+// The CUDA device a call runs on: current device, current stream, size of the card.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace fp8cutlass {
+
+// Makes `device` current and puts the caller's device back on the way out, exceptions included.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool switched_ = false;
+};
+
+// torch's current stream of `device`. Throws where the loaded torch was built without CUDA.
+cudaStream_t current_stream(int device);
+
+// Multiprocessors of `device`, asked of the driver once per device. Safe to call from several threads.
+int sm_count(int device);
+
+// Throws, naming the variant, when a launch did not succeed. Clears the thread's last CUDA error first, so that the
+// next call does not report this one's.
+void check_launch(int status, const char* variant_id, int device);
+
+}  // namespace fp8cutlass

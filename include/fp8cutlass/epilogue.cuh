@@ -1,0 +1,88 @@
+// From float32 accumulators to the output tensor and the LSE.
+// V's packed columns (layout.h) give a lane 8 neighbouring output columns of each 32: one 16-byte store (e4m3: 8).
+#pragma once
+
+#include "fp8cutlass/numeric.cuh"
+#include "fp8cutlass/params.h"
+#include "fp8cutlass/softmax.cuh"
+
+namespace fp8cutlass {
+
+struct OutBf16 {
+  static constexpr int kBytes = 2;
+  __device__ static void store(uint8_t* to, const float (&x)[8], float) {
+    *reinterpret_cast<uint4*>(to) =
+        make_uint4(bf16x2(x[0], x[1]), bf16x2(x[2], x[3]), bf16x2(x[4], x[5]), bf16x2(x[6], x[7]));
+  }
+};
+struct OutFp16 {
+  static constexpr int kBytes = 2;
+  __device__ static void store(uint8_t* to, const float (&x)[8], float) {
+    *reinterpret_cast<uint4*>(to) =
+        make_uint4(fp16x2(x[0], x[1]), fp16x2(x[2], x[3]), fp16x2(x[4], x[5]), fp16x2(x[6], x[7]));
+  }
+};
+struct OutE4m3 {
+  static constexpr int kBytes = 1;
+  __device__ static void store(uint8_t* to, const float (&x)[8], float scale) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(e4m3x4(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale),
+                                               e4m3x4(x[4] * scale, x[5] * scale, x[6] * scale, x[7] * scale));
+  }
+};
+
+// Writes the rows of one 16-row fragment. `row` is the query row of this lane's row 0 (row 1 is 8 below); rows at or
+// past seqlen_q are not written. `v_descale` multiplies every column (null: 1), `column_descale` each its own
+// (null: 1). A row that saw no key (sum 0) becomes 0. Returns the largest |o| this lane wrote, before the output scale.
+template <class Out, int kBlocks>
+__device__ __forceinline__ float store_rows(const ForwardParams& p, int batch, int head, int row,
+                                            const float (&o)[kBlocks][4], const RowState& state, float v_descale,
+                                            const float* column_descale, float out_scale) {
+  const int t = threadIdx.x % 4;
+  float amax = 0.f;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int i = row + 8 * r;
+    if (i >= p.seqlen_q) continue;
+    const float norm = state.sum[r] != 0.f ? __fdividef(v_descale, state.sum[r]) : 0.f;  // NaN sums stay NaN
+    const int64_t offset = batch * p.o_stride_batch + head * p.o_stride_head + i * p.o_stride_row;
+#pragma unroll
+    for (int g = 0; g < kBlocks / 4; ++g) {
+      const int column = 32 * g + 8 * t;
+      float x[8];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        x[2 * n] = o[4 * g + n][2 * r] * norm;
+        x[2 * n + 1] = o[4 * g + n][2 * r + 1] * norm;
+      }
+      if (column_descale != nullptr) {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) x[c] *= column_descale[column + c];
+      }
+#pragma unroll
+      for (int c = 0; c < 8; ++c) amax = fmaxf(amax, fabsf(x[c]));
+      Out::store(static_cast<uint8_t*>(p.o) + (offset + column) * Out::kBytes, x, out_scale);
+    }
+  }
+  return amax;
+}
+
+// LSE in natural units from the unquantised sums; all lanes of a quad must call. -inf where no key was seen.
+__device__ __forceinline__ void store_lse(const ForwardParams& p, int batch, int head, int row, const RowState& state) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float sum = quad_sum(state.exact[r]);
+    const int i = row + 8 * r;
+    if (threadIdx.x % 4 == 0 && i < p.seqlen_q)
+      p.lse[(int64_t(batch) * p.heads + head) * p.seqlen_q + i] =
+          sum == 0.f ? -INFINITY : kLn2 * (state.ref[r] + log2f(sum));
+  }
+}
+
+// Non-negative floats order like their bits, so an integer maximum serves.
+__device__ __forceinline__ void store_amax(float* to, float amax) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, lane));
+  if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<int*>(to), __float_as_int(amax));
+}
+
+}  // namespace fp8cutlass

@@ -1,0 +1,35 @@
+// Host side of a launch: opt in to large shared memory, size the persistent grid, report the status of every call.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "fp8cutlass/params.h"
+#include "fp8cutlass/schedule.h"
+
+namespace fp8cutlass {
+
+struct LaunchShape {
+  int tile_m, threads, ctas_per_sm, smem_bytes;
+};
+
+// The opt-in belongs to a device and is set on every launch (about a microsecond, only above the static 48 KB): no
+// cache, so a second device or a second thread cannot miss it.
+inline int launch_persistent(void (*kernel)(ForwardParams, int), const LaunchShape& shape, ForwardParams params,
+                             CUstream_st* stream) {
+  const int64_t items = work_items(params, shape.tile_m);
+  if (items == 0) return cudaSuccess;
+  if (items > INT32_MAX) return cudaErrorInvalidValue;
+  if (shape.smem_bytes > 48 * 1024) {
+    const cudaError_t status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.smem_bytes);
+    if (status != cudaSuccess) return status;
+  }
+  const int64_t resident = int64_t(params.sm_count) * shape.ctas_per_sm;
+  const unsigned grid = unsigned(items < resident ? items : resident);
+  int count = int(items);
+  void* arguments[] = {&params, &count};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(grid), dim3(shape.threads), arguments,
+                          shape.smem_bytes, stream);
+}
+
+}  // namespace fp8cutlass

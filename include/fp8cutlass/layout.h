@@ -1,0 +1,52 @@
+// Where a byte of a tile lies in shared memory, and in which order packed V keeps its keys and columns.
+// CuTe layouts only, usable on the host: tests/host proves them bijective and free of bank conflicts.
+#pragma once
+
+#include <cute/layout.hpp>
+#include <cute/swizzle.hpp>
+#include <cute/swizzle_layout.hpp>
+
+namespace fp8cutlass {
+
+// A tile of kRows rows of kRowBytes bytes, read by ldmatrix (8 rows x 16 bytes at a time) and written in 16-byte
+// chunks. Rows of 32, 64, 128 and 256 bytes are swizzled; 96-byte rows (head_dim 96) are padded to 112 = 7 chunks
+// instead, because an odd number of chunks visits all eight 16-byte columns of the 128 bytes of banks in eight rows.
+template <int kRows_, int kRowBytes_>
+struct SmemTile {
+  static constexpr int kRows = kRows_, kRowBytes = kRowBytes_;
+  static constexpr int kRowChunks = kRowBytes / 16;
+  static constexpr bool kSwizzled = (kRowBytes & (kRowBytes - 1)) == 0;
+  static constexpr int kPitch = kSwizzled ? kRowBytes : kRowBytes + 16;
+  static constexpr int kBytes = kRows * kPitch;
+  static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes == 96 || kRowBytes == 128 || kRowBytes == 256);
+
+  // Swizzle<B, 4, S>: B chunk bits are XORed with the B bits above the 128-byte line (above the row, if longer).
+  static constexpr int kBits = !kSwizzled ? 0 : kRowBytes == 32 ? 1 : kRowBytes == 64 ? 2 : 3;
+  static constexpr int kShift = kRowBytes == 256 ? 4 : 3;
+  using Swizzle = cute::Swizzle<kBits, 4, kShift>;
+
+  // Byte offset of 16-byte chunk `chunk` of row `row`.
+  CUTE_HOST_DEVICE static constexpr int offset(int row, int chunk) { return Swizzle::apply(row * kPitch + chunk * 16); }
+
+  // offset(row + rows, chunk + 2 * step) from from = offset(row, chunk), for rows a multiple of 8 and chunk 0 or 1. The
+  // XOR pattern repeats every 8 rows and chunk pairs only flip bits, so a lane keeps one offset and the rest are
+  // immediates.
+  CUTE_HOST_DEVICE static constexpr int advance(int from, int rows, int step) {
+    return (kSwizzled ? from ^ (step * 32) : from + step * 32) + rows * kPitch;
+  }
+};
+
+// Packed V: position of key `key` inside its group of 16. A thread of the m16n8 accumulator owns columns 2t, 2t+1 of
+// each 8-column block; the m16n8k32 A operand wants 4 consecutive positions 4t..4t+3. So positions 4t..4t+3 hold 2t,
+// 2t+1, 8+2t, 9+2t.
+CUTE_HOST_DEVICE constexpr int packed_key(int key) {
+  return (key & ~15) | (((key >> 1) & 3) << 2) | (((key >> 3) & 1) << 1) | (key & 1);
+}
+
+// Packed V: row of V^T that holds column `d`. Inside 32 columns, thread t of a quad then owns the neighbours
+// 8t..8t+7.
+CUTE_HOST_DEVICE constexpr int packed_column(int d) {
+  return (d & ~31) | (((d >> 1) & 3) << 3) | (((d >> 3) & 3) << 1) | (d & 1);
+}
+
+}  // namespace fp8cutlass

@@ -1,0 +1,61 @@
+// The launch ABI: what one kernel launch needs, and how a compiled variant is registered.
+// Plain C++ without CUDA or torch headers, so that host code and host tests can include it.
+#pragma once
+
+#include <cstdint>
+
+struct CUstream_st;  // cudaStream_t is CUstream_st*
+
+namespace fp8cutlass {
+
+// Where a diagnostic variant writes its intermediate values; unused by forward variants.
+// All are row-major and contiguous, with tiles = ceil(seqlen_k / tile_n) and keys = tiles * tile_n.
+struct DiagnosticOutputs {
+  float* scores;  // (B, H, Sq, keys) raw dot products after masking, before the scale
+  uint8_t* p;     // (B, H, Sq, keys) the e4m3 bytes of P
+  float* weight;  // (B, H, Sq, tiles) log2 weight of each tile
+  float* tile_o;  // (B, H, tiles, Sq, D) P V of each tile before promotion
+};
+
+// One attention forward. Q, K and V are FP8, one byte an element.
+struct ForwardParams {
+  const uint8_t* q;  // (B, H, Sq, D), strides in bytes, last dimension contiguous, 16-byte aligned rows
+  const uint8_t* k;  // (B, Hkv, Sk, D), likewise
+  const uint8_t* v;  // packed V^T: (B, Hkv, D, seqlen_k_padded), contiguous, see docs/architecture.md
+  int64_t q_stride_batch, q_stride_head, q_stride_row;
+  int64_t k_stride_batch, k_stride_head, k_stride_row;
+  const float* q_descale;  // canonical shapes of the scaling mode, contiguous
+  const float* k_descale;  // token mode: (B, Hkv, seqlen_k_padded)
+  const float* v_descale;
+  const float* out_descale;  // (1,), e4m3 output only: stored = o / out_descale
+  void* o;                   // (B, H, Sq, D), strides in elements, last dimension contiguous, 16-byte aligned rows
+  int64_t o_stride_batch, o_stride_head, o_stride_row;
+  float* lse;   // (B, H, Sq) contiguous natural-log sum of exponentials, or null
+  float* amax;  // (1,) running maximum of |o| before the output scale, or null; the caller zeroes it
+  int batch, heads, kv_heads, seqlen_q, seqlen_k, seqlen_k_padded;
+  int causal_offset;  // key j is visible to row i when j <= i + causal_offset; read by causal variants only
+  float scale;        // softmax scale, > 0
+  int sm_count;       // multiprocessors of the device: sizes the persistent grid
+  DiagnosticOutputs diag;
+};
+
+// Returns a cudaError_t as int; 0 is success. Never synchronises.
+using LaunchFn = int (*)(const ForwardParams& params, CUstream_st* stream);
+
+enum class OutType { bf16, fp16, e4m3 };
+enum class Granularity { tensor, head, block, token, channel };  // what shares one descale
+
+struct VariantEntry {
+  const char* id;
+  LaunchFn launch;
+  int head_dim, tile_m, tile_n;
+  OutType out;
+  Granularity q, k, v;
+  bool diagnostic;
+};
+
+// Defined in the generated registry, in manifest order.
+extern const VariantEntry kVariants[];
+extern const int kVariantCount;
+
+}  // namespace fp8cutlass

@@ -1,0 +1,201 @@
+// Softmax of one tile, in place on the accumulators of one 16-row fragment (rows r = 0, 1 of a lane: group, group + 8).
+//
+// Every tile is anchored on its own row maximum and returns a log2 weight w for each row:
+//     2^(s * c) = P * 2^w        with P the e4m3 value that goes into P V.
+// Anchoring per tile gives each tile the full range of e4m3 and leaves no dependency from tile to tile.
+#pragma once
+
+#include "fp8cutlass/numeric.cuh"
+
+namespace fp8cutlass {
+
+constexpr float kDeadWeight = -1e30f;  // weight of a tile in which a row sees no key
+constexpr float kLog2e = 1.44269504f;
+constexpr float kLn2 = 0.693147181f;
+
+// ---- scores f32, P = e4m3(2^x) --------------------------------------------------------------------------------------
+
+// Per-token K descales: scores become comparable across the columns of a tile. `descale` points at its column 0.
+template <int kBlocks>
+__device__ __forceinline__ void scale_columns(float (&s)[kBlocks][4], const float* descale) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+    const float2 d = *reinterpret_cast<const float2*>(descale + 8 * n + 2 * t);
+    s[n][0] *= d.x, s[n][1] *= d.y, s[n][2] *= d.x, s[n][3] *= d.y;
+  }
+}
+
+// Columns beyond last[r] (relative to the tile) become -inf.
+template <int kBlocks>
+__device__ __forceinline__ void mask_columns(float (&s)[kBlocks][4], const int (&last)[2]) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (8 * n + 2 * t + i % 2 > last[i / 2]) s[n][i] = -INFINITY;
+}
+
+// slope[r]: logits in octaves (log2) a score unit, > 0. exact[r] gets the sum of this lane's unquantised exponentials
+// if `want_exact`.
+template <int kBlocks>
+__device__ __forceinline__ void softmax_exp2(float (&s)[kBlocks][4], const float (&slope)[2], float (&weight)[2],
+                                             float (&exact)[2], bool want_exact) {
+  constexpr float kOffset = 8.f;  // the row maximum becomes 2^8: P uses 17 of e4m3's 18 octaves and cannot saturate
+  float offset[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float m = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) m = fmaxf(m, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+    m = quad_max(m);
+    const bool dead = m == -INFINITY;
+    offset[r] = kOffset - (dead ? 0.f : m) * slope[r];
+    weight[r] = dead ? kDeadWeight : -offset[r];
+  }
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] = exp2_approx(fmaf(s[n][i], slope[i / 2], offset[i / 2]));
+  exact[0] = exact[1] = 0.f;
+  for (int turn = unpredicated(want_exact); turn > 0; --turn) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) exact[0] += s[n][0] + s[n][1], exact[1] += s[n][2] + s[n][3];
+  }
+}
+
+// Exponentials to the A operands of P V. No shuffle: V's keys are packed in the order of the accumulator (layout.h).
+template <int kBlocks>
+__device__ __forceinline__ void pack_p(uint32_t (&p)[kBlocks / 4][4], const float (&s)[kBlocks][4]) {
+#pragma unroll
+  for (int step = 0; step < kBlocks / 4; ++step)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float (&x)[4] = s[4 * step + 2 * h], (&y)[4] = s[4 * step + 2 * h + 1];
+      p[step][2 * h] = e4m3x4(x[0], x[1], y[0], y[1]);
+      p[step][2 * h + 1] = e4m3x4(x[2], x[3], y[2], y[3]);
+    }
+}
+
+// ---- scores f16, P by its e4m3 code ---------------------------------------------------------------------------------
+//
+// An e4m3 code is, to within the interpolation of one octave, a linear function of log2 P. With S in f16 pairs, one FMA
+// with ReLU turns two scores into two codes u in [0, 122]; adding 1024 (where f16 has an ulp of 1) leaves round(u) in
+// the low byte.
+
+constexpr uint32_t kHalf2NegInf = 0xFC00FC00u;   // -inf, -inf
+constexpr uint32_t kHalf2Integer = 0x64006400u;  // 1024, 1024
+
+template <int kBlocks>
+__device__ __forceinline__ void mask_columns(uint32_t (&s)[kBlocks][2], const int (&last)[2]) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int column = 8 * n + 2 * t;
+      if (column + 1 > last[r]) s[n][r] = column > last[r] ? kHalf2NegInf : __byte_perm(s[n][r], kHalf2NegInf, 0x5410);
+    }
+}
+
+// Slope A and offset B (f16) that send the row maximum f to code 122, and the log-weight in codes (8 an octave). 122
+// instead of 120 because linear interpolation between powers of two is 4% high on average: the maximum is then biased
+// like the rest. B is rounded down, so that f * A + B never exceeds 122; the weight is computed from the rounded A and
+// B, so that rounding them costs no consistency between tiles.
+struct Anchor {
+  uint32_t a, b;  // the same f16 twice
+  float weight;
+};
+__device__ __forceinline__ Anchor anchor(float f, float slope) {
+  constexpr float kTop = 122.f, kHalfMax = 65504.f, kLimit = 65000.f, kMaxCodes = 1e29f;
+  // The maximum in codes; clamped: inf - inf would be NaN.
+  const float x = fminf(fmaxf(f * slope, -kMaxCodes), kMaxCodes);
+  float a = fminf(slope, kHalfMax);
+  // Logits beyond 5600 nats: a smaller slope keeps B finite. Neighbouring f16 scores are then 16 codes or more apart,
+  // so the tile stays one-hot in e4m3 to within 2^-2, and tiles are still weighed by the true maximum x.
+  if (fabsf(f * a) > kLimit) a = __fdividef(kLimit, fabsf(f));
+  const __half half_a = __float2half_rn(a);
+  const float rounded_a = __half2float(half_a);
+  const __half half_b = __float2half_rd(fminf(fmaf(-f, rounded_a, kTop), kHalfMax));
+  return {half2_both(half_a), half2_both(half_b), x - fmaf(f, rounded_a, __half2float(half_b))};
+}
+
+// slope[r]: logits in codes (1/8 octave) a score unit, > 0.
+template <int kBlocks>
+__device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const float (&slope)[2], float (&weight)[2],
+                                               float (&exact)[2], bool want_exact) {
+  uint32_t m[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    m[r] = s[0][r];
+#pragma unroll
+    for (int n = 1; n < kBlocks; ++n) m[r] = half2_max(m[r], s[n][r]);
+  }
+  // both rows in one register for the two shuffles
+  uint32_t rows = half2_max(__byte_perm(m[0], m[1], 0x5410), __byte_perm(m[0], m[1], 0x7632));
+  rows = half2_max(rows, __shfl_xor_sync(~0u, rows, 1));
+  rows = half2_max(rows, __shfl_xor_sync(~0u, rows, 2));
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float f = r ? half_high(rows) : half_low(rows);
+    const bool dead = f == -INFINITY;
+    const Anchor at = anchor(dead ? 0.f : f, slope[r]);
+    weight[r] = dead ? kDeadWeight : at.weight * 0.125f + 7.f;  // code c stands for 2^(c / 8 - 7)
+    exact[r] = 0.f;
+    for (int turn = unpredicated(want_exact); turn > 0; --turn) {
+      const float octaves = slope[r] * 0.125f, shift = dead ? 0.f : -weight[r];
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n)
+        exact[r] += exp2_approx(fmaf(half_low(s[n][r]), octaves, shift)) +
+                    exp2_approx(fmaf(half_high(s[n][r]), octaves, shift));
+    }
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) s[n][r] = half2_add(half2_fma_relu(s[n][r], at.a, at.b), kHalf2Integer);
+  }
+}
+
+template <int kBlocks>
+__device__ __forceinline__ void pack_p(uint32_t (&p)[kBlocks / 4][4], const uint32_t (&s)[kBlocks][2]) {
+#pragma unroll
+  for (int step = 0; step < kBlocks / 4; ++step)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)  // the low byte of each half is the code
+        p[step][2 * h + r] = __byte_perm(s[4 * step + 2 * h][r], s[4 * step + 2 * h + 1][r], 0x6420);
+}
+
+// ---- weighing tiles against each other ------------------------------------------------------------------------------
+
+// State of a lane's two rows of one fragment. slope: softmax scale times Q descale, in the unit that the softmax wants;
+// ref: log2 weight that O and the sums are relative to; sum: of the quantised P; exact: of the unquantised exponentials
+// (this lane's part).
+struct RowState {
+  float slope[2], ref[2], sum[2], exact[2];
+};
+
+// beta[r] = 2^(weight - ref). A row's first tile sets the reference; it moves only when a tile outweighs it by more
+// than 2^60, so that O is rescaled almost never and float32 cannot overflow. `rescale(r, x)` multiplies the O of row r
+// by x.
+template <class Rescale>
+__device__ __forceinline__ void weigh(RowState& row, const float (&weight)[2], bool first, float (&beta)[2],
+                                      const Rescale& rescale) {
+  constexpr float kMaxRise = 60.f;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (first) row.ref[r] = weight[r];
+    const float rise = weight[r] - row.ref[r];
+    beta[r] = exp2_approx(rise);
+    if (rise > kMaxRise) {
+      const float shrink = exp2_approx(-rise);
+      rescale(r, shrink);
+      row.sum[r] *= shrink;
+      row.exact[r] *= shrink;
+      row.ref[r] = weight[r];
+      beta[r] = 1.f;
+    }
+  }
+}
+
+}  // namespace fp8cutlass

@@ -1,0 +1,137 @@
+"""The public functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .errors import NoKernelError, UnsupportedError
+from .fallback import sdpa
+from .plan import choose, describe, execute, make_plan
+from .request import Request
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    layout: str = "bhsd",
+    q_descale: torch.Tensor | float | None = None,
+    k_descale: torch.Tensor | float | None = None,
+    v_descale: torch.Tensor | float | None = None,
+    scaling: str = "block",
+    precision: str = "fast",
+    out_dtype: torch.dtype | None = None,
+    out_descale: torch.Tensor | float | None = None,
+    return_lse: bool = False,
+    return_amax: bool = False,
+    causal_alignment: str = "top_left",
+    out: torch.Tensor | None = None,
+    kernel: str | None = None,
+    fallback: str = "error",
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Softmax(query key^T * scale) value in FP8; the positional part is that of ``scaled_dot_product_attention``.
+
+    Args:
+        query: (B, H, Sq, D), or (B, Sq, H, D) with ``layout="bshd"``. bf16 and fp16 are quantised inside; float8_e4m3fn
+            and float8_e5m2 come with descales. CPU (emulated) or CUDA. Any strides; a last dimension that is not
+            contiguous is copied, on CUDA also rows that do not start on multiples of 16 bytes.
+        key, value: (B, Hkv, Sk, D) or (B, Sk, Hkv, D), dtype and device of query. D is 1 to 256 and is padded with
+            zeros to the next head dim that has kernels. Sk = 0 gives zeros and an LSE of -inf.
+        attn_mask, dropout_p: not supported; anything but None and 0.0 is refused.
+        is_causal: hide from row i every key past ``i`` (``causal_alignment="top_left"``, as SDPA has it) or past
+            ``i + Sk - Sq`` (``"bottom_right"``, as FlashAttention has it). A row without keys is 0, its LSE -inf.
+        scale: softmax scale, finite, default 1 / sqrt(D). Zero and negative values are allowed.
+        enable_gqa: needed when H is a multiple of Hkv; key and value heads are shared without being repeated.
+        q_descale, k_descale, v_descale: for FP8 operands, and then all three: ``real = fp8 * descale``. A float > 0, or
+            a float32 tensor: (), (1,), (H,), (B, H) or the finest shape of the scaling mode, with the operand's own
+            number of heads. They are not reordered by ``layout``. Values of tensors are not checked.
+        scaling: what shares a descale. ``tensor``, ``head``; ``block``: each row of query, 128 keys; ``token``: each
+            row of query and key, each channel of value.
+        precision: ``fast`` lets kernels compute P in the code domain where their conditions hold; ``accurate`` never
+            does. FP8 operands always run accurate: their scores may not fit f16.
+        out_dtype: bf16, fp16 or float8_e4m3fn; default the dtype of query, bf16 for FP8 operands.
+        out_descale: for float8_e4m3fn output: a float > 0 or one float32; stored = result / out_descale, saturating.
+        return_lse: also return the natural-log sum of exponentials, (B, H, Sq) float32.
+        return_amax: also return the largest |result| before ``out_descale``, (1,) float32.
+        out: the result is copied into it: shape of query, dtype of the result, no memory shared with an input (not
+            checked while torch.compile traces).
+        kernel: the id of a variant to run instead of the table's choice. One with ``linear`` softmax takes FP8
+            operands of magnitude 14 at most (``quantize(..., amax=14)``): larger ones may overflow f16 scores.
+        fallback: ``sdpa`` runs torch's attention when the call is well formed but no kernel serves it, and warns.
+
+    Returns:
+        The result in the shape of query and in its memory order, then lse and amax as asked for.
+
+    Raises:
+        UnsupportedError: with every reason, before anything is launched.
+    """
+    request = Request(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        layout=layout,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        scaling=scaling,
+        precision=precision,
+        out_dtype=out_dtype,
+        out_descale=out_descale,
+        return_lse=return_lse,
+        return_amax=return_amax,
+        causal_alignment=causal_alignment,
+        out=out,
+        kernel=kernel,
+        fallback=fallback,
+    )
+    try:
+        plan = make_plan(request)
+    except NoKernelError as error:
+        if fallback != "sdpa":
+            raise
+        return _deliver(request, sdpa(request, error), ())
+    result, lse, amax = execute(request, plan)
+    extra = tuple(x for x, wanted in ((lse, return_lse), (amax, return_amax)) if wanted)
+    return _deliver(request, result if layout == "bhsd" else result.transpose(1, 2), extra)
+
+
+def _deliver(
+    request: Request, result: torch.Tensor, extra: tuple[torch.Tensor, ...]
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    if request.out is not None:
+        result = request.out.copy_(result)
+    return (result, *extra) if extra else result
+
+
+def supports(*args: Any, **kwargs: Any) -> tuple[bool, str]:
+    """Say whether ``attention(*args, **kwargs)`` would run, and by which kernel or why not. Nothing is launched.
+
+    ``fallback`` is not considered. An argument that ``attention`` does not have is a TypeError here too.
+    """
+    request = Request(*args, **kwargs)
+    try:
+        variant, _, decision = choose(request, make_plan(request))
+    except UnsupportedError as error:
+        return False, str(error)
+    return True, f"{variant.id} ({decision.criterion})"
+
+
+def explain(*args: Any, **kwargs: Any) -> str:
+    """Describe what ``attention(*args, **kwargs)`` would run, as text of a few lines: the kernel, the criterion and the
+    evidence behind the choice (``model`` or ``measured``), the runner-up, and whether the kernel is built for the
+    device; or every reason why there is none. Nothing is launched.
+    """
+    return describe(Request(*args, **kwargs))

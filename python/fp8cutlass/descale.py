@@ -1,0 +1,75 @@
+"""Descales: the float32 factors that multiply back, ``real = fp8 * descale``, and their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .quantize import KEY_BLOCK
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def canonical_shape(granularity: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape that the kernels read for an operand of shape (B, H, S, D)."""
+    batch, heads, tokens, head_dim = shape
+    if granularity == "tensor":
+        return (1,)
+    if granularity == "head":
+        return (batch, heads)
+    if granularity == "block":
+        return (batch, heads, -(-tokens // KEY_BLOCK))
+    return (batch, heads, tokens if granularity == "token" else head_dim)
+
+
+def accepted_shapes(granularity: str, shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """The canonical shape last, before it every coarser one."""
+    canonical = canonical_shape(granularity, shape)
+    coarser: list[tuple[int, ...]] = [(), (1,)]
+    if granularity != "tensor":
+        coarser += [(shape[1],), (shape[0], shape[1])]
+    return [candidate for candidate in coarser if candidate != canonical] + [canonical]
+
+
+def refuse_host(name: str, value: object) -> str | None:
+    """Say why a Python number is no descale, or None. The values of tensors are not looked at: that would wait for
+    the device; a kernel clamps what it multiplies up to the smallest normal number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return f"{name} must be a float or a float32 tensor, got {type(value).__name__}"
+    if not 0 < value <= FLOAT32_MAX:
+        return f"{name} must be finite in float32 and > 0, got {value}"
+    return None
+
+
+def refuse(name: str, value: object, granularity: str, shape: Sequence[int], device: torch.device) -> list[str]:
+    """Say everything that is wrong with a descale for an operand of shape (B, H, S, D) on ``device``."""
+    if not isinstance(value, torch.Tensor):
+        refusal = refuse_host(name, value)
+        return [] if refusal is None else [refusal]
+    wrong = []
+    accepted = accepted_shapes(granularity, shape)
+    if tuple(value.shape) not in accepted:
+        wrong.append(
+            f"{name} has shape {tuple(value.shape)}; one descale per {granularity} means {accepted[-1]}, "
+            f"and {', '.join(map(str, accepted[:-1]))} are spread over it"
+        )
+    if value.dtype != torch.float32:
+        wrong.append(f"{name} must be float32, got {value.dtype}")
+    if value.device != device:
+        wrong.append(f"{name} is on {value.device}, query is on {device}")
+    return wrong
+
+
+def to_canonical(value: object, granularity: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Spread an accepted descale over the canonical shape, float32 and contiguous."""
+    canonical = canonical_shape(granularity, shape)
+    if not isinstance(value, torch.Tensor):
+        return torch.full(canonical, float(value), dtype=torch.float32, device=device)  # type: ignore[arg-type]
+    if tuple(value.shape) == canonical:
+        return value.contiguous()
+    if value.dim() == 2:
+        value = value[:, :, None]
+    elif value.dim() == 1 and len(canonical) == 3:
+        value = value[:, None]
+    return value.expand(canonical).contiguous()

@@ -1,0 +1,252 @@
+"""The forward kernels' arithmetic in torch, tile by tile: what CPU tensors run and what every kernel is held to.
+
+The specification is "Numerics of the sm89 family" in docs/architecture.md. Not modelled: the order and width of the
+tensor core's accumulator inside one product, and the last bits of the card's exp2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from .manifest import Variant
+from .softmax import E4M3_MAX, softmax_exp2, softmax_linear
+
+KEY_BLOCK = 128
+MMA_K = 32  # products of one FP8 matrix instruction
+MAX_RISE = 60.0  # a tile that outweighs the reference by more than 2^60 becomes the reference
+CHUNK_BYTES = 1 << 30
+BYTES_PER_SCORE = 48  # float32 and float64 temporaries of one tile, measured peak
+LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
+
+
+@dataclass
+class Diagnostics:
+    """The intermediate values that a diagnostic variant writes (DiagnosticOutputs in params.h).
+
+    ``tiles = ceil(Sk / tile_n)``, ``keys = tiles * tile_n``. Unlike the kernel, the emulator also fills in the tiles
+    that the mask hides entirely: score -inf, P 0, weight -1e30.
+    """
+
+    scores: torch.Tensor  # (B, H, Sq, keys) float32, masked, before the softmax scale
+    p: torch.Tensor  # (B, H, Sq, keys) uint8
+    weight: torch.Tensor  # (B, H, Sq, tiles) float32
+    tile_o: torch.Tensor  # (B, H, tiles, Sq, D) float32, P V before promotion
+
+
+@dataclass
+class Emulation:
+    """``out`` (B, H, Sq, D) contiguous in the variant's output type, ``lse`` (B, H, Sq) float32, ``amax`` (1,)
+    float32: the largest |o| before the output scale, NaN passed over."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    amax: torch.Tensor
+    diagnostics: Diagnostics | None = None
+
+
+@dataclass
+class _Chunk:
+    """KV heads flattened with the batch to G groups; the R = H / Hkv * Sq query rows that share one are its rows."""
+
+    q: torch.Tensor  # (G, R, D) float32
+    k: torch.Tensor  # (G, Sk, D) float32
+    v: torch.Tensor  # (G, Sk, D) float32
+    q_slope: torch.Tensor  # (G, R, 1): q_descale * scale * log2(e)
+    k_descale: torch.Tensor  # (G, tiles), or (G, Sk) in token mode
+    v_tile: torch.Tensor | None  # (G, tiles), block mode only
+    v_column: torch.Tensor  # (G, 1, 1) or (G, 1, D)
+    row: torch.Tensor  # (R, 1) position of each row in its sequence
+
+
+def emulate(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_descale: torch.Tensor,
+    k_descale: torch.Tensor,
+    v_descale: torch.Tensor,
+    *,
+    variant: Variant,
+    scale: float,
+    causal_offset: int = 0,
+    out_descale: torch.Tensor | None = None,
+    emulated_mma: bool = False,
+    return_lse: bool = True,
+    diagnostics: bool = False,
+) -> Emulation:
+    """Run one variant.
+
+    Args:
+        q: (B, H, Sq, D) FP8, any strides, any device; k and v: (B, Hkv, Sk, D), not packed. Nothing is empty.
+        q_descale, k_descale, v_descale: float32, the canonical shapes of the variant's scaling mode.
+        variant: gives tile sizes, softmax, scaling, causal and output type.
+        scale: softmax scale, >= 0.
+        causal_offset: key j is visible to row i when ``j <= i + causal_offset``; read by causal variants only.
+        out_descale: (1,), e4m3 output only: stored = o / out_descale.
+        emulated_mma: round f16 scores as the compiler's emulation of FP8 ``mma.sync`` does (sm_90a).
+        return_lse: False saves the sum of unquantised exponentials; ``lse`` is then meaningless.
+        diagnostics: also return the intermediate values; they take several times the memory of the scores.
+
+    The KV tiles of one chunk of heads are visited in order; a chunk is bounded to about 1 GiB of temporaries.
+    """
+    batch, heads, seqlen_q, head_dim = q.shape
+    kv_heads = k.shape[1]
+    rows = heads // kv_heads * seqlen_q
+    per_group = rows * (variant.tile_n * BYTES_PER_SCORE + 16 * head_dim) + 8 * k.shape[2] * head_dim
+    step = max(1, CHUNK_BYTES // per_group)
+    groups = batch * kv_heads
+    parts = []
+    for start in range(0, groups, step):
+        chunk = _chunk(
+            (q, k, v, q_descale, k_descale, v_descale), variant, scale, slice(start, min(start + step, groups))
+        )
+        parts.append(_attend(chunk, variant, seqlen_q, causal_offset, emulated_mma, return_lse, diagnostics))
+    o, lse, *extra = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+    o = o.view(batch, heads, seqlen_q, head_dim)
+    amax = o.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax().reshape(1)
+    if variant.out == "e4m3":
+        # The kernel multiplies by the inverse; NaN passes through clamp.
+        o = (o * (1.0 / cast(torch.Tensor, out_descale))).clamp(-E4M3_MAX, E4M3_MAX)
+    result = Emulation(o.to(OUT_DTYPES[variant.out]), lse.view(batch, heads, seqlen_q), amax)
+    if diagnostics:
+        scores, p, weight, tile_o = extra
+        result.diagnostics = Diagnostics(
+            scores=scores.view(batch, heads, seqlen_q, -1),
+            p=p.view(batch, heads, seqlen_q, -1),
+            weight=weight.view(batch, heads, seqlen_q, -1),
+            tile_o=tile_o.view(batch, heads, seqlen_q, -1, head_dim).transpose(2, 3).contiguous(),
+        )
+    return result
+
+
+def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scale: float, part: slice) -> _Chunk:
+    q, k, v, q_descale, k_descale, v_descale = tensors
+    batch, heads, seqlen_q, head_dim = q.shape
+    kv_heads, seqlen_k = k.shape[1:3]
+    group, groups, device = heads // kv_heads, batch * kv_heads, q.device
+    tile_start = torch.arange(0, seqlen_k, variant.tile_n, device=device)
+
+    def per_tile(descale: torch.Tensor) -> torch.Tensor:  # (G, tiles)
+        if variant.scaling == "tensor":
+            return descale.view(1, 1).expand(groups, len(tile_start))
+        if variant.scaling == "head":
+            return descale.reshape(groups, 1).expand(groups, len(tile_start))
+        return descale.reshape(groups, -1)[:, tile_start // KEY_BLOCK]
+
+    if variant.scaling == "tensor":
+        q_rows = q_descale.view(1, 1, 1).expand(groups, group * seqlen_q, 1)
+    elif variant.scaling == "head":
+        q_rows = q_descale.reshape(groups, group, 1, 1).expand(-1, -1, seqlen_q, 1).reshape(groups, -1, 1)
+    else:
+        q_rows = q_descale.reshape(groups, -1, 1)
+    v_column = torch.ones(groups, 1, 1, device=device)
+    if variant.scaling in ("tensor", "head"):
+        v_column = per_tile(v_descale)[:, :1, None]
+    elif variant.scaling == "token":
+        v_column = v_descale.reshape(groups, 1, head_dim)
+    octaves = torch.tensor(scale, dtype=torch.float32, device=device) * LOG2E
+    return _Chunk(
+        q=q.reshape(groups, group * seqlen_q, head_dim)[part].float(),
+        k=k.reshape(groups, seqlen_k, head_dim)[part].float(),
+        v=v.reshape(groups, seqlen_k, head_dim)[part].float(),
+        q_slope=(q_rows * octaves)[part],
+        k_descale=(k_descale.reshape(groups, -1) if variant.scaling == "token" else per_tile(k_descale))[part],
+        v_tile=per_tile(v_descale)[part] if variant.scaling == "block" else None,
+        v_column=v_column[part],
+        row=torch.arange(seqlen_q, device=device).repeat(group)[:, None],
+    )
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, accumulator: str, emulated_mma: bool) -> torch.Tensor:
+    """Q K^T as float32; an f16 accumulator is rounded after every matrix instruction, which takes 32 products.
+
+    Where FP8 ``mma.sync`` is emulated, an instruction is two f16 ones of 16 products from zero, then an f16 addition:
+    the first takes bytes 0 and 1 of every register, which holds 4 neighbours, the second bytes 2 and 3.
+    """
+    if accumulator == "f32":
+        return q @ k.transpose(1, 2)
+    total = torch.zeros((), device=q.device)
+    for d in range(0, q.shape[-1], MMA_K):
+        q_step, k_step = q[..., d : d + MMA_K], k[..., d : d + MMA_K].transpose(1, 2)
+        if emulated_mma:
+            first = torch.arange(MMA_K, device=q.device) % 4 < 2
+            product = (q_step[..., first] @ k_step[:, first]).half().float()
+            product = (product + q_step[..., ~first] @ k_step[:, ~first]).half().float()
+        else:
+            product = q_step @ k_step
+        total = (total + product).half().float()
+    return total
+
+
+def _attend(
+    chunk: _Chunk,
+    variant: Variant,
+    seqlen_q: int,
+    causal_offset: int,
+    emulated_mma: bool,
+    return_lse: bool,
+    diagnostics: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Return o (G, R, D) float32 and lse (G, R), then with ``diagnostics`` scores and p (G, R, keys), weight
+    (G, R, tiles) and tile_o (G, R, tiles, D)."""
+    device, tile_n, seqlen_k = chunk.q.device, variant.tile_n, chunk.k.shape[1]
+    linear, token = variant.softmax == "linear", variant.scaling == "token"
+    o = torch.zeros_like(chunk.q)
+    row_sum = torch.zeros_like(chunk.q_slope)
+    exact_sum, ref = torch.zeros_like(row_sum), torch.zeros_like(row_sum)
+    # One past the last key that the kernel's query tile, not only the row, looks at.
+    seen = torch.full_like(chunk.row, seqlen_k)
+    if variant.causal:
+        rows_end = ((chunk.row // variant.tile_m + 1) * variant.tile_m).clamp(max=seqlen_q)
+        seen = (rows_end + causal_offset).clamp(0, seqlen_k)
+    keys = seqlen_k if diagnostics else int(seen.max())
+    kept: list[tuple[torch.Tensor, ...]] = []
+    for tile, start in enumerate(range(0, keys, tile_n)):
+        part = slice(start, start + tile_n)
+        s = _scores(chunk.q, chunk.k[:, part], variant.score, emulated_mma)
+        k_descale = chunk.k_descale[:, None, part] if token else chunk.k_descale[:, tile, None, None]
+        if token:
+            s = s * k_descale
+        if variant.causal:
+            key = torch.arange(start, start + s.shape[2], device=device)
+            s = s.masked_fill(key > chunk.row + causal_offset, -torch.inf)
+        if linear:
+            slope = (chunk.q_slope * 8.0 * k_descale).clamp_min(2.0**-24)  # not 0: -inf * 0 is NaN
+            p, p_bytes, weight, exact = softmax_linear(s, slope, return_lse)
+        else:
+            slope = (chunk.q_slope if token else chunk.q_slope * k_descale).clamp_min(2.0**-126)
+            p, p_bytes, weight, exact = softmax_exp2(s, slope, return_lse)
+        tile_o = p @ chunk.v[:, part]
+        if diagnostics:
+            kept.append((s, p_bytes, weight, tile_o[:, :, None]))
+        if tile == 0:
+            ref = weight
+        rise = weight - ref
+        shrink = torch.where(rise > MAX_RISE, torch.exp2(-rise), 1.0)
+        ref = torch.where(rise > MAX_RISE, weight, ref)
+        beta = torch.exp2(weight - ref)
+        factor = beta if chunk.v_tile is None else beta * chunk.v_tile[:, tile, None, None]
+        visited = start < seen  # an unvisited tile adds nothing, not even the NaN of 0 * NaN
+        o = o * shrink + torch.where(visited, factor * tile_o, 0.0)
+        row_sum = row_sum * shrink + torch.where(visited, beta * p.sum(-1, keepdim=True), 0.0)
+        exact_sum = exact_sum * shrink + torch.where(visited, beta * exact, 0.0)
+    o = o * torch.where(row_sum == 0, 0.0, (1.0 if token else chunk.v_column) / row_sum)
+    if token:
+        o = o * chunk.v_column
+    lse = torch.where(exact_sum == 0, -torch.inf, LN2 * (ref + torch.log2(exact_sum)))
+    return o, lse.squeeze(-1), *_joined(kept, tile_n)
+
+
+def _joined(kept: list[tuple[torch.Tensor, ...]], tile_n: int) -> tuple[torch.Tensor, ...]:
+    if not kept:
+        return ()
+    scores, p, weight, tile_o = (list(column) for column in zip(*kept, strict=True))
+    missing = tile_n - scores[-1].shape[-1]
+    scores[-1] = torch.nn.functional.pad(scores[-1], (0, missing), value=-torch.inf)
+    p[-1] = torch.nn.functional.pad(p[-1], (0, missing))
+    return torch.cat(scores, -1), torch.cat(p, -1), torch.cat(weight, -1), torch.cat(tile_o, 2)

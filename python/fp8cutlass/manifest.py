@@ -1,0 +1,134 @@
+"""The list of kernels (``manifest.json``) and the decisions between them (``dispatch.json``), as docs/architecture.md
+defines them.
+
+Where they are read from, first match wins:
+
+1. the directory in the environment variable ``FP8CUTLASS_GENERATED``;
+2. ``fp8cutlass/_generated/`` inside the installed package;
+3. ``generated/`` of a source checkout, two levels above the package.
+
+A compiled extension carries its own pair, for the profile it was built with: see :mod:`fp8cutlass.extension`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .errors import UnsupportedError
+
+FORMAT = 1
+PACKAGE_DIR = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel of the manifest. ``tile_m`` and ``tile_n`` count query rows and keys; ``smem_bytes`` is per CTA."""
+
+    id: str
+    family: str
+    kind: str  # "fwd" or "diag"
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    warps: int
+    stages: int
+    scaling: str
+    causal: bool
+    dtype: str  # "e4m3" or "e5m2"
+    out: str  # "bf16", "fp16" or "e4m3"
+    softmax: str  # "linear" or "exp2"
+    score: str  # accumulator of Q K^T: "f16" or "f32"
+    profile: str  # the smallest profile that contains the variant
+    threads: int
+    ctas_per_sm: int
+    smem_bytes: int
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``manifest.json``; the position of a variant in ``variants`` is its number in an extension built from it."""
+
+    directory: Path
+    profile: str
+    archs: tuple[str, ...]
+    capability: dict[str, tuple[int, int]]  # of the devices that run each architecture's code
+    key_block: int
+    scaling: dict[str, dict[str, str]]
+    head_dims: tuple[int, ...]
+    variants: tuple[Variant, ...]
+    index: dict[str, int]
+
+    def find(self, variant_id: str) -> Variant:
+        """Return the variant of that id; UnsupportedError names the profile and what is near it."""
+        if variant_id not in self.index:
+            near = [v.id for v in self.variants if v.id.split("_")[:3] == variant_id.split("_")[:3]][:4]
+            hint = f"; among those it has are {', '.join(near)}" if near else ""
+            raise UnsupportedError(
+                f"kernel={variant_id!r} is not in the manifest of profile {self.profile!r} "
+                f"({len(self.variants)} variants in {self.directory}){hint}"
+            )
+        return self.variants[self.index[variant_id]]
+
+
+def _variant(row: dict[str, Any]) -> Variant:
+    return Variant(**{field.name: row[field.name] for field in fields(Variant)})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with path.open(encoding="utf-8") as file:
+        data: dict[str, Any] = json.load(file)
+    if data.get("format") != FORMAT:
+        raise ValueError(f"{path}: format {data.get('format')!r}, this package reads format {FORMAT}")
+    return data
+
+
+@cache
+def load_manifest(directory: Path) -> Manifest:
+    """Read ``directory/manifest.json``."""
+    data = _read(directory / "manifest.json")
+    variants = tuple(_variant(row) for row in data["variants"])
+    return Manifest(
+        directory=directory,
+        profile=data["profile"],
+        archs=tuple(data["archs"]),
+        capability={arch: (major, minor) for arch, (major, minor) in data["capability"].items()},
+        key_block=data["key_block"],
+        scaling=data["scaling"],
+        head_dims=tuple(data["head_dims"]),
+        variants=variants,
+        index={variant.id: number for number, variant in enumerate(variants)},
+    )
+
+
+@cache
+def load_table_data(directory: Path) -> dict[str, Any]:
+    """Read ``directory/dispatch.json`` as it is; :class:`fp8cutlass.dispatch.Table` gives it a meaning."""
+    return _read(directory / "dispatch.json")
+
+
+def generated_dir() -> Path:
+    """The directory that holds the shipped manifest and table, by the order given at the top of this module."""
+    return _generated_dir(os.environ.get("FP8CUTLASS_GENERATED"))
+
+
+@cache
+def _generated_dir(override: str | None) -> Path:
+    if override:
+        if not (Path(override) / "manifest.json").is_file():
+            raise UnsupportedError(f"FP8CUTLASS_GENERATED={override!r} holds no manifest.json")
+        return Path(override)
+    candidates = (PACKAGE_DIR / "_generated", PACKAGE_DIR.parent.parent / "generated")
+    for candidate in candidates:
+        if (candidate / "manifest.json").is_file():
+            return candidate
+    raise UnsupportedError(
+        f"no manifest.json in {' or '.join(map(str, candidates))}",
+        "reinstall the package, run `python -m codegen` in a source checkout, or set FP8CUTLASS_GENERATED",
+    )

@@ -1,0 +1,120 @@
+"""bf16, fp16 and fp32 to FP8 with a real-valued descale: ``real = fp8 * descale``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+GRANULARITIES = ("tensor", "head", "block", "token", "channel")
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KEY_BLOCK = 128
+
+# 256 products of two values up to 14 are at most 50,176, which an f16 score (65,504) holds at every head_dim <= 256.
+# 14 = 448 / 32, so the largest element of a block is as exact as at 448.
+SCORE_AMAX = 14.0
+# A power of two: a constant V becomes V8 = 256 everywhere, so the products P V8 lose to truncation in the accumulator
+# what the sum of P loses, and their quotient is exact.
+V_AMAX = 256.0
+
+
+def quantize(
+    x: torch.Tensor,
+    *,
+    granularity: str = "tensor",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    amax: float | None = None,
+    block: int = KEY_BLOCK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise ``x`` so that the largest finite magnitude of each group becomes ``amax``.
+
+    Args:
+        x: (B, H, S, D), bf16, fp16 or fp32, any strides, CPU or CUDA.
+        granularity: what shares one descale: the ``tensor``, a ``head``, a ``block`` of tokens of one head, a
+            ``token`` of one head, a ``channel`` of one head.
+        dtype: float8_e4m3fn or float8_e5m2.
+        amax: the value that a group's maximum is mapped to; default the largest of ``dtype`` (448, 57344).
+            14 keeps Q K^T inside f16 up to head_dim 256, which the linear-code kernels need.
+        block: tokens in a block; the kernels read blocks of 128.
+
+    Returns:
+        ``x_fp8`` of the shape and memory order of ``x``, and the float32 contiguous ``descale`` of shape (1,), (B, H),
+        (B, H, ceil(S / block)), (B, H, S) or (B, H, D).
+
+    A group of zeros gets descale 1. A group whose maximum is below ``amax * 2^-126`` gets 2^-126, so that neither the
+    descale nor its inverse leaves the normal float32 range. Finite values saturate. NaN stays NaN; an infinity becomes
+    NaN in e4m3, which has none, and stays one in e5m2; neither enters a descale, so the other values of a group keep
+    theirs. Nothing waits for the device.
+
+    Raises:
+        ValueError: an argument outside the above; TypeError where ``x`` is no tensor.
+    """
+    limit = _check(x, granularity, dtype, amax, block)
+    group = _group_amax(x, granularity, block)
+    group = torch.where(group > 0, group.clamp_min(limit * 2.0**-126), limit)
+    # A reciprocal on purpose: CUDA divides by a scalar that way, the CPU does not, and both must give the same bits.
+    descale, inverse = group * (1.0 / limit), limit / group
+    scaled = x.float() * _spread(inverse, granularity, x.shape[2], block)
+    beyond = scaled if dtype == torch.float8_e5m2 else torch.full_like(scaled, torch.nan)
+    x_fp8 = torch.where(x.isfinite(), scaled.clamp(-limit, limit), beyond).to(dtype)
+    return x_fp8, descale.reshape(1) if granularity == "tensor" else descale
+
+
+def _check(x: torch.Tensor, granularity: str, dtype: torch.dtype, amax: float | None, block: int) -> float:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if x.dim() != 4:
+        raise ValueError(f"x must be (batch, heads, tokens, head_dim), got shape {tuple(x.shape)}")
+    if x.dtype not in SOURCE_DTYPES:
+        raise ValueError(f"x must be one of {', '.join(map(str, SOURCE_DTYPES))}, got {x.dtype}")
+    if granularity not in GRANULARITIES:
+        raise ValueError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
+    if dtype not in FP8_MAX:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, FP8_MAX))}, got {dtype}")
+    if block < 1:
+        raise ValueError(f"block must be at least 1, got {block}")
+    limit = FP8_MAX[dtype] if amax is None else float(amax)
+    if not 0 < limit <= FP8_MAX[dtype]:
+        raise ValueError(f"amax must lie in (0, {FP8_MAX[dtype]:g}] for {dtype}, got {amax}")
+    return limit
+
+
+def _group_amax(x: torch.Tensor, granularity: str, block: int) -> torch.Tensor:
+    """Largest finite |x| of each group in float32: (), (B, H), (B, H, ceil(S / block)), (B, H, S) or (B, H, D)."""
+    batch, heads, tokens, head_dim = x.shape
+    if x.numel() == 0:  # a maximum over nothing is an error in torch; here it is an all-zero group
+        blocks = -(-tokens // block)
+        tails = {"tensor": (), "head": (batch, heads), "block": (batch, heads, blocks)}
+        tails |= {"token": (batch, heads, tokens), "channel": (batch, heads, head_dim)}
+        return torch.zeros(tails[granularity], dtype=torch.float32, device=x.device)
+    magnitude = torch.where(x.isfinite(), x.abs(), 0).float()
+    if granularity == "tensor":
+        return magnitude.amax()
+    if granularity == "head":
+        return magnitude.amax((2, 3))
+    if granularity == "channel":
+        return magnitude.amax(2)
+    per_token = magnitude.amax(3)
+    if granularity == "token":
+        return per_token.contiguous()
+    padded = F.pad(per_token, (0, -tokens % block))
+    return padded.unflatten(2, (-1, block)).amax(3)
+
+
+def _spread(group: torch.Tensor, granularity: str, tokens: int, block: int) -> torch.Tensor:
+    """View a value per group as something that broadcasts over (B, H, S, D)."""
+    if granularity == "tensor":
+        return group
+    if granularity == "head":
+        return group[:, :, None, None]
+    if granularity == "channel":
+        return group[:, :, None, :]
+    if granularity == "token":
+        return group[..., None]
+    return group.repeat_interleave(block, 2)[:, :, :tokens, None]
+
+
+def dequantize(x: torch.Tensor, descale: torch.Tensor, granularity: str, block: int = KEY_BLOCK) -> torch.Tensor:
+    """Return ``x * descale`` in float32 for a (B, H, S, D) FP8 tensor and the descale that ``quantize`` returned."""
+    per_group = descale.reshape(()) if granularity == "tensor" else descale
+    return x.float() * _spread(per_group, granularity, x.shape[2], block)

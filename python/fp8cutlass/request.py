@@ -1,0 +1,66 @@
+"""One call of ``attention``, as given and as understood."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Request:
+    """The arguments of ``attention``, unchecked; ``attention`` documents them."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: Any = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    _: KW_ONLY
+    layout: str = "bhsd"
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    scaling: str = "block"
+    precision: str = "fast"
+    out_dtype: torch.dtype | None = None
+    out_descale: Any = None
+    return_lse: bool = False
+    return_amax: bool = False
+    causal_alignment: str = "top_left"
+    out: torch.Tensor | None = None
+    kernel: str | None = None
+    fallback: str = "error"
+
+    def bhsd(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """query, key and value viewed as (B, H, S, D); the tensors are known to have four dimensions."""
+        if self.layout == "bhsd":
+            return self.query, self.key, self.value
+        return self.query.transpose(1, 2), self.key.transpose(1, 2), self.value.transpose(1, 2)
+
+
+@dataclass
+class Plan:
+    """A request that has passed every check.
+
+    ``head_dim`` is the kernel's, ``ceil`` of the user's among the table's. ``quantise`` says that query, key and value
+    are bf16 or fp16; ``score_amax`` is then the amax of Q and K. ``scale`` is >= 0, ``flip_q`` says that it was
+    negative. ``precision`` is what the operator is asked for.
+    """
+
+    q: torch.Tensor  # (B, H, Sq, D) view
+    k: torch.Tensor  # (B, Hkv, Sk, D) view
+    v: torch.Tensor
+    head_dim: int
+    quantise: bool
+    score_amax: float
+    granularity: tuple[str, str, str]
+    precision: str
+    scale: float
+    flip_q: bool
+    causal_offset: int
+    out_dtype: torch.dtype

@@ -1,0 +1,110 @@
+"""What a device runs: which manifest and table, which architecture, how many multiprocessors.
+
+The functions marked as constant are evaluated once by ``torch.compile`` and their answer is built into the graph; they
+depend on no size but ``head_dim``. What their caller may want to catch they return as reasons, for an exception that
+they raise cannot be caught in traced code.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+
+from . import extension
+from .dispatch import CPU_ARCH, CPU_SM_COUNT, load_table, refusal
+from .errors import NoKernelError, UnsupportedError
+from .manifest import generated_dir, load_manifest
+
+
+@dataclass(frozen=True)
+class Target:
+    """``directory`` holds the manifest and the table that are in force."""
+
+    directory: Path
+    arch: str
+    sm_count: int
+
+
+def target(device: torch.device, *, shipped: bool = False) -> Target:
+    """Return what ``device`` runs; UnsupportedError when its kernels are not built.
+
+    With ``shipped`` the shipped table answers for a CUDA device as well, built or not.
+    """
+    # Both variables may change between calls, so they are part of the key.
+    return _target(device, shipped, os.environ.get("FP8CUTLASS_LIBRARY"), os.environ.get("FP8CUTLASS_GENERATED"))
+
+
+@cache
+def _target(device: torch.device, shipped: bool, library: str | None, generated: str | None) -> Target:
+    if device.type == "cpu":
+        return Target(generated_dir(), CPU_ARCH, CPU_SM_COUNT)
+    if device.type != "cuda":
+        raise NoKernelError(f"query is on {device}; accepted are cpu and cuda tensors")
+    if shipped:
+        return Target(generated_dir(), extension.known_arch(device), extension.sm_count(device))
+    return Target(extension.built_dir(), extension.device_arch(device), extension.sm_count(device))
+
+
+def _device(kind: str, index: int | None) -> torch.device:
+    return torch.device(kind) if index is None else torch.device(kind, index)
+
+
+@torch.compiler.assume_constant_result
+def head_dims(kind: str, index: int | None, shipped: bool) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The head dims that a device has kernels for, ascending; or none, and the reasons."""
+    try:
+        return load_table(target(_device(kind, index), shipped=shipped).directory).head_dims, ()
+    except NoKernelError as error:
+        return (), error.reasons
+
+
+@torch.compiler.assume_constant_result
+def granularities(scaling: str) -> tuple[str, str, str]:
+    """What shares a descale in Q, K and V; UnsupportedError lists the scaling modes. The same for every device."""
+    modes = load_manifest(generated_dir()).scaling
+    if scaling not in modes:
+        raise UnsupportedError(f"scaling must be one of {', '.join(modes)}, got {scaling!r}")
+    return modes[scaling]["q"], modes[scaling]["k"], modes[scaling]["v"]
+
+
+@torch.compiler.assume_constant_result
+def linear_softmax(
+    kind: str,
+    index: int | None,
+    shipped: bool,
+    head_dim: int,
+    dtype: str,
+    out: str,
+    scaling: str,
+    causal: bool,
+    precision: str,
+    kernel: str,
+) -> tuple[bool, tuple[str, ...]]:
+    """True when every kernel that the call can reach, whatever its lengths, takes f16 scores; and the reasons if there
+    is none to reach.
+
+    Q and K are quantised for it (amax 14) before the lengths decide on the kernel, so a mixture is no use: such a call
+    asks for ``precision="accurate"`` instead.
+    """
+    at = target(_device(kind, index), shipped=shipped)
+    if kernel:
+        return load_manifest(at.directory).find(kernel).softmax == "linear", ()
+    return _linear_softmax(at, head_dim, dtype, out, scaling, causal, precision)
+
+
+@lru_cache(maxsize=1024)
+def _linear_softmax(
+    at: Target, head_dim: int, dtype: str, out: str, scaling: str, causal: bool, precision: str
+) -> tuple[bool, tuple[str, ...]]:
+    manifest = load_manifest(at.directory)
+    decisions = load_table(at.directory).over_lengths(
+        arch=at.arch, head_dim=head_dim, dtype=dtype, out=out, scaling=scaling, causal=causal, precision=precision
+    )
+    chosen = [decision.variant for decision in decisions if decision.variant is not None]
+    refusals = dict.fromkeys(refusal(at.arch, manifest.profile, decision.reason) for decision in decisions)
+    linear = all(manifest.find(variant).softmax == "linear" for variant in chosen)
+    return linear, () if chosen else tuple(refusals)

@@ -1,0 +1,203 @@
+"""What can be wrong with a call, in words. Nothing here reads a tensor's values, so nothing waits for a device and
+torch.compile traces it into shape guards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import descale
+from .errors import NoKernelError, UnsupportedError
+from .operator import DTYPE_NAMES, OUT_NAMES
+from .request import Request
+
+QUANTISED_INSIDE = (torch.bfloat16, torch.float16)
+CHOICES = {
+    "layout": ("bhsd", "bshd"),
+    "precision": ("fast", "accurate"),
+    "causal_alignment": ("top_left", "bottom_right"),
+    "fallback": ("error", "sdpa"),
+}
+FLAGS = ("is_causal", "enable_gqa", "return_lse", "return_amax")
+
+
+def check_options(request: Request) -> None:
+    """Options that are no tensors."""
+    wrong = []
+    for name, accepted in CHOICES.items():
+        given = getattr(request, name)
+        if given not in accepted:
+            wrong.append(f"{name} must be one of {', '.join(accepted)}, got {given!r}")
+    for name in FLAGS:
+        given = getattr(request, name)
+        if not isinstance(given, bool):
+            wrong.append(f"{name} must be True or False, got {given!r}")
+    if request.kernel is not None and (not isinstance(request.kernel, str) or not request.kernel):
+        wrong.append(f"kernel must be the id of a variant or None, got {request.kernel!r}")
+    scale = request.scale
+    if scale is not None:
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            wrong.append(f"scale must be a float or None, got {type(scale).__name__}")
+        elif not abs(scale) <= descale.FLOAT32_MAX:  # false for NaN; math.isfinite is no graph operation
+            wrong.append(f"scale must be finite in float32, got {scale}")
+    if wrong:
+        raise UnsupportedError(*wrong)
+
+
+def check_shapes(request: Request) -> None:
+    """Ranks, then sizes against one another."""
+    wrong = []
+    for name in ("query", "key", "value"):
+        x = getattr(request, name)
+        if not isinstance(x, torch.Tensor):
+            wrong.append(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        elif x.dim() != 4:
+            order = (
+                "(batch, heads, tokens, head_dim)" if request.layout == "bhsd" else "(batch, tokens, heads, head_dim)"
+            )
+            wrong.append(f"{name} must have 4 dimensions {order}, got shape {tuple(x.shape)}")
+    if wrong:
+        raise UnsupportedError(*wrong)
+    q, k, v = request.bhsd()
+    for axis, what in ((0, "batch size"), (3, "head_dim")):
+        if k.shape[axis] != q.shape[axis]:
+            wrong.append(f"query and key differ in {what}: {q.shape[axis]} and {k.shape[axis]}")
+        if v.shape[axis] != q.shape[axis]:
+            wrong.append(f"query and value differ in {what}: {q.shape[axis]} and {v.shape[axis]}")
+    if k.shape[1] != v.shape[1]:
+        wrong.append(f"key and value differ in heads: {k.shape[1]} and {v.shape[1]}")
+    if k.shape[2] != v.shape[2]:
+        wrong.append(f"key and value differ in tokens: {k.shape[2]} and {v.shape[2]}")
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads != kv_heads:
+        if not request.enable_gqa:
+            wrong.append(
+                f"query has {heads} heads and key has {kv_heads}: pass enable_gqa=True to share key and value heads"
+            )
+        if kv_heads == 0 or heads % kv_heads:
+            wrong.append(f"the heads of query must be a multiple of those of key, got {heads} and {kv_heads}")
+    if wrong:
+        shapes = ", ".join(f"{name} {tuple(getattr(request, name).shape)}" for name in ("query", "key", "value"))
+        raise UnsupportedError(*wrong, f"given, in layout {request.layout}: {shapes}")
+
+
+def check_types(request: Request) -> None:
+    """Dtypes and devices of the tensors, and what the output type needs."""
+    q, k, v = request.query, request.key, request.value
+    wrong = []
+    accepted = (*QUANTISED_INSIDE, *DTYPE_NAMES)
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.dtype not in accepted:
+            wrong.append(f"{name} has dtype {x.dtype}; accepted are {', '.join(map(str, accepted))}")
+        if x.device != q.device:
+            wrong.append(f"{name} is on {x.device}, query is on {q.device}")
+    if not wrong and (k.dtype != q.dtype or v.dtype != q.dtype):
+        wrong.append(f"query, key and value must share one dtype, got query {q.dtype}, key {k.dtype}, value {v.dtype}")
+    out_dtype = request.out_dtype
+    if out_dtype is not None and out_dtype not in OUT_NAMES:
+        wrong.append(f"out_dtype must be one of {', '.join(map(str, OUT_NAMES))}, got {out_dtype}")
+    if out_dtype == torch.float8_e4m3fn:
+        if request.out_descale is None:
+            wrong.append("out_dtype=torch.float8_e4m3fn needs out_descale, the factor that multiplies the output back")
+        else:
+            wrong += descale.refuse("out_descale", request.out_descale, "tensor", (1, 1, 1, 1), q.device)
+    elif request.out_descale is not None:
+        wrong.append(f"out_descale is for out_dtype=torch.float8_e4m3fn, got out_dtype={out_dtype}")
+    if wrong:
+        raise UnsupportedError(*wrong)
+
+
+def check_descales(request: Request, granularity: Sequence[str]) -> None:
+    """FP8 operands need their descales, others may not have any."""
+    wrong = []
+    fp8 = request.query.dtype in DTYPE_NAMES
+    names = ("q_descale", "k_descale", "v_descale")
+    for name, x, shared_by in zip(names, request.bhsd(), granularity, strict=True):
+        given = getattr(request, name)
+        if fp8 and given is None:
+            wrong.append(
+                f"{name} is missing: {x.dtype} operands need the float32 factor that multiplies back, "
+                f"a float or a tensor of shape {descale.canonical_shape(shared_by, x.shape)}"
+            )
+        elif given is not None and not fp8:
+            wrong.append(f"{name} is for FP8 operands; {x.dtype} ones are quantised inside")
+        elif given is not None:
+            wrong += descale.refuse(name, given, shared_by, x.shape, x.device)
+    if wrong:
+        raise UnsupportedError(*wrong)
+
+
+def check_features(request: Request) -> None:
+    """Well-formed arguments that no kernel serves, but torch's attention does."""
+    wrong = []
+    if request.attn_mask is not None:
+        wrong.append("attn_mask is not supported; accepted are None and is_causal=True")
+    if request.dropout_p != 0.0:
+        wrong.append(f"dropout_p is not supported; accepted is 0.0, got {request.dropout_p}")
+    if torch.is_grad_enabled():
+        named: tuple[tuple[str, Any], ...] = (
+            ("query", request.query),
+            ("key", request.key),
+            ("value", request.value),
+            ("q_descale", request.q_descale),
+            ("k_descale", request.k_descale),
+            ("v_descale", request.v_descale),
+            ("out_descale", request.out_descale),
+        )
+        for name, x in named:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                wrong.append(f"{name} has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
+    if wrong:
+        raise NoKernelError(*wrong)
+
+
+def check_head_dim(head_dim: int, accepted: Sequence[int]) -> None:
+    """The kernels' head dims serve every smaller one by zero padding."""
+    if not 0 < head_dim <= accepted[-1]:
+        kind = NoKernelError if head_dim > 0 else UnsupportedError
+        raise kind(
+            f"head_dim must lie in 1..{accepted[-1]}, got {head_dim}; kernels are for "
+            f"{', '.join(map(str, accepted))}, others are padded up to the next"
+        )
+
+
+def check_out(request: Request, out_dtype: torch.dtype) -> None:
+    """``out=`` takes the result of the shape and layout of query."""
+    out, query = request.out, request.query
+    if out is None:
+        return
+    if not isinstance(out, torch.Tensor):
+        raise UnsupportedError(f"out must be a torch.Tensor or None, got {type(out).__name__}")
+    wrong = []
+    if out.shape != query.shape:
+        wrong.append(f"out has shape {tuple(out.shape)}, the result has {tuple(query.shape)}")
+    if out.dtype != out_dtype:
+        wrong.append(f"out has dtype {out.dtype}, the result has {out_dtype}")
+    if out.device != query.device:
+        wrong.append(f"out is on {out.device}, query is on {query.device}")
+    if out.dim() == 4 and out.stride(3) != 1 and out.shape[3] > 1:
+        wrong.append(f"out must be contiguous in its last dimension, got stride {out.stride(3)}")
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        wrong.append(f"out is expanded: shape {tuple(out.shape)}, strides {out.stride()}")
+    # Not while tracing, where tensors have no memory and the graph keeps reads before writes.
+    if not torch.compiler.is_compiling():
+        for name in ("query", "key", "value"):
+            if _overlap(out, getattr(request, name)):
+                wrong.append(f"out shares its memory with {name}")
+    if wrong:
+        raise UnsupportedError(*wrong)
+
+
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """True when the address ranges of two tensors meet."""
+    if not x.numel() or not y.numel() or x.device != y.device:
+        return False
+    (x_start, x_end), (y_start, y_end) = _address_range(x), _address_range(y)
+    return x_start < y_end and y_start < x_end
+
+
+def _address_range(x: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()

@@ -1,0 +1,250 @@
+"""Compiles the extension: generate a profile, run CMake and Ninja on it, put the result beside the package.
+
+    python scripts/build_extension.py --profile ci --arch sm89 --dest python/fp8cutlass
+
+`dest` gets `_C.so` and `_built/{manifest,dispatch}.json`, which describe exactly the kernels that are in it. Work files
+stay in `build/<profile>-<archs>`, so a second run compiles only what changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from scripts import toolchain  # noqa: E402  (needs the path above when run as a file)
+
+PROFILES = ("dev", "ci", "release")
+DEFAULT_ARCH = "sm89"
+
+
+class BuildError(RuntimeError):
+    """A step of the build failed; its own output has been printed."""
+
+
+class Progress:
+    """Turns Ninja's output into one line for each finished kernel: its name, k/n, the time so far and the time left.
+
+    Compiler warnings are passed through and so is all output after a failure; what ptxas reports stays in the log.
+    """
+
+    _KERNEL = re.compile(r"Building CUDA object .*?([^/]+)\.cu\.o$")
+
+    def __init__(self, kernels: int, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        """kernels: how many this run will compile. write: takes a line. clock: seconds."""
+        self._kernels = kernels
+        self._done = 0
+        self._write = write
+        self._clock = clock
+        self._start = clock()
+        self._failed = False
+
+    def feed(self, line: str) -> None:
+        """Takes one line of Ninja's output, without its line end."""
+        kernel = self._KERNEL.search(line)
+        if kernel:
+            self._done += 1
+            elapsed = self._clock() - self._start
+            left = elapsed / self._done * (self._kernels - self._done)
+            self._write(
+                f"[{self._done}/{self._kernels}] {kernel[1]}  {_duration(elapsed)}"
+                + (f", ETA {_duration(left)}" if self._done < self._kernels else "")
+            )
+            return
+        self._failed = self._failed or line.startswith("FAILED:")
+        if self._failed or (not line.startswith("ptxas info") and re.search(r"\b(warning|error)\b", line)):
+            self._write(line)
+
+    @classmethod
+    def count(cls, plan: str) -> int:
+        """How many kernels the output of `ninja -n` announces."""
+        return sum(1 for line in plan.splitlines() if cls._KERNEL.search(line))
+
+
+def _duration(seconds: float) -> str:
+    whole = int(seconds + 0.5)
+    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _run(command: Sequence[str | Path], *, env: dict[str, str] | None = None) -> None:
+    """Runs a step; its output is shown only when it fails."""
+    result = subprocess.run(
+        [str(part) for part in command], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if result.returncode != 0:
+        sys.stderr.write(result.stdout)
+        raise BuildError(f"{command[0]} failed with status {result.returncode}")
+
+
+def generate(out: Path, *, profile: str, archs: Sequence[str]) -> None:
+    """Renders `profile` for `archs` into `out` (files that did not change keep their time stamps)."""
+    command: list[str | Path] = [sys.executable, "-m", "codegen", "--profile", profile, "--out", out]
+    for arch in archs:
+        command += ["--arch", arch]
+    _run(command)
+
+
+def _configure(work: Path, generated: Path, nvcc: toolchain.Nvcc) -> None:
+    ninja = toolchain.find_ninja()
+    settings = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_MAKE_PROGRAM": ninja,
+        "CMAKE_CUDA_COMPILER": nvcc.path,
+        "FP8CUTLASS_GENERATED": generated,
+        "FP8CUTLASS_CUTLASS_INCLUDE": toolchain.find_cutlass(),
+        "FP8CUTLASS_TORCH": toolchain.find_torch(),
+        "FP8CUTLASS_CUDA_FLAGS": os.environ.get("FP8CUTLASS_CUDA_FLAGS", ""),
+    }
+    defines = [f"-D{name}={value}" for name, value in settings.items()]
+    configure: list[str | Path] = [toolchain.find_cmake(), "-G", "Ninja", "-S", ROOT, "-B", work, *defines]
+    # CMake refuses to change a compiler in place, and would keep paths of an environment that is gone.
+    stamp = work / "settings.json"
+    text = json.dumps({name: str(value) for name, value in settings.items()}, indent=1)
+    if stamp.is_file() and stamp.read_text() != text:
+        shutil.rmtree(work)
+    _run(configure, env=nvcc.environment())
+    stamp.write_text(text)
+
+
+def _compile(work: Path, nvcc: toolchain.Nvcc, jobs: int) -> None:
+    command = [str(toolchain.find_ninja()), "-C", str(work), "-j", str(jobs), "_C.so"]
+    environment = nvcc.environment()
+    plan = subprocess.run([*command, "-n"], env=environment, capture_output=True, text=True).stdout
+    progress = Progress(Progress.count(plan), _say)
+    with open(work / "build.log", "w") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+        if process.stdout is None:
+            raise BuildError("ninja's output could not be read")
+        for line in process.stdout:
+            log.write(line)
+            progress.feed(line.rstrip("\n"))
+        status = process.wait()
+    if status != 0:
+        raise BuildError(f"ninja failed with status {status}; the whole output is in {work / 'build.log'}")
+
+
+def _install(source: Path, target: Path) -> None:
+    """Copies a file under its final name in one step: a process that has the old library loaded keeps the old one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(target.name + ".partial")
+    shutil.copyfile(source, partial)
+    partial.replace(target)
+
+
+def build(
+    dest: Path,
+    *,
+    profile: str,
+    archs: Sequence[str],
+    build_dir: Path | None = None,
+    generated: Path | None = None,
+    jobs: int | None = None,
+) -> Path:
+    """Builds the extension into `dest` and returns the path of `_C.so`.
+
+    profile, archs: what to generate. generated: a directory that codegen wrote earlier, to be built as it is instead.
+    build_dir: work files, default `build/<profile>-<archs>`. jobs: compilers at once, default `toolchain.job_count()`.
+    Raises ToolchainError when something needed is missing, BuildError when a step fails.
+    """
+    started = time.monotonic()
+    nvcc = toolchain.find_nvcc()
+    for reason in nvcc.passed_over:
+        _say(f"passing over {reason}: nvcc >= {toolchain.dotted(toolchain.MIN_NVCC)} is needed")
+    work = (build_dir or ROOT / "build" / "-".join([profile, *archs])).resolve()
+    if generated is None:
+        generated = work / "generated"
+        generate(generated, profile=profile, archs=archs)
+    generated = generated.resolve()
+    manifest = json.loads((generated / "manifest.json").read_text())
+    jobs = jobs or toolchain.job_count()
+    _say(
+        f"building {len(manifest['variants'])} kernels for {' '.join(manifest['archs'])} "
+        f"with nvcc {toolchain.dotted(nvcc.version)}, {jobs} at a time"
+    )
+    _configure(work / "cmake", generated, nvcc)
+    _compile(work / "cmake", nvcc, jobs)
+    for name in ("manifest.json", "dispatch.json"):
+        _install(generated / name, dest / "_built" / name)
+    library = dest / "_C.so"
+    _install(work / "cmake" / "_C.so", library)
+    _say(f"built {library} ({library.stat().st_size / 1e6:.1f} MB) in {_duration(time.monotonic() - started)}")
+    return library
+
+
+def card_archs() -> list[str]:
+    """Targets that this machine's cards need, of those that the generator knows. Empty without such a card."""
+    present = toolchain.card_capabilities()
+    if not present:
+        return []
+    capability_of = json.loads((ROOT / "generated" / "manifest.json").read_text())["capability"]
+    return [arch for arch, capability in capability_of.items() if tuple(capability) in present]
+
+
+def requested_archs() -> list[str]:
+    """Targets to build for: FP8CUTLASS_ARCHS ("sm89;sm90a"), else those of the cards here, else sm89 without a card.
+
+    Raises BuildError for an empty FP8CUTLASS_ARCHS, and when there are cards but no kernels for any of them.
+    """
+    text = os.environ.get("FP8CUTLASS_ARCHS")
+    if text is not None:
+        archs = [part for part in re.split(r"[;,\s]+", text) if part]
+        if not archs:
+            raise BuildError(f"FP8CUTLASS_ARCHS is {text!r}: expected target names such as 'sm89;sm90a'")
+        return archs
+    found = card_archs()
+    capabilities = toolchain.card_capabilities()
+    if capabilities and not found:
+        named = ", ".join(map(toolchain.dotted, capabilities))
+        raise BuildError(
+            f"there are no kernels for compute capability {named}. Set FP8CUTLASS_ARCHS to build for other machines, "
+            "or FP8CUTLASS_SKIP_BUILD=1 to install without kernels (CPU emulator only)."
+        )
+    return found or [DEFAULT_ARCH]
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", choices=PROFILES, default="ci")
+    parser.add_argument("--arch", action="append", help="repeatable (default: FP8CUTLASS_ARCHS, the cards here, sm89)")
+    parser.add_argument("--dest", type=Path, default=ROOT / "python" / "fp8cutlass", help="where _C.so goes")
+    parser.add_argument("--build-dir", type=Path, help="work files (default: build/<profile>-<archs>)")
+    parser.add_argument("--generated", type=Path, help="build this generated directory instead of generating a profile")
+    parser.add_argument("--jobs", type=int, help="compilers at once (default: FP8CUTLASS_JOBS, cores, memory)")
+    options = parser.parse_args()
+    if options.jobs is not None and options.jobs < 1:
+        parser.error(f"--jobs must be >= 1, got {options.jobs}")
+    try:
+        build(
+            options.dest,
+            profile=options.profile,
+            archs=options.arch or ([] if options.generated else requested_archs()),
+            build_dir=options.build_dir,
+            generated=options.generated,
+            jobs=options.jobs,
+        )
+    except (BuildError, toolchain.ToolchainError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

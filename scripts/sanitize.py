@@ -1,0 +1,71 @@
+"""Runs every compiled forward kernel on small problems under compute-sanitizer. Needs a card and a built extension.
+
+    python scripts/sanitize.py                # memcheck, racecheck and synccheck, each over all kernels
+    python scripts/sanitize.py --run          # the problems alone, without a sanitizer
+
+Two problems a kernel: tails in both directions with grouped heads, and a single full tile. racecheck is the one that
+found something: a descale overwritten by the next tile's copy while the softmax still read it; no result showed it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("memcheck", "racecheck", "synccheck")
+PROBLEMS = ((2, 1, 70, 200), (1, 1, 64, 64))  # heads, KV heads, queries, keys
+
+
+def run_problems() -> int:
+    """Launches them one after the other; returns how many."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "python")]
+    import torch
+
+    from fp8cutlass.target import granularities
+
+    gpu, reference = importlib.import_module("gpu"), importlib.import_module("reference")
+    launched = 0
+    for variant in gpu.built_variants("fwd"):
+        for heads, kv_heads, seqlen_q, seqlen_k in PROBLEMS:
+            q = reference.randn(1, heads, seqlen_q, variant.head_dim, seed=1, device="cuda")
+            k = reference.randn(1, kv_heads, seqlen_k, variant.head_dim, seed=2, device="cuda")
+            v = reference.randn(1, kv_heads, seqlen_k, variant.head_dim, seed=3, device="cuda")
+            dtype = torch.float8_e4m3fn if variant.dtype == "e4m3" else torch.float8_e5m2
+            limits = {} if variant.softmax == "linear" else {"score_amax": 448.0}
+            operands = reference.make_operands(q, k, v, granularities(variant.scaling), dtype=dtype, **limits)
+            out_descale = torch.full((1,), 0.02, device="cuda") if variant.out == "e4m3" else None
+            offset = seqlen_k - seqlen_q if variant.causal else 0
+            gpu.run_operator(operands, variant, scale=0.125, causal_offset=offset, out_descale=out_descale)
+            torch.cuda.synchronize()
+            launched += 1
+    return launched
+
+
+def main() -> int:
+    """The command line; returns 0 when every tool is clean."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", action="store_true", help="run the problems without a sanitizer")
+    parser.add_argument("--tool", action="append", choices=TOOLS, help="repeatable (default: all)")
+    options = parser.parse_args()
+    if options.run:
+        print(f"{run_problems()} launches")
+        return 0
+    # Each allocation of its own, so that memcheck sees the ends of tensors.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    failed = []
+    for tool in options.tool or TOOLS:
+        command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=attention", "--error-exitcode", "9"]
+        print(f"{tool}:", flush=True)
+        if subprocess.run([*command, sys.executable, __file__, "--run"], env=environment).returncode != 0:
+            failed.append(tool)
+    print(f"failed: {', '.join(failed)}" if failed else "all clean")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

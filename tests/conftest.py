@@ -1,0 +1,39 @@
+"""Import paths, threads, the manifest, and the skip of tests that need a card."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+for folder in (ROOT / "tests", ROOT / "python", ROOT):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+from fp8cutlass import extension  # noqa: E402
+from fp8cutlass.manifest import Manifest, generated_dir, load_manifest  # noqa: E402
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers fill the cores
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip ``gpu`` tests where there is no card or nothing built for it, and say which."""
+    reason = None
+    if not torch.cuda.is_available():
+        reason = "needs an NVIDIA card"
+    elif extension.find_library() is None:
+        reason = "needs the built extension"
+    for item in items:
+        if reason is not None and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def manifest() -> Manifest:
+    """The manifest that dispatch and the emulator use."""
+    return load_manifest(generated_dir())

@@ -1,0 +1,99 @@
+"""Helpers of the GPU tests: which kernels are compiled in, and calls that go straight to one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from reference import Operands
+
+from fp8cutlass import extension
+from fp8cutlass.emulator import OUT_DTYPES, Diagnostics
+from fp8cutlass.errors import UnsupportedError
+from fp8cutlass.manifest import Manifest, Variant, generated_dir, load_manifest
+from fp8cutlass.operator import attention_fp8
+from fp8cutlass.pack import KEY_BLOCK, pack_v
+
+
+def built_manifest() -> Manifest:
+    """What the library holds; without one the shipped list, so that the tests are collected and skipped by name."""
+    try:
+        return load_manifest(extension.built_dir())
+    except UnsupportedError:
+        return load_manifest(generated_dir())
+
+
+def built_variants(kind: str, **axes: object) -> list[Variant]:
+    """The compiled variants of a kind ("fwd" or "diag") with these values, e.g. ``head_dim=64``."""
+    return [v for v in built_manifest().variants if v.kind == kind and all(getattr(v, a) == x for a, x in axes.items())]
+
+
+def on_card(arch: str) -> bool:
+    return extension.device_arch(torch.device("cuda")) == arch
+
+
+def run_operator(
+    operands: Operands,
+    variant: Variant,
+    *,
+    scale: float,
+    causal_offset: int = 0,
+    out_descale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The registered operator with a pinned kernel; returns out, LSE and amax."""
+    return attention_fp8(
+        *operands.fp8,
+        *operands.descales,
+        out_descale,
+        OUT_DTYPES[variant.out],
+        variant.scaling,
+        "fast" if variant.softmax == "linear" else "accurate",
+        variant.causal,
+        causal_offset,
+        scale,
+        True,
+        True,
+        variant.id,
+    )
+
+
+def diagnose(
+    operands: Operands, variant: Variant, *, scale: float, causal_offset: int = 0
+) -> tuple[torch.Tensor, Diagnostics]:
+    """Runs a diagnostic kernel; returns its output and everything it wrote on the way.
+
+    What it does not visit keeps the value that the emulator gives to hidden tiles: -inf, 0, -1e30, 0.
+    """
+    extension.load()
+    q, k, v = operands.fp8
+    q_descale, k_descale, v_descale = operands.descales
+    batch, heads, seqlen_q, head_dim = q.shape
+    tiles = -(-k.shape[2] // variant.tile_n)
+    keys = tiles * variant.tile_n
+    if variant.scaling == "token":
+        k_descale = torch.nn.functional.pad(k_descale, (0, -k.shape[2] % KEY_BLOCK), value=1.0)
+    wrote: dict[str, Any] = {
+        "scores": torch.full((batch, heads, seqlen_q, keys), -torch.inf, device="cuda"),
+        "p": torch.zeros((batch, heads, seqlen_q, keys), dtype=torch.uint8, device="cuda"),
+        "weight": torch.full((batch, heads, seqlen_q, tiles), -1e30, device="cuda"),
+        "tile_o": torch.zeros((batch, heads, tiles, seqlen_q, head_dim), device="cuda"),
+    }
+    out = torch.full((batch, heads, seqlen_q, head_dim), torch.nan, dtype=OUT_DTYPES[variant.out], device="cuda")
+    number = [v.id for v in built_manifest().variants].index(variant.id)
+    torch.ops.fp8cutlass_C.diagnose(
+        number,
+        q.contiguous().view(torch.uint8),
+        k.contiguous().view(torch.uint8),
+        pack_v(v).view(torch.uint8),
+        q_descale,
+        k_descale,
+        v_descale,
+        None,
+        out,
+        None,
+        None,
+        scale,
+        causal_offset,
+        *wrote.values(),
+    )
+    return out, Diagnostics(**wrote)

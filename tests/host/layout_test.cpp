@@ -1,0 +1,138 @@
+// Proves on the host what the kernels take for granted. Prints one line a property; exits non-zero if any fails.
+// Built by tests/test_layout.py with g++ and the CuTe headers.
+#include "fp8cutlass/layout.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <set>
+#include <vector>
+
+#include "fp8cutlass/schedule.h"
+
+using namespace fp8cutlass;
+
+static int failures = 0;
+static void report(bool ok, const char* what, int a = 0, int b = 0) {
+  std::printf("%s %s %d x %d\n", ok ? "ok" : "FAILED", what, a, b);
+  failures += !ok;
+}
+
+// Eight 16-byte accesses of one ldmatrix phase must hit eight different 16-byte columns of the 128 bytes of banks.
+static bool conflict_free(const std::vector<int>& offsets) {
+  std::set<int> columns;
+  for (int o : offsets) columns.insert(o / 16 % 8);
+  return columns.size() == offsets.size();
+}
+
+template <int kRows, int kRowBytes>
+void check_tile() {
+  using Tile = SmemTile<kRows, kRowBytes>;
+  std::set<int> seen;
+  bool inside = true, reads = true, writes = true, advances = true;
+  for (int row = 0; row < kRows; ++row)
+    for (int chunk = 0; chunk < Tile::kRowChunks; ++chunk) {
+      const int o = Tile::offset(row, chunk);
+      inside = inside && o >= 0 && o % 16 == 0 && o + 16 <= Tile::kBytes;
+      seen.insert(o);
+    }
+  report(inside && int(seen.size()) == kRows * Tile::kRowChunks, "bijective", kRows, kRowBytes);
+  for (int row = 0; row < kRows; row += 8)
+    for (int chunk = 0; chunk < Tile::kRowChunks; ++chunk) {
+      std::vector<int> phase;
+      for (int r = 0; r < 8; ++r) phase.push_back(Tile::offset(row + r, chunk));
+      reads = reads && conflict_free(phase);
+    }
+  report(reads, "ldmatrix conflict-free", kRows, kRowBytes);
+  // cp.async: eight neighbouring threads write chunks of one or more rows
+  constexpr int kColumns = Tile::kRowChunks % 3 == 0 ? Tile::kRowChunks / 3 * 4 : Tile::kRowChunks;
+  for (int thread = 0; thread < 128; thread += 8) {
+    std::vector<int> phase;
+    for (int t = thread; t < thread + 8; ++t)
+      if (t % kColumns < Tile::kRowChunks && t / kColumns < kRows)
+        phase.push_back(Tile::offset(t / kColumns, t % kColumns));
+    writes = writes && conflict_free(phase);
+  }
+  report(writes, "cp.async conflict-free", kRows, kRowBytes);
+  for (int row = 0; row < 16; ++row)
+    for (int chunk = 0; chunk < 2; ++chunk)
+      for (int rows = 0; row + rows < kRows; rows += 8)
+        for (int step = 0; step < kRowBytes / 32; ++step)
+          advances = advances &&
+                     Tile::advance(Tile::offset(row, chunk), rows, step) == Tile::offset(row + rows, chunk + 2 * step);
+  report(advances, "advance equals offset", kRows, kRowBytes);
+}
+
+// Lane t of a quad holds S columns 2t, 2t + 1 of every n8 block; pack_p puts blocks 4s + 2h and 4s + 2h + 1 of step s
+// into A register 2h (rows group) as bytes x0 x1 y0 y1. The A operand reads byte i of that register as
+// k = 16 * h + 4t + i of the step. V's packed order must therefore hold that key at that position.
+static void check_key_order() {
+  bool ok = true;
+  for (int step = 0; step < 4; ++step)
+    for (int t = 0; t < 4; ++t)
+      for (int h = 0; h < 2; ++h)
+        for (int byte = 0; byte < 4; ++byte) {
+          const int block = 4 * step + 2 * h + byte / 2;
+          const int key = 8 * block + 2 * t + byte % 2;
+          const int position = 32 * step + 16 * h + 4 * t + byte;
+          ok = ok && packed_key(key) == position;
+        }
+  report(ok, "packed keys are the A operand's order, all lanes", 128);
+}
+
+// Output block n, lane t, element e of the accumulator is V^T row 8n + 2t + e; it must be column
+// 32 * (n / 4) + 8t + 2 * (n % 4) + e.
+static void check_column_order() {
+  bool ok = true;
+  for (int n = 0; n < 32; ++n)
+    for (int t = 0; t < 4; ++t)
+      for (int e = 0; e < 2; ++e) ok = ok && packed_column(32 * (n / 4) + 8 * t + 2 * (n % 4) + e) == 8 * n + 2 * t + e;
+  report(ok, "packed columns give a lane eight neighbours", 256);
+}
+
+template <int kTileM, int kTileN, bool kCausal>
+void check_schedule(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k, int offset) {
+  ForwardParams p{};
+  p.batch = batch, p.heads = heads, p.kv_heads = kv_heads, p.seqlen_q = seqlen_q, p.seqlen_k = seqlen_k;
+  p.causal_offset = offset;
+  std::set<std::vector<int>> seen;
+  bool ok = true;
+  int before = INT32_MAX;
+  const int items = int(work_items(p, kTileM));
+  for (int item = 0; item < items; ++item) {
+    const WorkItem w = work_item<kTileM, kTileN, kCausal>(p, item);
+    seen.insert({w.batch, w.head, w.row});
+    ok = ok && w.batch < batch && w.head < heads && w.row % kTileM == 0 && w.row < seqlen_q;
+    ok = ok && w.kv_head == int64_t(w.batch) * kv_heads + w.head / (heads / kv_heads);
+    // the tiles cover every key that some row of the item sees, and no tile is beyond all of them
+    int keys = 0;
+    for (int row = w.row; row < w.row + kTileM && row < seqlen_q; ++row) {
+      const int64_t last = kCausal ? std::min<int64_t>(seqlen_k, int64_t(row) + offset + 1) : seqlen_k;
+      keys = std::max<int64_t>(keys, last);
+    }
+    ok = ok && w.tiles == (keys + kTileN - 1) / kTileN;
+    if (kCausal) ok = ok && w.tiles <= before;  // longest first
+    before = w.tiles;
+  }
+  report(ok && int(seen.size()) == items && items == batch * heads * ((seqlen_q + kTileM - 1) / kTileM),
+         kCausal ? "causal schedule visits each tile once" : "schedule visits each tile once", seqlen_q, seqlen_k);
+}
+
+int main() {
+  check_tile<64, 32>(), check_tile<128, 32>(), check_tile<64, 64>(), check_tile<128, 64>(), check_tile<32, 64>();
+  check_tile<64, 96>(), check_tile<128, 96>(), check_tile<32, 96>(), check_tile<64, 128>(), check_tile<128, 128>();
+  check_tile<64, 256>(), check_tile<128, 256>(), check_tile<32, 256>(), check_tile<96, 64>(), check_tile<256, 64>();
+  check_tile<96, 128>(), check_tile<256, 32>(), check_tile<256, 128>(), check_tile<32, 128>(), check_tile<32, 32>(),
+      check_tile<96, 32>();
+  check_key_order();
+  check_column_order();
+  for (int sq : {1, 63, 64, 65, 300})
+    for (int sk : {1, 64, 129, 512})
+      for (int offset : {0, sk - sq, -5, 1000}) {
+        check_schedule<64, 64, false>(2, 6, 3, sq, sk, offset);
+        check_schedule<64, 64, true>(2, 6, 3, sq, sk, offset);
+        check_schedule<128, 32, true>(1, 4, 4, sq, sk, offset);
+      }
+  std::printf("%d failures\n", failures);
+  return failures != 0;
+}

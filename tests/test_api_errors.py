@@ -1,0 +1,282 @@
+"""Every argument of `attention` changes the result or raises, and an error names the argument, what was given and what
+is accepted."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import randn, relative_l2
+
+import fp8cutlass
+from fp8cutlass import UnsupportedError, attention, explain, fallback, quantize, supports
+from fp8cutlass.request import Request
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DESCALES: dict[str, Any] = {"q_descale": 1.0, "k_descale": 1.0, "v_descale": 1.0}
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return randn(*(shape or (1, 4, 16, 64)), seed=sum(shape))
+
+
+def fp8(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    return bf16(*shape).to(dtype)
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    """A call that works, with changes."""
+    return {"query": bf16(), "key": bf16(), "value": bf16()} | changes
+
+
+def fp8_call(**changes: Any) -> dict[str, Any]:
+    return {"query": fp8(), "key": fp8(), "value": fp8()} | DESCALES | changes
+
+
+SHARED = bf16()
+REFUSED = [
+    # options
+    (call(layout="sbhd"), ["layout", "bhsd, bshd", "'sbhd'"]),
+    (call(precision="best"), ["precision", "fast, accurate", "'best'"]),
+    (call(scaling="row"), ["scaling", "tensor", "head", "block", "token", "'row'"]),
+    (call(causal_alignment="middle"), ["causal_alignment", "top_left, bottom_right", "'middle'"]),
+    (call(fallback="maths"), ["fallback", "error, sdpa", "'maths'"]),
+    (call(is_causal=1), ["is_causal", "True or False", "1"]),
+    (call(enable_gqa=None), ["enable_gqa", "None"]),
+    (call(return_lse="yes"), ["return_lse", "'yes'"]),
+    (call(return_amax=2), ["return_amax", "2"]),
+    (call(kernel=3), ["kernel", "3"]),
+    (call(kernel=""), ["kernel", "''"]),
+    # scale
+    (call(scale=math.nan), ["scale", "finite", "nan"]),
+    (call(scale=-math.inf), ["scale", "finite", "inf"]),
+    (call(scale=1e39), ["scale", "float32", "1e+39"]),
+    (call(scale=torch.tensor(0.1)), ["scale", "float", "Tensor"]),
+    (call(scale=True), ["scale", "bool"]),
+    # shapes
+    (call(query=bf16(4, 16, 64)), ["query", "4 dimensions", "(4, 16, 64)"]),
+    (call(value=bf16(1, 1, 4, 16, 64)), ["value", "4 dimensions"]),
+    (call(key=[1.0]), ["key", "torch.Tensor", "list"]),
+    (call(key=bf16(2, 4, 16, 64)), ["query and key", "batch size", "1 and 2", "key (2, 4, 16, 64)"]),
+    (call(key=bf16(1, 4, 16, 32)), ["query and key", "head_dim", "64 and 32"]),
+    (call(value=bf16(1, 4, 16, 32)), ["query and value", "head_dim", "64 and 32"]),
+    (call(value=bf16(1, 4, 17, 64)), ["key and value", "tokens", "16 and 17"]),
+    (call(value=bf16(1, 2, 16, 64)), ["key and value", "heads", "4 and 2"]),
+    (call(key=bf16(1, 2, 16, 64), value=bf16(1, 2, 16, 64)), ["enable_gqa=True", "4 heads", "2"]),
+    (call(key=bf16(1, 3, 16, 64), value=bf16(1, 3, 16, 64), enable_gqa=True), ["multiple", "4 and 3"]),
+    (call(key=bf16(1, 0, 16, 64), value=bf16(1, 0, 16, 64), enable_gqa=True), ["multiple", "4 and 0"]),
+    (call(**{n: bf16(1, 4, 16, 257) for n in ("query", "key", "value")}), ["head_dim", "1..256", "257", "32, 64, 96"]),
+    (call(**{n: bf16(1, 4, 16, 0) for n in ("query", "key", "value")}), ["head_dim", "1..256", "got 0"]),
+    (call(**{n: bf16(1, 16, 4, 512) for n in ("query", "key", "value")}, layout="bshd"), ["head_dim", "512"]),
+    # dtypes
+    (call(query=bf16().float()), ["query", "torch.float32", "torch.bfloat16", "torch.float8_e5m2"]),
+    (call(query=bf16().double()), ["query", "torch.float64"]),
+    (call(value=bf16().half()), ["one dtype", "value torch.float16"]),
+    (fp8_call(key=fp8(dtype=E5M2)), ["one dtype", "query torch.float8_e4m3fn", "key torch.float8_e5m2"]),
+    (fp8_call(query=fp8().view(torch.uint8)), ["query", "torch.uint8"]),
+    (fp8_call(key=bf16().to(torch.float8_e4m3fnuz)), ["key", "float8_e4m3fnuz"]),
+    (fp8_call(key=bf16().to(torch.float8_e5m2fnuz)), ["key", "float8_e5m2fnuz"]),
+    (call(out_dtype=torch.float32), ["out_dtype", "torch.float32", "torch.float16"]),
+    (call(out_dtype=E5M2), ["out_dtype", "torch.float8_e5m2"]),
+    # devices
+    (call(key=bf16().to("meta")), ["key", "meta", "cpu"]),
+    (call(**{n: bf16().to("meta") for n in ("query", "key", "value")}), ["meta", "cpu and cuda"]),
+    # descales
+    (fp8_call(q_descale=None), ["q_descale is missing", "(1, 4, 16)"]),
+    (fp8_call(k_descale=None, v_descale=None), ["k_descale is missing", "v_descale is missing", "(1, 4, 1)"]),
+    (call(q_descale=1.0), ["q_descale", "FP8", "torch.bfloat16"]),
+    (fp8_call(q_descale=0.0), ["q_descale", "> 0", "0.0"]),
+    (fp8_call(k_descale=-1.0), ["k_descale", "> 0", "-1.0"]),
+    (fp8_call(v_descale=math.inf), ["v_descale", "finite", "inf"]),
+    (fp8_call(v_descale=math.nan), ["v_descale", "finite", "nan"]),
+    (fp8_call(v_descale="1"), ["v_descale", "float", "str"]),
+    (fp8_call(k_descale=torch.ones(3)), ["k_descale", "(3,)", "(1, 4, 1)", "(4,)"]),
+    (fp8_call(k_descale=torch.ones(1, 4, 2)), ["k_descale", "(1, 4, 2)", "(1, 4, 1)"]),
+    (fp8_call(q_descale=torch.ones(1, 4, 16, 1)), ["q_descale", "(1, 4, 16, 1)"]),
+    (fp8_call(scaling="tensor", q_descale=torch.ones(4)), ["q_descale", "one descale per tensor", "(1,)"]),
+    (fp8_call(scaling="head", v_descale=torch.ones(1, 4, 64)), ["v_descale", "one descale per head", "(1, 4)"]),
+    (fp8_call(scaling="token", v_descale=torch.ones(1, 4, 16)), ["v_descale", "one descale per channel", "(1, 4, 64)"]),
+    (fp8_call(q_descale=torch.ones(1, dtype=torch.float64)), ["q_descale", "float32", "float64"]),
+    (fp8_call(q_descale=torch.ones(1, device="meta")), ["q_descale", "meta", "cpu"]),
+    (call(out_dtype=E4M3), ["out_descale"]),
+    (call(out_descale=1.0), ["out_descale", "float8_e4m3fn", "None"]),
+    (call(out_dtype=E4M3, out_descale=0.0), ["out_descale", "> 0"]),
+    (call(out_dtype=E4M3, out_descale=torch.ones(2)), ["out_descale", "(2,)", "(1,)"]),
+    # features
+    (call(attn_mask=torch.ones(16, 16, dtype=torch.bool)), ["attn_mask"]),
+    (call(dropout_p=0.1), ["dropout_p", "0.1"]),
+    (call(query=bf16().requires_grad_()), ["query", "requires_grad"]),
+    (call(value=bf16().requires_grad_()), ["value", "requires_grad"]),
+    (fp8_call(k_descale=torch.ones(1, requires_grad=True)), ["k_descale", "requires_grad"]),
+    # out=
+    (call(out=[1]), ["out", "list"]),
+    (call(out=bf16(1, 4, 17, 64)), ["out", "(1, 4, 17, 64)", "(1, 4, 16, 64)"]),
+    (call(out=bf16().half()), ["out", "torch.float16", "torch.bfloat16"]),
+    (call(out=bf16().to("meta")), ["out", "meta", "cpu"]),
+    (call(out=bf16(1, 4, 64, 16).transpose(2, 3)), ["out", "last dimension"]),
+    (call(out=torch.empty(1, 1, 16, 64, dtype=torch.bfloat16).expand(1, 4, 16, 64)), ["out", "expanded"]),
+    (call(query=SHARED, out=SHARED), ["out shares its memory with query"]),
+    (call(value=SHARED, out=SHARED.view_as(SHARED)), ["out shares its memory with value"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=lambda x: "; ".join(x) if isinstance(x, list) else "")
+def test_refused(arguments: dict[str, Any], words: list[str]) -> None:
+    """`attention` raises, `supports` and `explain` give the same reasons without raising."""
+    with pytest.raises(UnsupportedError) as caught:
+        attention(**arguments)
+    message = str(caught.value)
+    assert [word for word in words if word not in message] == []
+    assert caught.value.reasons and message == "; ".join(caught.value.reasons)
+    assert supports(**arguments) == (False, message)
+    assert all(reason in explain(**arguments) for reason in caught.value.reasons)
+
+
+@pytest.mark.parametrize("unknown", ["softcap", "window_size", "smooth_k", "hadamard", "mask"])
+@pytest.mark.parametrize("function", [attention, supports, explain])
+def test_unknown_keyword(function: Any, unknown: str) -> None:
+    with pytest.raises(TypeError, match=unknown):
+        function(bf16(), bf16(), bf16(), **{unknown: None})
+
+
+def test_all_reasons_at_once() -> None:
+    """One call, one error, everything that is wrong at that stage."""
+    with pytest.raises(UnsupportedError) as caught:
+        attention(**call(attn_mask=1, dropout_p=0.5, query=bf16().requires_grad_()))
+    assert len(caught.value.reasons) == 3
+
+
+def test_signature_is_sdpas_and_requests() -> None:
+    """The positional part drops in for SDPA; the three functions share one list of arguments and defaults."""
+    ours = inspect.signature(attention).parameters
+    positional = [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == "query key value attn_mask dropout_p is_causal scale enable_gqa".split()
+    theirs = inspect.signature(Request).parameters
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+
+
+def test_no_grad_lifts_the_refusal() -> None:
+    q = bf16().requires_grad_()
+    with torch.no_grad():
+        assert attention(q, q, q).shape == q.shape
+
+
+def test_checks_survive_python_O() -> None:
+    """SageAttention#19: asserts vanish under -O; these checks do not."""
+    code = (
+        "import torch, fp8cutlass\n"
+        "x = torch.zeros(1, 1, 4, 32, dtype=torch.bfloat16)\n"
+        "try:\n    fp8cutlass.attention(x, x, x, dropout_p=0.5)\n"
+        "except fp8cutlass.UnsupportedError as e:\n    print('refused:', e)\n"
+    )
+    package = str(Path(fp8cutlass.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": package}
+    )
+    assert done.stdout.startswith("refused: dropout_p")
+
+
+SPREAD = {
+    "tensor": [(), (1,)],
+    "head": [(), (1,), ("H",), ("B", "H")],
+    "block": [(), (1,), ("H",), ("B", "H"), "canonical"],
+    "token": [(), (1,), ("H",), ("B", "H"), "canonical"],
+}
+
+
+@pytest.mark.parametrize("scaling", list(SPREAD))
+def test_coarser_descales_are_spread(scaling: str) -> None:
+    """Every accepted shape with one value gives what a float gives."""
+    q, k = fp8(2, 4, 16, 64), fp8(2, 2, 150, 64)
+    values = {"q_descale": 0.02, "k_descale": 0.015, "v_descale": 0.01}
+    want = attention(q, k, k, scaling=scaling, enable_gqa=True, **values)
+    finest = {
+        "block": {"q_descale": (2, 4, 16), "k_descale": (2, 2, 2), "v_descale": (2, 2, 2)},
+        "token": {"q_descale": (2, 4, 16), "k_descale": (2, 2, 150), "v_descale": (2, 2, 64)},
+    }
+    for shape in SPREAD[scaling]:
+        given = {}
+        for name, value in values.items():
+            sizes = {"B": 2, "H": 4 if name == "q_descale" else 2}
+            full = finest[scaling][name] if shape == "canonical" else tuple(sizes.get(n, n) for n in shape)
+            given[name] = torch.full(full, value)
+        assert torch.equal(attention(q, k, k, scaling=scaling, enable_gqa=True, **given), want), shape
+
+
+def test_a_descale_per_head_reaches_its_head() -> None:
+    q, k, v = fp8(2, 4, 8, 64), fp8(2, 2, 20, 64), fp8(2, 2, 20, 64)
+    factor = torch.tensor([1.0, 4.0])
+    common = {"q_descale": 0.1, "k_descale": 0.1, "scaling": "head", "enable_gqa": True}
+    one = attention(q, k, v, v_descale=1.0, **common)
+    many = attention(q, k, v, v_descale=factor, **common)
+    assert torch.equal(many, one * factor.repeat_interleave(2)[:, None, None])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"attn_mask": torch.ones(16, 24, dtype=torch.bool).tril(3)},
+        {"is_causal": True, "causal_alignment": "bottom_right", "dropout_p": 0.0, "kernel": None},
+        {"layout": "bshd"},
+        {"scale": 0.3},
+    ],
+)
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_fallback_runs_sdpa_and_says_so(arguments: dict[str, Any], kind: str) -> None:
+    """What is no kernel's (here head_dim 320, or a mask) is torch's, on the dequantised operands."""
+    head_dim = 64 if "attn_mask" in arguments else 320
+    shapes = [(2, 4, 16, head_dim), (2, 4, 24, head_dim), (2, 4, 24, head_dim)]
+    q, k, v = (randn(*shape, seed=seed) for seed, shape in enumerate(shapes))
+    fallback._warned.clear()
+    if arguments.get("layout") == "bshd":
+        view = [x.transpose(1, 2) for x in (q, k, v)]
+    else:
+        view = [q, k, v]
+    mask, causal = arguments.get("attn_mask"), arguments.get("is_causal", False)
+    if causal:
+        mask = torch.ones(16, 24, dtype=torch.bool).tril(8)
+    extra: dict[str, Any] = {}
+    if kind == "fp8":
+        pairs = [quantize(x, granularity="head") for x in (q, k, v)]
+        extra = {f"{name}_descale": pair[1] for name, pair in zip("qkv", pairs, strict=True)} | {"scaling": "head"}
+        q, k, v = ((x8.float() * d[:, :, None, None]).bfloat16() for x8, d in pairs)
+        view = [x8.transpose(1, 2) if arguments.get("layout") == "bshd" else x8 for x8, _ in pairs]
+    want = F.scaled_dot_product_attention(q, k, v, mask, scale=arguments.get("scale"))
+    with pytest.warns(UserWarning, match="falls back to torch"):
+        got = attention(*view, fallback="sdpa", **arguments, **extra)
+    got = got.transpose(1, 2) if arguments.get("layout") == "bshd" else got
+    assert relative_l2(got, want) < 0.01
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(*view, fallback="sdpa", **arguments, **extra)  # the same reasons warn once
+
+
+def test_fallback_does_not_touch_what_a_kernel_serves() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = attention(**call(), fallback="sdpa")
+    assert torch.equal(got, attention(**call()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (call(key=bf16(2, 4, 16, 64)), "batch size"),
+        (fp8_call(q_descale=None, dropout_p=0.5), "q_descale is missing"),
+        (call(dropout_p=0.5, return_lse=True), "cannot serve return_lse"),
+        (call(dropout_p=0.5, out_dtype=E4M3, out_descale=1.0), "cannot serve out_dtype"),
+    ],
+)
+def test_fallback_is_no_way_round_an_error(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        attention(**arguments, fallback="sdpa")

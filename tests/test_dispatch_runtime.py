@@ -1,0 +1,230 @@
+"""The choice of a kernel at run time: totality, bucket edges, pins, and where tables are read from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from reference import randn
+
+from fp8cutlass import UnsupportedError, attention, explain, extension, supports
+from fp8cutlass.dispatch import CPU_SM_COUNT, Problem, decide, load_table
+from fp8cutlass.errors import NoKernelError
+from fp8cutlass.manifest import Manifest, generated_dir, load_manifest
+from fp8cutlass.target import target
+
+BASE = Problem(
+    arch="sm89",
+    head_dim=64,
+    seqlen_q=512,
+    seqlen_k=512,
+    batch=1,
+    heads=8,
+    dtype="e4m3",
+    out="bf16",
+    scaling="block",
+    causal=False,
+    precision="fast",
+)
+
+
+def test_every_cell_is_a_kernel_of_the_manifest_or_a_reason(manifest: Manifest) -> None:
+    """A kernel that the table names exists and fits its cell; a refusal says why."""
+    table = load_table(manifest.directory)
+    for decision in table.decisions:
+        if decision.variant is None:
+            assert decision.reason
+        else:
+            assert manifest.find(decision.variant).kind == "fwd"
+            assert decision.criterion and decision.evidence in ("model", "measured")
+
+
+def test_the_chosen_kernel_fits_the_problem(manifest: Manifest) -> None:
+    """Field by field, over every combination of the axes that name a property of the kernel."""
+    table = load_table(manifest.directory)
+    found = 0
+    for head_dim in table.head_dims:
+        for dtype in table.axes["dtype"]:
+            for out in table.axes["out"]:
+                for scaling in table.axes["scaling"]:
+                    for causal in (False, True):
+                        for precision in ("fast", "accurate"):
+                            wanted = {"head_dim": head_dim, "dtype": dtype, "out": out, "scaling": scaling}
+                            wanted |= {"causal": causal}
+                            problem = dataclasses.replace(BASE, **wanted, precision=precision)
+                            decision = table.lookup(problem)
+                            if decision.variant is None:
+                                continue
+                            found += 1
+                            variant = manifest.find(decision.variant)
+                            assert {name: getattr(variant, name) for name in wanted} == wanted
+                            assert precision == "fast" or variant.softmax == "exp2"
+    assert found > 100
+
+
+def test_seqlen_bounds_are_inclusive() -> None:
+    """A table made for the purpose: the bound belongs to the bucket below, past the last bound is unbounded."""
+    table = load_table(generated_dir())
+    bounds = [bound for bound in table.axes["seqlen"] if bound is not None]
+    for number, bound in enumerate(bounds):
+        assert table._position("seqlen", bound) == number
+        assert table._position("seqlen", bound + 1) == number + 1
+    assert table._position("seqlen", 1) == 0
+    assert table._position("seqlen", 10**9) == len(bounds)
+
+
+@pytest.mark.parametrize(("heads", "load"), [(115, "light"), (116, "heavy"), (117, "heavy")])
+def test_load_turns_heavy_at_two_tiles_a_multiprocessor(heads: int, load: str) -> None:
+    assert dataclasses.replace(BASE, seqlen_q=128, heads=heads, sm_count=58).load == load
+    assert dataclasses.replace(BASE, seqlen_q=1, heads=heads, sm_count=58).load == load
+
+
+def test_cpu_stands_for_an_l4() -> None:
+    at = target(torch.device("cpu"))
+    assert (at.arch, at.sm_count) == ("sm89", CPU_SM_COUNT) == ("sm89", 58)
+
+
+def test_values_off_the_axes_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="arch='sm120' is not in the dispatch table; it has sm89"):
+        load_table(generated_dir()).lookup(dataclasses.replace(BASE, arch="sm120"))
+
+
+def test_number_is_the_position_in_the_manifest(manifest: Manifest) -> None:
+    variant, number, _ = decide(manifest.directory, BASE)
+    assert manifest.variants[number] is variant
+
+
+def test_a_pinned_kernel_is_run(manifest: Manifest) -> None:
+    """Two kernels with different softmax give different bits, and the pinned one is the one that ran."""
+    q, k, v = (randn(1, 2, 70, 64, seed=seed) for seed in range(3))
+    ids = {}
+    for variant in manifest.variants:
+        if (variant.kind, variant.head_dim, variant.scaling, variant.causal) == ("fwd", 64, "block", False):
+            if (variant.dtype, variant.out) == ("e4m3", "bf16"):
+                ids[variant.softmax] = variant.id
+    fast, accurate = (attention(q, k, v, kernel=ids[softmax]) for softmax in ("linear", "exp2"))
+    assert not torch.equal(fast, accurate)
+    assert torch.equal(accurate, attention(q, k, v, precision="accurate", kernel=ids["exp2"]))
+    assert ids["linear"] in explain(q, k, v, kernel=ids["linear"])
+
+
+def test_a_pinned_kernel_that_does_not_fit_is_refused(manifest: Manifest) -> None:
+    """With the field that does not fit and both its values."""
+    q = randn(1, 2, 16, 64, seed=1)
+    causal = next(v.id for v in manifest.variants if v.kind == "fwd" and v.causal and v.head_dim == 64)
+    with pytest.raises(UnsupportedError, match="causal=True, the call needs causal=False"):
+        attention(q, q, q, kernel=causal)
+    diagnostic = next(v.id for v in manifest.variants if v.kind == "diag")
+    with pytest.raises(UnsupportedError, match="kind='diag'"):
+        attention(q, q, q, kernel=diagnostic)
+    with pytest.raises(UnsupportedError, match="kernel='nonsense' is not in the manifest"):
+        attention(q, q, q, kernel="nonsense")
+
+
+def test_refusals_carry_the_tables_reason() -> None:
+    """e5m2 in block mode has no kernel: the message is the rule's, `supports` repeats it."""
+    q = randn(1, 2, 16, 64, seed=1).to(torch.float8_e5m2)
+    descales = {"q_descale": 1.0, "k_descale": 1.0, "v_descale": 1.0}
+    with pytest.raises(UnsupportedError, match="E5M2-SCALING") as caught:
+        attention(q, q, q, scaling="block", **descales)
+    assert caught.value.reasons and isinstance(caught.value, NoKernelError)
+    yes, why = supports(q, q, q, scaling="block", **descales)
+    assert not yes and "E5M2-SCALING" in why
+    assert explain(q, q, q, scaling="block", **descales).startswith("no kernel: ")
+    assert supports(q, q, q, scaling="head", **descales)[0]
+
+
+@pytest.mark.parametrize("seqlen", [16, 512, 3000])
+@pytest.mark.parametrize("precision", ["fast", "accurate"])
+def test_explain_says_which_why_and_on_what_evidence(seqlen: int, precision: str) -> None:
+    q = torch.empty(1, 8, seqlen, 40, dtype=torch.bfloat16)
+    text = explain(q, q, q, precision=precision)
+    problem = dataclasses.replace(BASE, seqlen_q=seqlen, seqlen_k=seqlen, precision=precision)
+    variant, _, decision = decide(generated_dir(), problem)
+    for part in (variant.id, decision.criterion, decision.evidence, "40 to 64", "emulator"):
+        assert part in text
+    assert ("runner-up" in text) == (decision.runner_up is not None) and (decision.runner_up or "") in text
+
+
+def write_tables(directory: Path, **changes: object) -> None:
+    """A copy of the shipped manifest and table, with changes to the manifest."""
+    directory.mkdir()
+    for name in ("manifest.json", "dispatch.json"):
+        data = json.loads((generated_dir() / name).read_text())
+        (directory / name).write_text(json.dumps(data | (changes if name == "manifest.json" else {})))
+
+
+def test_another_directory_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8CUTLASS_GENERATED is read at each call, and a directory without a manifest is an error."""
+    write_tables(tmp_path / "other", profile="another")
+    monkeypatch.setenv("FP8CUTLASS_GENERATED", str(tmp_path / "other"))
+    assert load_manifest(generated_dir()).profile == "another"
+    q = randn(1, 2, 16, 64, seed=1)
+    assert str(tmp_path / "other") in explain(q, q, q)
+    monkeypatch.setenv("FP8CUTLASS_GENERATED", str(tmp_path))
+    with pytest.raises(UnsupportedError, match="FP8CUTLASS_GENERATED.*no manifest.json"):
+        attention(q, q, q)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    write_tables(tmp_path / "new", format=2)
+    with pytest.raises(ValueError, match="format 2, this package reads format 1"):
+        load_manifest(tmp_path / "new")
+
+
+def fake_card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(extension, "_capability", lambda index: (capability, "a card", 58))
+
+
+CUDA0 = torch.device("cuda", 0)
+
+
+def test_a_missing_library_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FP8CUTLASS_LIBRARY", raising=False)
+    monkeypatch.setattr(extension, "PACKAGE_DIR", tmp_path)
+    with pytest.raises(UnsupportedError, match="not built.*pip install.*FP8CUTLASS_LIBRARY"):
+        extension.load()
+
+
+def test_a_wrong_library_path_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FP8CUTLASS_LIBRARY", str(tmp_path / "none.so"))
+    with pytest.raises(UnsupportedError, match="FP8CUTLASS_LIBRARY=.*is no file"):
+        extension.load()
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "message"),
+    [
+        ((8, 9), ["sm90a"], r"a card \(cuda:0\) needs sm89, the library was built for sm90a"),
+        ((9, 0), ["sm89"], r"a card \(cuda:0\) needs sm90a, the library was built for sm89"),
+        ((8, 0), ["sm89"], r"compute capability 8.0, the kernels are for sm89 \(8.9\), sm90a \(9.0\)"),
+        ((12, 0), ["sm89", "sm90a"], r"compute capability 12.0"),
+    ],
+)
+def test_a_library_for_another_card(
+    capability: tuple[int, int], archs: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What it is, what it needs and what is built (FlashAttention#1966 said "no kernel image")."""
+    write_tables(tmp_path / "_built", archs=archs)
+    (tmp_path / "_C.so").touch()
+    monkeypatch.setenv("FP8CUTLASS_LIBRARY", str(tmp_path / "_C.so"))
+    fake_card(monkeypatch, capability)
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        target(CUDA0)
+    assert isinstance(caught.value, NoKernelError)
+
+
+def test_a_fitting_library_answers_from_its_own_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The built manifest, not the shipped one, numbers the variants."""
+    write_tables(tmp_path / "_built", archs=["sm89"])
+    (tmp_path / "_C.so").touch()
+    monkeypatch.setenv("FP8CUTLASS_LIBRARY", str(tmp_path / "_C.so"))
+    fake_card(monkeypatch, (8, 9))
+    at = target(CUDA0)
+    assert (at.directory, at.arch, at.sm_count) == (tmp_path / "_built", "sm89", 58)
+    (tmp_path / "_built" / "dispatch.json").unlink()
+    with pytest.raises(UnsupportedError, match="dispatch.json"):
+        extension.built_dir()

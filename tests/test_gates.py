@@ -1,0 +1,395 @@
+"""The gates on compiled code: each must refuse a kernel that was written to fail it, and pass the one that was not.
+
+Regressions these catch: a gate that never runs or looks at the wrong number (a spill check whose pattern no longer
+matches what ptxas prints passes everything), a main loop that is mistaken for another one, an occupancy formula without
+the hardware's granularities, a cache that serves the numbers of an older source, a baseline that cannot fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from codegen.cli import main
+from codegen.gates import report
+from codegen.gates.compile import CompileError, measure, measure_all, parse_resources
+from codegen.gates.occupancy import ctas_per_sm
+from codegen.gates.rules import GATES, check
+from codegen.gates.sass import SassError, parse
+from codegen.gates.subject import Kernel, Listing, Loop, Measured, Resources
+from codegen.gates.toolbox import Toolbox, ToolboxError, cmake_options, open_toolbox
+from codegen.matrix import profile_of
+from codegen.select import select
+
+# A kernel in small: a loop that loads a tile with cp.async and multiplies it twice. The words in capitals are replaced.
+SOURCE = """
+#include <cstdint>
+struct SharedStorage { alignas(16) uint8_t tile[SIZE]; };
+ASSERT
+__device__ __forceinline__ void fp8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void async(uint8_t* to, const uint8_t* from) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from));
+}
+__device__ __forceinline__ void plain(uint8_t* to, const uint8_t* from) {
+  *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+}
+__global__ void __launch_bounds__(BOUNDS) attention(const uint32_t* q, const uint8_t* k, float* o, int tiles) {
+  extern __shared__ __align__(16) uint8_t bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(bytes);
+  uint8_t* mine = shared.tile + 16 * threadIdx.x;
+  uint32_t a[4];
+  for (int i = 0; i < 4; ++i) a[i] = q[4 * threadIdx.x + i];
+  float c[4] = {};
+  async(mine, k);
+  BEFORE
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    LOAD(mine, k + 2048 * tile + 16 * threadIdx.x);
+    asm volatile("cp.async.wait_all;");
+    __syncthreads();
+    const uint32_t* b = reinterpret_cast<const uint32_t*>(shared.tile) + threadIdx.x % 32;
+    for (int i = 0; i < PRODUCTS; ++i) MULTIPLY(c, a, b[32 * i], b[32 * i + 64]);
+    INSIDE
+    __syncthreads();
+  }
+  for (int i = 0; i < 4; ++i) o[4 * threadIdx.x + i] = c[i];
+  AFTER
+}
+"""
+GOOD = {
+    "SIZE": "2048",
+    "ASSERT": 'static_assert(sizeof(SharedStorage) == 2048, "as the manifest says");',
+    "BOUNDS": "128, 2",
+    "LOAD": "async",
+    "PRODUCTS": "2",
+    "MULTIPLY": "fp8",
+    "BEFORE": "",
+    "INSIDE": "",
+    "AFTER": "",
+}
+# 64 sums that live across the loop do not fit the 32 registers of 2 x 1024 threads.
+SPILLS = {
+    "BOUNDS": "1024, 2",
+    "BEFORE": "float sums[64]; for (int i = 0; i < 64; ++i) sums[i] = o[1024 * i + threadIdx.x];",
+    "INSIDE": "for (int i = 0; i < 64; ++i) sums[i] = fmaf(sums[i], c[i % 4], sums[(i + 7) % 64]);",
+    "AFTER": "for (int i = 0; i < 64; ++i) o[1024 * i + threadIdx.x] = sums[i];",
+}
+LOCAL_ARRAY = {
+    "BEFORE": "float last[16] = {};",
+    "INSIDE": "last[b[0] % 16] += c[0];",
+    "AFTER": "o[threadIdx.x] = last[tiles % 16];",
+}
+LARGE = {"SIZE": "102400", "ASSERT": GOOD["ASSERT"].replace("2048", "102400")}
+STATIC = {
+    "BEFORE": "__shared__ float beside[64]; beside[threadIdx.x % 64] = c[0];",
+    "AFTER": "o[0] = beside[tiles % 64];",
+}
+
+# (name, what differs in the source, what differs in the promise, gates that must refuse it)
+BAD = [
+    ("spills", SPILLS, {}, {"SPILL", "NO-LOCAL"}),
+    ("local array", LOCAL_ARRAY, {}, {"NO-LOCAL"}),
+    ("bf16 product", {"MULTIPLY": "bf16"}, {}, {"QMMA-COUNT", "NO-HMMA"}),
+    ("one product too many", {"PRODUCTS": "3"}, {}, {"QMMA-COUNT"}),
+    ("cp.async outside the loop only", {"LOAD": "plain"}, {}, {"CP-ASYNC"}),
+    ("another size than promised", {}, {"smem_bytes": 2064}, {"SMEM"}),
+    ("more than a block can have", LARGE, {"smem_bytes": 102_400}, {"SMEM", "OCCUPANCY"}),
+    ("static shared memory", STATIC, {}, {"SMEM"}),
+    ("no statement of the size", {"ASSERT": ""}, {}, {"SMEM"}),
+    ("fewer CTAs than promised", {}, {"threads": 1024, "ctas_per_sm": 2}, {"OCCUPANCY"}),
+    ("one CTA at head_dim 128", {}, {"threads": 1024, "ctas_per_sm": 1, "head_dim": 128}, {"OCCUPANCY"}),
+]
+
+
+@pytest.fixture(scope="module")
+def tools() -> Toolbox:
+    try:
+        return open_toolbox()
+    except ToolboxError as error:
+        pytest.skip(f"needs a compiler: {error}")
+
+
+def _kernel(folder: Path, changes: dict[str, str] | None = None, **promise: Any) -> Kernel:
+    text = SOURCE
+    for word, value in {**GOOD, **(changes or {})}.items():
+        text = text.replace(word, value)
+    source = folder / "kernel.cu"
+    source.write_text(text)
+    good = Kernel(
+        id="kernel",
+        target="sm89",
+        source=source,
+        emulated=False,
+        head_dim=64,
+        threads=128,
+        ctas_per_sm=2,
+        smem_bytes=2048,
+        smem_limit=101_376,
+        mma_in_loop=2,
+    )
+    return dataclasses.replace(good, **promise)
+
+
+def _refused(kernel: Kernel, tools: Toolbox, folder: Path) -> set[str]:
+    return {failure.gate for failure in check(kernel, measure(kernel, tools, folder))}
+
+
+def test_a_good_kernel_passes_every_gate(tools: Toolbox, tmp_path: Path) -> None:
+    kernel = _kernel(tmp_path)
+    measured = measure(kernel, tools, tmp_path)
+    assert check(kernel, measured) == []
+    assert measured.listing.loop is not None
+    assert {"QMMA": 2, "LDGSTS": 1, "BAR": 2}.items() <= measured.listing.loop.counts.items()
+    assert measured.seconds > 0 and measured.peak_mib > 10
+
+
+@pytest.mark.parametrize(("changes", "promise", "gates"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_a_bad_kernel_is_refused(
+    changes: dict[str, str], promise: dict[str, Any], gates: set[str], tools: Toolbox, tmp_path: Path
+) -> None:
+    assert _refused(_kernel(tmp_path, changes, **promise), tools, tmp_path) == gates
+
+
+def test_every_gate_has_a_kernel_that_fails_it() -> None:
+    assert set().union(*(b[3] for b in BAD)) == {g.name for g in GATES}
+
+
+def test_emulation_is_excused_only_where_it_is_declared(tools: Toolbox, tmp_path: Path) -> None:
+    native = _kernel(tmp_path, target="sm90a")
+    assert _refused(native, tools, tmp_path) == {"QMMA-COUNT", "NO-HMMA"}
+    assert _refused(dataclasses.replace(native, emulated=True), tools, tmp_path) == set()
+    spills = _kernel(tmp_path, SPILLS, target="sm90a", emulated=True)
+    assert _refused(spills, tools, tmp_path) == set()
+    assert {"SPILL", "NO-LOCAL"} <= _refused(dataclasses.replace(spills, emulated=False), tools, tmp_path)
+    too_small = dataclasses.replace(spills, smem_bytes=spills.smem_bytes + 128)
+    assert _refused(too_small, tools, tmp_path) == {"SMEM"}, (
+        "what does not depend on the instructions is held all the same"
+    )
+
+
+def test_results_are_reused_until_source_or_options_change(tools: Toolbox, tmp_path: Path) -> None:
+    def lines(kernel: Kernel, tools: Toolbox) -> str:
+        said: list[str] = []
+        results, failures = measure_all([kernel], tools, tmp_path / "out", 1, said.append)
+        assert not failures
+        seen.append(results[kernel])
+        return said[0]
+
+    seen: list[Measured] = []
+    kernel = _kernel(tmp_path)
+    assert lines(kernel, tools).startswith("0 kernels unchanged")
+    assert lines(kernel, tools).startswith("1 kernels unchanged")
+    assert seen[0] == seen[1]
+    assert lines(kernel, dataclasses.replace(tools, options=(*tools.options, "-lineinfo"))).startswith("0 kernels")
+    _kernel(tmp_path, LOCAL_ARRAY)
+    assert lines(kernel, tools).startswith("0 kernels unchanged")
+    assert seen[-1].resources.stack > 0
+
+
+def test_a_kernel_that_does_not_compile_is_a_failure(tools: Toolbox, tmp_path: Path) -> None:
+    kernel = _kernel(tmp_path, {"ASSERT": GOOD["ASSERT"].replace("2048", "4096")})
+    results, failures = measure_all([kernel], tools, tmp_path / "out", 1, lambda line: None)
+    assert results == {}
+    assert [f.gate for f in failures] == ["COMPILE"] and "as the manifest says" in failures[0].message
+
+
+# ---- parsers --------------------------------------------------------------------------------------------------------
+
+PTXAS = """ptxas info    : Compiling entry function 'kernel' for 'sm_89'
+ptxas info    : Function properties for kernel
+    16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 16 bytes cumulative stack size, 256 bytes smem, 400 bytes cmem[0]
+ptxas info    : Function properties for helper
+    8 bytes stack frame, 1 bytes spill stores, 2 bytes spill loads
+"""
+
+
+def test_the_report_of_ptxas_is_understood() -> None:
+    expected = Resources(registers=40, stack=24, spill_stores=5, spill_loads=10, static_smem=256)
+    assert parse_resources(PTXAS) == expected
+    for text in ("", PTXAS + PTXAS, PTXAS.splitlines()[0]):
+        with pytest.raises(CompileError, match="expected 1"):
+            parse_resources(text)
+
+
+# An outer loop around the main loop, which holds a block to be skipped, and behind both a block that returns into it.
+SASS = """
+\t.section\t.text.kernel,"ax",@progbits
+.text.kernel:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
+.L_x_1:
+        /*0020*/                   QMMA.16832.F32.E4M3.E4M3 R4, R8, R12, R4 ;
+        /*0030*/               @P0 BRA `(.L_x_2) ;
+        /*0040*/              @!P1 MUFU.EX2 R0, R0 ;
+        /*0050*/                   BRA.DIV ~URZ, `(.L_x_4) ;
+.L_x_2:
+        /*0060*/                   QMMA.16832.F32.E4M3.E4M3 R4, R8, R12, R4 ;
+.L_x_3:
+        /*0070*/                   LDGSTS.E.128 [R0], [R2.64] ;
+        /*0080*/              @!P2 BRA `(.L_x_1) ;
+        /*0090*/               @P3 BRA `(.L_x_0) ;
+        /*00a0*/                   EXIT ;
+.L_x_4:
+        /*00b0*/                   STL [R1], R0 ;
+        /*00c0*/                   BRA `(.L_x_3) ;
+.L_x_5:
+        /*00d0*/                   BRA `(.L_x_5);
+        /*00e0*/                   NOP;
+        /*00f0*/                   NOP;
+"""
+
+
+def test_the_main_loop_is_the_innermost_around_most_products() -> None:
+    # The outer loop holds one product more; without it both hold two, and the inner one is the shorter.
+    outer = parse(SASS).loop
+    assert outer is not None and outer.counts["HMMA"] == 1
+    listing = parse(SASS.replace("HMMA.16816.F32", "FFMA"))
+    assert listing.loop == Loop(
+        counts={"BRA": 3, "LDGSTS": 1, "MUFU": 1, "QMMA": 2}, path={"BRA": 2, "LDGSTS": 1, "QMMA": 2}
+    )
+    assert listing.code_bytes == 14 * 16  # the padding at the end is no code
+    assert listing.counts["STL"] == 1  # in the block behind the loop
+
+
+def test_a_loop_without_products_is_no_main_loop() -> None:
+    assert parse(SASS.replace("QMMA.16832", "FADD").replace("HMMA", "FADD")).loop is None
+
+
+def test_a_disassembly_that_is_not_understood_is_refused() -> None:
+    with pytest.raises(SassError, match="/\\*0040\\*/"):
+        parse(SASS.replace("/*0030*/               @P0 BRA `(.L_x_2) ;", "/*0030*/ something new"))
+    with pytest.raises(SassError, match="no instructions"):
+        parse("")
+
+
+def test_options_are_those_of_cmake() -> None:
+    text = """set(CMAKE_CUDA_STANDARD 17)
+    set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG")
+    set(fp8cutlass_nvcc_options --one --two)
+    """
+    assert cmake_options(text) == ["-O3", "-DNDEBUG", "-std=c++17", "--one", "--two"]
+    for broken in (text.replace("STANDARD", "STANDARDS"), text + text, text.replace("--two", "${two}")):
+        with pytest.raises(ToolboxError, match="CMakeLists.txt"):
+            cmake_options(broken)
+
+
+# ---- occupancy ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "registers", "smem", "threads", "ctas"),
+    [
+        ("sm89", 255, 16_384, 128, 2),
+        ("sm89", 168, 16_384, 128, 3),
+        ("sm89", 169, 16_384, 128, 2),  # 65,536 / (169 * 128) = 3.03, but a warp takes 22 units of 256
+        ("sm89", 128, 16_384, 256, 2),
+        ("sm89", 32, 32_000, 128, 3),
+        ("sm89", 32, 33_200, 128, 2),  # three are 99,600 bytes; 1 KiB each and 128-byte units make them 102,912
+        ("sm89", 32, 1_024, 128, 12),  # 48 warps
+        ("sm90a", 32, 1_024, 128, 16),  # 64 warps
+        ("sm89", 32, 128, 32, 24),  # blocks an SM
+        ("sm89", 32, 101_377, 128, 0),
+    ],
+)
+def test_occupancy(target: str, registers: int, smem: int, threads: int, ctas: int) -> None:
+    assert ctas_per_sm(target, registers=registers, smem_bytes=smem, threads=threads) == ctas
+
+
+# ---- the report as a baseline ---------------------------------------------------------------------------------------
+
+
+def _measured(registers: int = 100, code_bytes: int = 32_000) -> Measured:
+    loop = Loop(counts={"BAR": 1, "FFMA": 5, "LDGSTS": 2, "QMMA": 2}, path={"FFMA": 3, "QMMA": 2})
+    return Measured(
+        resources=Resources(registers=registers, stack=0, spill_stores=0, spill_loads=0, static_smem=0),
+        listing=Listing(code_bytes=code_bytes, counts=loop.counts, loop=loop),
+        storage_bytes=2048,
+        seconds=1.0,
+        peak_mib=100,
+    )
+
+
+def _numbers(kernel: Kernel, measured: Measured) -> dict[str, dict[str, float]]:
+    compiler, numbers = report.parse(report.render("sm89", "ci", "nvcc 13.0.88 -O3", {kernel: measured}))
+    assert compiler == "nvcc 13.0.88 -O3"
+    return numbers
+
+
+def test_a_report_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    kernel = _kernel(tmp_path)
+    numbers = _numbers(kernel, _measured())
+    assert list(numbers) == ["kernel"] and numbers["kernel"]["regs"] == 100 and numbers["kernel"]["path/mma"] == 2.5
+    assert report.compare(numbers, numbers) == []
+    with pytest.raises(ValueError, match="not a report"):
+        report.parse("# something else\n")
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        (_measured(registers=101), ["worse: kernel: regs 100 -> 101"]),
+        (_measured(registers=99), ["better: kernel: regs 100 -> 99"]),
+        (_measured(registers=169), ["worse: kernel: regs 100 -> 169", "worse: kernel: ctas 4 -> 2"]),
+        (_measured(code_bytes=33_600), []),
+        (_measured(code_bytes=33_616), ["worse: kernel: code 32000 -> 33616"]),
+        (_measured(code_bytes=30_000), ["better: kernel: code 32000 -> 30000"]),
+    ],
+)
+def test_changes_are_reported_in_both_directions(measured: Measured, expected: list[str], tmp_path: Path) -> None:
+    kernel = _kernel(tmp_path)
+    assert [str(c) for c in report.compare(_numbers(kernel, _measured()), _numbers(kernel, measured))] == expected
+
+
+def test_kernels_that_come_or_go_are_changes(tmp_path: Path) -> None:
+    numbers = _numbers(_kernel(tmp_path), _measured())
+    assert [str(c) for c in report.compare({}, numbers)] == ["worse: kernel: is new"]
+    assert [str(c) for c in report.compare(numbers, {})] == ["worse: kernel: is gone"]
+
+
+def test_the_command_writes_and_then_holds_a_baseline(tools: Toolbox, tmp_path: Path) -> None:
+    """From the real generator: the smallest head_dim's first kernel."""
+    variant = next(v for v in select().emitted if v.head_dim == 32 and profile_of(v) == "dev")
+    baseline = tmp_path / "sm89.txt"
+    arguments = ["gates", "--arch", "sm89", "--only", variant.id, "--out", str(tmp_path / "out"), "--jobs", "1"]
+
+    def gates(*more: str) -> tuple[int, str]:
+        result = CliRunner().invoke(main, [*arguments, "--report", str(tmp_path / "{arch}.txt"), *more])
+        return result.exit_code, result.output
+
+    status, output = gates("--check")
+    assert status == 1 and "does not exist" in output
+    status, output = gates()
+    assert status == 0 and baseline.is_file(), output
+    written = baseline.read_text()
+    status, output = gates("--check")
+    assert status == 0 and "1 kernels unchanged" in output, output
+
+    row = next(line for line in written.splitlines() if line.startswith(variant.id))
+    fewer = row.replace(f" {row.split()[1]} ", " 16 ", 1)
+    baseline.write_text(written.replace(row, fewer))
+    status, output = gates("--check")
+    assert status == 1 and f"worse: {variant.id}: regs 16 -> " in output
+    baseline.write_text(written.replace(row, fewer).replace("# compiler: nvcc ", "# compiler: nvcc 1"))
+    status, output = gates("--check")
+    assert status == 0 and "the numbers are not compared" in output
+
+
+def test_check_of_a_selection_needs_its_own_baseline() -> None:
+    result = CliRunner().invoke(main, ["gates", "--filter", "head_dim=32", "--check"])
+    assert result.exit_code == 1 and "--report" in result.output

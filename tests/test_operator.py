@@ -1,0 +1,284 @@
+"""The torch operator and the layouts, sizes and strides that `attention` brings to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from reference import attention64, randn, relative_l2
+
+from fp8cutlass import UnsupportedError, attention, quantize
+from fp8cutlass.dispatch import load_table
+from fp8cutlass.manifest import generated_dir
+from fp8cutlass.operator import aligned, attention_fp8, is_seq_major
+
+E4M3 = torch.float8_e4m3fn
+NAMES = ("query", "key", "value")
+
+
+def operands(batch: int = 2, heads: int = 2, seqlen: int = 40, head_dim: int = 64, **_: Any) -> list[torch.Tensor]:
+    return [randn(batch, heads, seqlen, head_dim, seed=seed) for seed in range(3)]
+
+
+def operator_arguments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /, **changes: Any) -> tuple[Any, ...]:
+    """Arguments of the bare operator, in order, one descale per head."""
+    pairs = [quantize(x, granularity="head") for x in (q, k, v)]
+    arguments: dict[str, Any] = dict(zip("qkv", (x for x, _ in pairs), strict=True))
+    arguments |= dict(zip(("q_descale", "k_descale", "v_descale"), (d for _, d in pairs), strict=True))
+    arguments |= {"out_descale": None, "out_dtype": torch.bfloat16, "scaling": "head", "precision": "accurate"}
+    arguments |= {"causal": False, "causal_offset": 0, "scale": 0.125, "return_lse": True, "return_amax": True}
+    arguments |= {"kernel": ""} | changes
+    return tuple(arguments.values())
+
+
+@pytest.mark.parametrize("order", ["bhsd", "bshd"])
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, E4M3])
+def test_opcheck(order: str, out: torch.dtype) -> None:
+    """Fake tensors have the shapes, dtypes and strides of real ones, also with every size symbolic; B > 1, S % 128."""
+    q, k, v = operands(seqlen=133)
+    if order == "bshd":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    out_descale = torch.full((1,), 0.01) if out == E4M3 else None
+    arguments = operator_arguments(q, k, v, causal=True, causal_offset=3, out_dtype=out, out_descale=out_descale)
+    torch.library.opcheck(attention_fp8, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+@torch._dynamo.config.patch(error_on_recompile=True)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_without_graph_breaks(backend: str) -> None:
+    """One graph serves many sizes and gives the bits of eager mode."""
+    torch._dynamo.reset()
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return attention(
+            q, k, v, is_causal=True, causal_alignment="bottom_right", layout="bshd", return_lse=True, enable_gqa=True
+        )
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=True)
+    # No two sizes are equal, which torch.compile would build in, and there is more than one block of 128 keys, as it
+    # treats a size of 1 apart.
+    for batch, seqlen_q, seqlen_k in ((3, 37, 130), (5, 64, 300), (3, 129, 257)):
+        q = randn(batch, seqlen_q, 4, 40, seed=1)
+        k, v = (randn(batch, seqlen_k, 2, 40, seed=seed) for seed in (2, 3))
+        for got, want in zip(compiled(q, k, v), step(q, k, v), strict=True):
+            assert torch.equal(got, want) and got.stride() == want.stride()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"scaling": "token"}, {"precision": "accurate", "scaling": "tensor"}, {"scale": -0.2}, {"scale": 0.0}],
+)
+def test_compile_options(arguments: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    q, k, v = operands()
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, **arguments), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), attention(q, k, v, **arguments))
+
+
+def test_compile_fp8_operands_and_output() -> None:
+    torch._dynamo.reset()
+    pairs = [quantize(x, granularity="head") for x in operands()]
+
+    def step(*x: torch.Tensor) -> torch.Tensor:
+        descales = dict(zip(("q_descale", "k_descale", "v_descale"), x[3:], strict=True))
+        return attention(*x[:3], scaling="head", out_dtype=E4M3, out_descale=0.01, **descales)
+
+    arguments = [x for x, _ in pairs] + [d for _, d in pairs]
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*arguments).view(torch.uint8), step(*arguments).view(torch.uint8))
+
+
+def test_compile_refuses_with_our_words() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="dropout_p is not supported"):
+        compiled(*operands(), dropout_p=0.5)
+
+
+def test_export() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return attention(q, k, v, is_causal=True)
+
+    q, k, v = operands()
+    program = torch.export.export(Module(), (q, k, v), strict=True)
+    assert torch.equal(program.module()(q, k, v), attention(q, k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "head", "block", "token"])
+def test_layout_bshd(scaling: str) -> None:
+    """The same numbers, and the result lies in memory as query does."""
+    q, k, v = operands(heads=4, seqlen=140)
+    want = attention(q, k, v, scaling=scaling)
+    got = attention(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), scaling=scaling, layout="bshd")
+    assert got.is_contiguous() and want.is_contiguous()
+    assert torch.equal(got.transpose(1, 2), want)
+    view = attention(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)), scaling=scaling)
+    assert torch.equal(view, want) and is_seq_major(view)
+
+
+def strided_views(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same values in other memory."""
+    batch, heads, tokens, head_dim = x.shape
+    gap = torch.full((batch, heads, 2 * tokens, head_dim + 24), 77.0, dtype=x.dtype)
+    gap[:, :, ::2, 8:-16] = x
+    shifted = torch.empty(x.numel() + 3, dtype=x.dtype)[3:].view_as(x).copy_(x)
+    return {
+        "transposed": x.transpose(1, 2).contiguous().transpose(1, 2),
+        "gap": gap[:, :, ::2, 8:-16],
+        "last": x.transpose(2, 3).contiguous().transpose(2, 3),
+        "shifted": shifted,
+        "slice of qkv": torch.stack([x, x, x], 3)[:, :, :, 1],
+    }
+
+
+@pytest.mark.parametrize("view", ["transposed", "gap", "last", "shifted", "slice of qkv"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_strides_do_not_change_a_bit(view: str, kind: str) -> None:
+    xs = operands(seqlen=70)
+    extra = {}
+    if kind == "fp8":
+        xs = [x.to(E4M3) for x in xs]
+        extra = {"q_descale": 0.5, "k_descale": 0.5, "v_descale": 2.0}
+    want = attention(*xs, **extra)
+    for name in range(3):
+        changed = list(xs)
+        changed[name] = strided_views(xs[name].float())[view].to(xs[name].dtype) if kind == "fp8" else (
+            strided_views(xs[name])[view]
+        )  # fmt: skip
+        got = attention(*changed, **extra)
+        assert torch.equal(got, want) and got.stride(3) == 1
+
+
+def test_expanded_keys_and_absurd_strides_of_size_1() -> None:
+    q, k, v = operands(batch=1, seqlen=33)
+    k, v = (x[:, :1] for x in (k, v))
+    want = attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))
+    assert torch.equal(attention(q, k.expand(-1, 2, -1, -1), v.expand(-1, 2, -1, -1)), want)
+    odd = q.as_strided(q.shape, (3331333, *q.stride()[1:]))
+    assert torch.equal(attention(odd, k, v, enable_gqa=True), want)
+
+
+def test_aligned_copies_only_what_it_must() -> None:
+    base = torch.zeros(2, 4, 33, 64, dtype=torch.uint8)
+    assert aligned(base) is base
+    view = base.transpose(1, 2)
+    assert aligned(view) is view
+    single = base[:1].as_strided((1, 4, 33, 64), (3331333, *base.stride()[1:]))
+    assert aligned(single) is single
+    for wrong in (torch.zeros(2, 4, 33, 72, dtype=torch.uint8)[..., :64], torch.zeros(200, dtype=torch.uint8)[8:136]):
+        x = wrong if wrong.dim() == 4 else wrong.view(1, 1, 2, 64)
+        copy = aligned(x)
+        assert copy is not x and copy.data_ptr() % 16 == 0 and copy.is_contiguous() and torch.equal(copy, x)
+
+
+@pytest.mark.parametrize("head_dim", [1, 8, 31, 33, 40, 60, 72, 80, 96, 100, 136, 160, 200, 256])
+@pytest.mark.parametrize("scaling", ["block", "token"])
+def test_padded_head_dims(head_dim: int, scaling: str) -> None:
+    """The scale is that of the user's head_dim, the result has it, and the columns added are zeros."""
+    q, k, v = operands(head_dim=head_dim, seqlen=48)
+    got, lse = attention(q, k, v, scaling=scaling, return_lse=True)
+    kernel_dim = min(d for d in load_table(generated_dir()).head_dims if d >= head_dim)
+    wide = (torch.nn.functional.pad(x, (0, kernel_dim - head_dim)) for x in (q, k, v))
+    want, want_lse = attention(*wide, scaling=scaling, scale=head_dim**-0.5, return_lse=True)
+    assert torch.equal(got, want[..., :head_dim]) and torch.equal(lse, want_lse)
+    assert not want[..., head_dim:].any()
+    exact = attention64(q, k, v, head_dim**-0.5)
+    assert relative_l2(got, exact.out) < (0.1 if head_dim == 1 else 0.075)  # 96 numbers make a rough mean
+
+
+@pytest.mark.parametrize(("batch", "heads", "seqlen"), [(0, 2, 5), (2, 0, 5), (2, 2, 0)])
+def test_nothing_to_do(batch: int, heads: int, seqlen: int) -> None:
+    x = torch.empty(batch, heads, seqlen, 64, dtype=torch.bfloat16)
+    for scaling in ("tensor", "head", "block", "token"):
+        out, lse, amax = attention(x, x, x, scaling=scaling, return_lse=True, return_amax=True)
+        assert out.shape == x.shape and lse.shape == x.shape[:3] and amax.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, E4M3])
+def test_no_keys(out: torch.dtype) -> None:
+    q, k = randn(2, 3, 5, 64, seed=1), torch.empty(2, 3, 0, 64, dtype=torch.bfloat16)
+    out_descale = 1.0 if out == E4M3 else None
+    got, lse = attention(q, k, k, return_lse=True, out_dtype=out, out_descale=out_descale)
+    assert got.dtype == out and not got.float().any() and bool((lse == -torch.inf).all())
+
+
+def test_out_is_filled_and_returned() -> None:
+    q, k, v = operands()
+    out = torch.full_like(q, torch.nan)
+    assert attention(q, k, v, out=out) is out
+    assert torch.equal(out, attention(q, k, v))
+    pitch = torch.full((2, 2, 40, 100), 7.0, dtype=torch.bfloat16)
+    attention(q, k, v, out=pitch[..., 20:84])
+    assert torch.equal(pitch[..., 20:84], out)
+    assert bool((pitch[..., :20] == 7).all()) and bool((pitch[..., 84:] == 7).all())
+
+
+def test_results_are_independent() -> None:
+    """flashdreams#486: a second call must not overwrite the first result."""
+    first = attention(*operands())
+    kept = first.clone()
+    attention(*(x + 1 for x in operands()))
+    assert torch.equal(first, kept)
+
+
+def test_what_is_returned() -> None:
+    q, k, v = operands()
+    assert isinstance(attention(q, k, v), torch.Tensor)
+    out, lse = attention(q, k, v, return_lse=True)
+    assert lse.shape == (2, 2, 40) and lse.dtype == torch.float32
+    out, amax = attention(q, k, v, return_amax=True)
+    assert amax.shape == (1,) and amax.dtype == torch.float32
+    assert abs(float(amax) - float(out.float().abs().max())) <= 2.0**-8 * float(amax)
+    assert len(attention(q, k, v, return_lse=True, return_amax=True)) == 3
+
+
+def test_fp8_output_saturates_and_amax_is_before_the_scale() -> None:
+    q, k, v = operands()
+    want = attention(q, k, v, out_dtype=torch.float16).float()
+    got, amax = attention(q, k, v, out_dtype=E4M3, out_descale=0.001, return_amax=True)
+    assert float(got.float().abs().max()) == 448.0
+    inside = want.abs() < 0.4
+    assert torch.allclose(got.float()[inside] * 0.001, want[inside], rtol=0.07, atol=2e-6)
+    assert abs(float(amax) - float(want.abs().max())) < 1e-3
+
+
+@pytest.mark.parametrize(("scale", "equivalent"), [(-0.3, 0.3), (-1.0, 1.0)])
+def test_negative_scale_negates_q(scale: float, equivalent: float) -> None:
+    q, k, v = operands()
+    assert torch.equal(attention(q, k, v, scale=scale), attention(-q, k, v, scale=equivalent))
+
+
+def test_scale_zero_is_the_mean_of_v() -> None:
+    q, k, v = operands()
+    for precision in ("fast", "accurate"):
+        got = attention(q, k, v, scale=0.0, precision=precision)
+        assert relative_l2(got, v.double().mean(2, keepdim=True).expand_as(got)) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"out_dtype": torch.float32}, "out_dtype"),
+        ({"out_dtype": E4M3}, "out_descale"),
+        ({"scaling": "row"}, "scaling"),
+        ({"q_descale": torch.ones(2, 3)}, "q_descale"),
+        ({"v_descale": torch.ones(2, 2).double()}, "v_descale"),
+        ({"q": torch.zeros(2, 3, 40, 64).to(E4M3)}, "heads of k"),
+        ({"k": torch.zeros(2, 2, 41, 64).to(E4M3)}, "k and v"),
+        ({"k": torch.zeros(2, 2, 64, 40).to(E4M3).transpose(2, 3)}, "k must be contiguous"),
+        ({"q": torch.zeros(2, 2, 40, 64)}, "e4m3fn"),
+        ({"q": torch.zeros(2, 40, 64).to(E4M3)}, "q must have 4"),
+        ({"q": torch.zeros(2, 2, 40, 40).to(E4M3)}, "k and v"),
+    ],
+)
+def test_the_bare_operator_checks(changes: dict[str, Any], words: str) -> None:
+    """No argument of the operator can make a kernel read outside its tensors."""
+    with pytest.raises(UnsupportedError, match=words):
+        attention_fp8(*operator_arguments(*operands(), **changes))
+
+
+def test_the_bare_operator_refuses_head_dims_off_the_table() -> None:
+    with pytest.raises(UnsupportedError, match="head_dim=40 is not in the dispatch table"):
+        attention_fp8(*operator_arguments(*operands(head_dim=40)))

@@ -1,0 +1,83 @@
+"""Variant ids: unique, and each parses back to exactly its variant; anything else is refused with a message.
+
+Regressions these catch: an axis that is missing from the id, two points under one id (one kernel file would overwrite
+the other), an id that is accepted under two spellings, a typing error that becomes another kernel.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from codegen.matrix import MATRICES, Matrix
+from codegen.spec import AXES, Kind, Scaling, Tile, Variant, axis_text, parse_id
+
+POINTS = [v for matrix in MATRICES for v in matrix.points()]
+GOOD = "sm89_fwd_d64_m128n64w4_s2_block_causal_e4m3_bf16_linear"
+
+
+def test_every_declared_id_parses_back() -> None:
+    wrong = [v.id for v in POINTS if parse_id(v.id) != v]
+    assert wrong == []
+
+
+def test_ids_are_unique() -> None:
+    assert len({v.id for v in POINTS}) == len(POINTS) == sum(matrix.size for matrix in MATRICES)
+
+
+def test_the_example_parses_to_its_fields() -> None:
+    v = parse_id(GOOD)
+    assert v.id == GOOD
+    assert (v.family, v.kind, v.head_dim, v.tile, v.stages) == ("sm89", Kind.FWD, 64, Tile(m=128, n=64, warps=4), 2)
+    assert (v.tile_m, v.tile_n, v.warps, v.score) == (128, 64, 4, "f16")
+    assert v.scaling is Scaling.BLOCK and v.causal
+    assert [axis_text(getattr(v, axis)) for axis in AXES] == [
+        *("sm89", "fwd", "64", "m128n64w4", "2", "block", "true", "e4m3", "bf16", "linear")
+    ]
+
+
+def test_the_matrix_and_the_variant_have_the_same_axes() -> None:
+    assert ("family", "kind", *Matrix.AXES) == AXES
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "''"),
+        ("nonsense", "nonsense"),
+        (GOOD.upper(), GOOD.upper()),
+        (GOOD + " ", GOOD),
+        (GOOD + "\n", GOOD),
+        (GOOD.replace("_s2", ""), "is not a variant id"),
+        (GOOD.replace("fwd", "bwd"), "bwd"),
+        (GOOD.replace("causal", "window"), "window"),
+        (GOOD.replace("e4m3", "fp8"), "fp8"),
+        (GOOD.replace("bf16", "f32"), "f32"),
+        (GOOD.replace("block", "row"), "row"),
+        (GOOD.replace("linear", "exp"), "exp"),
+        (GOOD.replace("d64", "d064"), "d064"),
+        (GOOD.replace("d64", "d٦٤"), "d٦٤"),
+        (GOOD.replace("d64", "d-64"), "d-64"),
+    ],
+)
+def test_what_is_no_id_is_refused(text: str, named: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_id(text)
+    assert named in str(error.value)
+
+
+@given(
+    v=st.sampled_from(POINTS),
+    at=st.integers(0, 70),
+    removed=st.integers(0, 2),
+    inserted=st.text(alphabet="0129abdefmnostwx_ ٤²", max_size=2),
+)
+def test_a_mistyped_id_is_refused_or_another_id(v: Variant, at: int, removed: int, inserted: str) -> None:
+    text = v.id[:at] + inserted + v.id[at + removed :]
+    try:
+        parsed = parse_id(text)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert parsed.id == text

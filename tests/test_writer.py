@@ -1,0 +1,256 @@
+"""Generation is a function of the sources alone, and the writer touches only what differs.
+
+Regressions these catch: an order that follows hashes, the working directory or the clock; a time stamp renewed without
+need (everything would compile again); a kernel left behind that nothing emits; somebody's file deleted; a stale
+generated/ that passes the check; a generator that needs torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from codegen.arch import TARGETS
+from codegen.outputs import Request, files, kernel_path
+from codegen.render import symbol
+from codegen.scaling import GRANULARITY
+from codegen.select import of_profile, select
+from codegen.spec import Kind
+from codegen.writer import DIFF_LINES, compare, write
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = {
+    "manifest.json": "{}\n",
+    "registry.cpp": "// registry\n",
+    "sm89/a.cu": "".join(f"line {i}\n" for i in range(200)),
+    "sm89/b.cu": "b\n",
+}
+ORPHANS = (
+    "sm89/old.cu",
+    "sm90a/old.cu",
+    "old.cu",
+    "ledger.txt",
+    "dispatch.json",
+    "dispatch_table.inc",
+)
+UNRELATED = ("notes.txt", "sm89/README.md", "measured.json", "sm89/deeper/mine.cu", "kernel.cuh")
+
+
+def fill(root: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{name}\n")
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def age(root: Path) -> None:
+    """Time stamps of long ago, so that any write shows."""
+    for path in root.rglob("*"):
+        os.utime(path, ns=(10**18, 10**18))
+
+
+def generate(*arguments: str | Path, cwd: Path, seed: str) -> None:
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "codegen", *map(str, arguments)]
+    subprocess.run(command, cwd=cwd, env=environment, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two whole generations, by processes with other hash seeds, working directories and output paths."""
+    base = tmp_path_factory.mktemp("generated")
+    (base / "elsewhere").mkdir()
+    generate("--out", base / "one", cwd=ROOT, seed="1")
+    generate("--out", Path("..") / "a longer" / "two", cwd=base / "elsewhere", seed="4242")
+    return base / "one", base / "a longer" / "two"
+
+
+def test_the_same_bytes_everywhere(generated: tuple[Path, Path]) -> None:
+    one, two = map(tree, generated)
+    assert len(one) > len(select().emitted)
+    assert one.keys() == two.keys()
+    assert [name for name in one if one[name] != two[name]] == []
+
+
+def test_generating_again_touches_nothing(generated: tuple[Path, Path]) -> None:
+    root, selection = generated[1], select()
+    rendered = files(Request(archs=tuple(TARGETS), profile="release", variants=selection.emitted), selection)
+    assert {name: text.encode() for name, text in rendered.items()} == tree(root)
+    age(root)
+    result = write(root, rendered)
+    assert (result.written, result.unchanged, result.removed) == ((), tuple(sorted(rendered)), ())
+    assert {p.stat().st_mtime_ns for p in root.rglob("*")} == {10**18}
+
+
+def test_no_path_or_host_leaks_into_the_output(generated: tuple[Path, Path]) -> None:
+    words = [str(ROOT).encode(), str(Path.home()).encode() + b"/", str(generated[0].parent).encode(), b"\r"]
+    assert [(n, w) for n, data in tree(generated[0]).items() for w in words if w in data] == []
+
+
+def test_the_manifest_lists_the_files(generated: tuple[Path, Path]) -> None:
+    root = generated[0]
+    manifest = json.loads((root / "manifest.json").read_text())
+    variants = manifest["variants"]
+    assert [v["id"] for v in variants] == sorted(v["id"] for v in variants) == [v.id for v in select().emitted]
+    assert {v["file"] for v in variants} == {p.relative_to(root).as_posix() for p in root.glob("*/*.cu")}
+    digests = {v["file"]: hashlib.sha256((root / v["file"]).read_bytes()).hexdigest() for v in variants}
+    assert {v["file"]: v["sha256"] for v in variants} == digests
+    assert (root / manifest["table"]).is_file()
+
+
+def test_the_registry_has_the_manifest_s_order(generated: tuple[Path, Path]) -> None:
+    """The position in the manifest is the number of the kernel in the extension."""
+    registry = (generated[0] / "registry.cpp").read_text()
+    entries = [
+        f'{{"{v.id}", {symbol(v.id)}, {v.head_dim}, {v.tile_m}, {v.tile_n}, OutType::{v.out}, '
+        f"Granularity::{GRANULARITY[v.scaling].q}, Granularity::{GRANULARITY[v.scaling].k}, "
+        f"Granularity::{GRANULARITY[v.scaling].v}, {str(v.kind is Kind.DIAG).lower()}}},"
+        for v in select().emitted
+    ]
+    table = registry[registry.index("kVariants[] = {") :]
+    assert re.findall(r'\{"[^}]*\},', " ".join(table.split())) == entries
+    for v in select().emitted:
+        text = (generated[0] / kernel_path(v)).read_text()
+        assert f"const LaunchFn {symbol(v.id)} = launch;" in text
+        assert text.startswith(f"// {v.id}\n")
+
+
+def test_write_and_write_again(tmp_path: Path) -> None:
+    first = write(tmp_path / "new" / "folder", FILES)
+    root = tmp_path / "new" / "folder"
+    assert (first.written, first.unchanged, first.removed) == (tuple(sorted(FILES)), (), ())
+    assert tree(root) == {name: text.encode() for name, text in FILES.items()}
+    age(root)
+    second = write(root, FILES)
+    assert (second.written, second.unchanged, second.removed) == ((), tuple(sorted(FILES)), ())
+    assert {p.stat().st_mtime_ns for p in root.rglob("*")} == {10**18}
+
+
+def test_only_what_changed_is_written(tmp_path: Path) -> None:
+    write(tmp_path, FILES)
+    age(tmp_path)
+    result = write(tmp_path, {**FILES, "sm89/b.cu": "other\n", "sm89/c.cu": "new\n"})
+    assert (result.written, result.removed) == (("sm89/b.cu", "sm89/c.cu"), ())
+    assert (tmp_path / "sm89/b.cu").read_text() == "other\n"
+    assert (tmp_path / "sm89/a.cu").stat().st_mtime_ns == 10**18
+
+
+def test_orphans_go_and_unrelated_files_stay(tmp_path: Path) -> None:
+    write(tmp_path, FILES)
+    fill(tmp_path, ORPHANS + UNRELATED)
+    result = write(tmp_path, FILES)
+    assert result.removed == tuple(sorted(ORPHANS)) and result.written == ()
+    assert set(tree(tmp_path)) == set(FILES) | set(UNRELATED)
+    assert all((tmp_path / name).read_text() == f"{name}\n" for name in UNRELATED)
+
+
+def test_compare_a_clean_folder(tmp_path: Path) -> None:
+    write(tmp_path, FILES)
+    fill(tmp_path, UNRELATED)
+    age(tmp_path)
+    difference = compare(tmp_path, FILES)
+    assert difference.clean and difference.diff == ""
+    assert {p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == {10**18}
+
+
+def test_compare_says_what_is_wrong(tmp_path: Path) -> None:
+    write(tmp_path, FILES)
+    fill(tmp_path, ORPHANS)
+    (tmp_path / "sm89/b.cu").unlink()
+    (tmp_path / "registry.cpp").write_text("// edited by hand\n")
+    before = tree(tmp_path)
+    difference = compare(tmp_path, FILES)
+    assert tree(tmp_path) == before
+    assert not difference.clean
+    assert difference.missing == ("sm89/b.cu",)
+    assert difference.orphans == tuple(sorted(ORPHANS))
+    assert difference.changed == ("registry.cpp",)
+    assert difference.diff.splitlines() == [
+        *("--- on disk/registry.cpp", "+++ generated/registry.cpp", "@@ -1 +1 @@"),
+        *("-// edited by hand", "+// registry"),
+    ]
+
+
+def test_a_folder_that_is_not_there_misses_everything(tmp_path: Path) -> None:
+    difference = compare(tmp_path / "nowhere", FILES)
+    assert difference.missing == tuple(sorted(FILES)) and not difference.clean
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_long_diff_is_cut_and_says_so(tmp_path: Path) -> None:
+    write(tmp_path, FILES)
+    (tmp_path / "sm89/a.cu").write_text("x\n" * 200)
+    lines = compare(tmp_path, FILES).diff.splitlines()
+    assert len(lines) == DIFF_LINES + 1
+    assert re.fullmatch(r"\.\.\. \d+ more lines", lines[-1])
+
+
+def test_a_diff_of_many_files_stays_readable(tmp_path: Path) -> None:
+    """A template edit changes every kernel: hundreds of files, each named, but not hundreds of diffs."""
+    many = {f"sm89/k{i}.cu": FILES["sm89/a.cu"] for i in range(100)}
+    write(tmp_path, {name: "x\n" * 200 for name in many})
+    difference = compare(tmp_path, many)
+    assert len(difference.changed) == 100
+    assert len(difference.diff.splitlines()) < 1000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"b\r\n", id="line end"),
+        pytest.param(b"b", id="no newline at the end"),
+        pytest.param(b"b\n\n", id="empty line"),
+        pytest.param(b"\xff\n", id="not UTF-8"),
+        pytest.param(b"", id="empty"),
+    ],
+)
+def test_any_other_byte_is_a_change_with_a_diff(tmp_path: Path, data: bytes) -> None:
+    write(tmp_path, FILES)
+    (tmp_path / "sm89/b.cu").write_bytes(data)
+    difference = compare(tmp_path, FILES)
+    assert difference.changed == ("sm89/b.cu",)
+    assert difference.diff
+    assert write(tmp_path, FILES).written == ("sm89/b.cu",)
+    assert compare(tmp_path, FILES).clean
+
+
+# Run without site-packages: only what is linked into the folder given first can be imported.
+BARE = """
+import runpy, sys
+sys.path[:0] = sys.argv[1:3]
+sys.argv = ["codegen", *sys.argv[3:]]
+try:
+    runpy.run_module("codegen", run_name="__main__")
+except SystemExit as end:
+    if end.code:
+        raise
+loaded = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names) - {"__main__"}
+print("\\nLOADED", *sorted(loaded))
+"""
+
+
+def test_jinja2_and_click_are_enough(tmp_path: Path) -> None:
+    """No torch, no fp8cutlass; and an empty environment, hence no nvcc on PATH."""
+    packages, out = tmp_path / "packages", tmp_path / "out"
+    packages.mkdir()
+    for name in ("jinja2", "markupsafe", "click"):
+        file = importlib.import_module(name).__file__
+        assert file is not None
+        (packages / name).symlink_to(Path(file).parent)
+    command = [sys.executable, "-I", "-S", "-c", BARE, packages, ROOT, "--profile", "dev", "--out", out]
+    result = subprocess.run([str(x) for x in command], env={}, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    loaded = set(result.stdout.rsplit("LOADED ", 1)[1].split())
+    assert {"codegen", "click", "jinja2"} <= loaded <= {"codegen", "click", "jinja2", "markupsafe"}
+    assert len(list(out.glob("*/*.cu"))) == len(of_profile(select().emitted, "dev"))

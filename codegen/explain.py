@@ -7,7 +7,7 @@ from codegen.keys import Key, bucket_text, representative
 from codegen.matrix import profile_of
 from codegen.model import cost
 from codegen.rules import check
-from codegen.select import rivals, variant_cost
+from codegen.select import cell_costs, regret, rivals, variant_cost
 from codegen.spec import Variant, parse_id
 from codegen.table import CRITERIA, decide
 
@@ -31,6 +31,11 @@ def explain(key: Key, emitted: tuple[Variant, ...]) -> str:
     winner = parse_id(decision.variant)
     shape = representative(key)
     terms = cost(winner, shape, card)
+    judged = [(v, check(v)) for v in rivals(winner)]
+    legal = [v for v, rejection in judged if rejection is None]
+    illegal = [(v, rejection) for v, rejection in judged if rejection is not None]
+    chosen = tuple(v for v in legal if v in emitted)
+    average = regret(chosen, {v.id: cell_costs(v) for v in legal})
     lines += [
         f"kernel   {winner.id}",
         f"because  {decision.criterion}"
@@ -39,6 +44,8 @@ def explain(key: Key, emitted: tuple[Variant, ...]) -> str:
             if decision.runner_up
             else ": one kernel is emitted for this problem"
         ),
+        f"emitted  {len(chosen)} of {len(legal)} legal tiles and stages: over all lengths and loads of this problem, "
+        f"on average {average:.3f} of the modelled best",
         f"evidence {decision.evidence}, not measured: {decision.cost_us:.1f} us on one {MODEL_CARD} "
         f"at {card.clock} GHz for batch*heads {shape.batch_heads}, {shape.seqlen_q} queries, {shape.seqlen_k} keys",
         f"terms    a KV tile of a CTA takes {terms.tensor:.0f} tensor, {terms.smem:.0f} shared-memory, "
@@ -48,14 +55,9 @@ def explain(key: Key, emitted: tuple[Variant, ...]) -> str:
         "",
         "outranked (modelled time over the winner's; * is emitted):",
     ]
-    legal, illegal = [], []
-    for v in rivals(winner):
-        rejection = check(v)
-        if rejection is not None:
-            illegal.append((v, rejection))
-        elif v != winner:
-            legal.append((variant_cost(v, key.seqlen, key.load), v))
-    for us, v in sorted(legal, key=lambda x: (x[0], x[1].id)):
+    for us, v in sorted(((variant_cost(v, key.seqlen, key.load), v) for v in legal), key=lambda x: (x[0], x[1].id)):
+        if v == winner:
+            continue
         mark = "*" if v in emitted else " "
         ratio = us / variant_cost(winner, key.seqlen, key.load)
         lines.append(f"  {mark} {str(v.tile) + '_s' + str(v.stages):14} {ratio:5.2f}  ({us:.1f} us)")

@@ -88,7 +88,7 @@ def problem_class(v: Variant) -> tuple[object, ...]:
     return (v.family, v.kind, v.head_dim, v.scaling, v.causal, v.dtype, v.out, v.softmax)
 
 
-def _regret(chosen: tuple[Variant, ...], costs: dict[str, dict[tuple[int, str], float]]) -> float:
+def regret(chosen: tuple[Variant, ...], costs: dict[str, dict[tuple[int, str], float]]) -> float:
     """Geometric mean over the cells of (best of chosen / best of all)."""
     cells = next(iter(costs.values()))
     logs = [math.log(min(costs[v.id][c] for v in chosen) / min(of[c] for of in costs.values())) for c in cells]
@@ -101,7 +101,7 @@ def _winners(candidates: tuple[Variant, ...]) -> tuple[tuple[Variant, ...], dict
     costs = {v.id: cell_costs(v) for v in candidates}
 
     def rank(chosen: tuple[Variant, ...]) -> Rank:
-        return round(_regret(chosen, costs), 4), tuple(order(v, 0.0) for v in chosen)
+        return round(regret(chosen, costs), 4), tuple(order(v, 0.0) for v in chosen)
 
     ranked: dict[tuple[Variant, ...], Rank] = {(v,): rank((v,)) for v in candidates}
     one = min(ranked, key=lambda k: ranked[k])

@@ -61,7 +61,8 @@ def write(root: Path, files: dict[str, str]) -> Written:
 def compare(root: Path, files: dict[str, str]) -> Difference:
     present = _present(root)
     changed, diffs = [], []
-    for name, text in sorted(files.items()):
+    # Kernels first: they show what an edit did, where the manifest only shows digests on long lines.
+    for name, text in sorted(files.items(), key=lambda item: (not item[0].endswith(".cu"), item[0])):
         if name not in present:
             continue
         have = (root / name).read_bytes().decode(errors="replace")

@@ -64,6 +64,20 @@ def _smem_sum(d: Derived) -> str:
 
 SM89 = FAMILIES["sm89"]
 
+HEAD_DIM_CHOICES = (32, 64, 96, 128, 256)  # rows that SmemTile in layout.h lays out without bank conflicts
+
+
+def load_columns(row_bytes: int) -> int:
+    """Threads that share a row in load_tile (copy.cuh): one a 16-byte chunk; 8, 2 of them idle, for 6 chunks."""
+    chunks = row_bytes // 16
+    return chunks // 3 * 4 if chunks % 3 == 0 else max(1, chunks)
+
+
+def whole_row_groups(v: Variant, d: Derived) -> bool:
+    """The threads of a CTA copy whole groups of 8 rows at a time, in K tiles and in V tiles."""
+    return all(d.threads % (8 * load_columns(row_bytes)) == 0 for row_bytes in (v.head_dim, v.tile_n))
+
+
 RULES = (
     Rule(
         name="WARP-ROWS",
@@ -83,6 +97,20 @@ RULES = (
         condition=SCORE_REGS.equals(4) | (HEAD_DIM * (QK_AMAX * QK_AMAX) <= FP16_MAX),
         explain=lambda v, d: f"{v.head_dim} x {QK_AMAX} x {QK_AMAX} = {v.head_dim * QK_AMAX**2:,} > {FP16_MAX:,}",
         of_choice=True,
+    ),
+    Rule(
+        name="HEAD-DIM",
+        why="shared-memory rows of other lengths would collide in the banks or not be whole k steps",
+        refuses=lambda v, d: v.head_dim not in HEAD_DIM_CHOICES,
+        explain=lambda v, d: f"head_dim {v.head_dim} is none of {', '.join(map(str, HEAD_DIM_CHOICES))}",
+    ),
+    Rule(
+        name="LOAD-ROWS",
+        why="a swizzle repeats every 8 rows, so a thread that steps down 8 rows at a time keeps its offset",
+        refuses=lambda v, d: not whole_row_groups(v, d),
+        explain=lambda v, d: (
+            f"{d.threads} threads copy no multiple of 8 rows of {v.head_dim} or {v.tile_n} bytes at a time"
+        ),
     ),
     Rule(
         name="SMEM",

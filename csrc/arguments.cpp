@@ -2,6 +2,7 @@
 
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <initializer_list>
@@ -155,6 +156,7 @@ void check_descales(const Arguments& a, const ForwardParams& params, const Varia
   check(a.q_descale, "q_descale", variant.q, params.heads, params.seqlen_q);
   check(a.k_descale, "k_descale", variant.k, params.kv_heads, params.seqlen_k_padded);
   check(a.v_descale, "v_descale", variant.v, params.kv_heads, params.seqlen_k_padded);
+  if (variant.k == Granularity::token) require_aligned(params.k_descale, "k_descale");  // copied 16 bytes at a time
 }
 
 void set_outputs(ForwardParams& params, const Arguments& a, const VariantEntry& variant) {
@@ -198,7 +200,9 @@ ForwardParams forward_params(const Arguments& a, const VariantEntry& variant) {
   set_outputs(params, a, variant);
   params.scale = static_cast<float>(a.scale);
   require(std::isfinite(params.scale) && params.scale >= 0, "scale must be a finite float32 >= 0, got ", a.scale);
-  params.causal_offset = to_int(a.causal_offset, "causal_offset");
+  // Beyond these bounds an offset shows every key or none, and the kernels add it to row numbers in 32 bits.
+  params.causal_offset =
+      static_cast<int>(std::clamp<int64_t>(a.causal_offset, -int64_t{params.seqlen_q}, int64_t{params.seqlen_k}));
   return params;
 }
 

@@ -3,8 +3,8 @@
     python scripts/sanitize.py                # memcheck, racecheck and synccheck, each over all kernels
     python scripts/sanitize.py --run          # the problems alone, without a sanitizer
 
-Two problems a kernel: tails in both directions with grouped heads, and a single full tile. racecheck is the one that
-found something: a descale overwritten by the next tile's copy while the softmax still read it; no result showed it.
+racecheck is the one that found something: a descale overwritten by the next tile's copy while the softmax still read
+it, which no result ever showed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "synccheck")
-PROBLEMS = ((2, 1, 70, 200), (1, 1, 64, 64))  # heads, KV heads, queries, keys
+# heads, KV heads, queries, keys: every slot of a 4-stage pipeline is used twice; more items than CTAs; one full tile
+PROBLEMS = ((2, 1, 70, 1200), (600, 300, 70, 70), (1, 1, 64, 64))
 
 
 def run_problems() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from reference import randn
 from fp8cutlass import UnsupportedError, attention, explain, extension, supports
 from fp8cutlass.dispatch import CPU_SM_COUNT, Problem, decide, load_table
 from fp8cutlass.errors import NoKernelError
-from fp8cutlass.manifest import Manifest, generated_dir, load_manifest
+from fp8cutlass.manifest import PACKAGE_DIR, Manifest, generated_dir, load_manifest
 from fp8cutlass.target import target
 
 BASE = Problem(
@@ -109,6 +110,8 @@ def test_a_pinned_kernel_is_run(manifest: Manifest) -> None:
     assert not torch.equal(fast, accurate)
     assert torch.equal(accurate, attention(q, k, v, precision="accurate", kernel=ids["exp2"]))
     assert ids["linear"] in explain(q, k, v, kernel=ids["linear"])
+    with pytest.raises(UnsupportedError, match=f"kernel='{ids['linear']}' has softmax='linear'.*precision='accurate'"):
+        attention(q, k, v, precision="accurate", kernel=ids["linear"])
 
 
 def test_a_pinned_kernel_that_does_not_fit_is_refused(manifest: Manifest) -> None:
@@ -167,6 +170,15 @@ def test_another_directory_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("FP8CUTLASS_GENERATED", str(tmp_path))
     with pytest.raises(UnsupportedError, match="FP8CUTLASS_GENERATED.*no manifest.json"):
         attention(q, q, q)
+
+
+def test_another_key_block_is_refused(tmp_path: Path) -> None:
+    """Quantisation, packing and the emulator go by the package's constant; there is one."""
+    write_tables(tmp_path / "other", key_block=64)
+    with pytest.raises(ValueError, match="key_block 64, this package quantises and packs by 128 keys"):
+        load_manifest(tmp_path / "other")
+    homes = [path.name for path in PACKAGE_DIR.glob("*.py") if re.search(r"^KEY_BLOCK\b.*= ", path.read_text(), re.M)]
+    assert homes == ["manifest.py"]
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ the mutants that show that the gates can fail. Probes of extreme inputs: test_pr
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -73,18 +74,23 @@ def test_what_the_user_loses(scaling: str, precision: str) -> None:
     assert min_row_cosine(got, want) >= 0.99
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "head", "block", "token"])
-def test_what_the_user_loses_on_outliers(scaling: str) -> None:
-    """N(0, 1) + N(0, 100) * Bernoulli(0.001): finer scales pay."""
-    published = {"tensor": 0.0889, "head": 0.0803, "block": 0.0763, "token": 0.0611}
+def test_what_the_user_loses_on_outliers() -> None:
+    """N(0, 1) + N(0, 100) * Bernoulli(0.001): finer scales pay, and P adds its 3.5% to what the operands lose."""
     generator = torch.Generator().manual_seed(7)
     q, k, v = (
         x + 10 * torch.randn(x.shape, generator=generator) * (torch.rand(x.shape, generator=generator) < 0.001)
         for x in (randn(1, 8, 512, 64, seed=seed).float() for seed in range(3))
     )
     q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-    got = attention(q, k, v, scaling=scaling, precision="accurate")
-    assert relative_l2(got, attention64(q, k, v, 0.125).out) <= 1.25 * published[scaling]
+    want = attention64(q, k, v, 0.125).out
+    loss = {}
+    for scaling in ("tensor", "head", "block", "token"):
+        mode = MANIFEST.scaling[scaling]
+        rounded = make_operands(q, k, v, (mode["q"], mode["k"], mode["v"]), score_amax=448.0).real
+        operands_lose = relative_l2(attention64(*rounded, 0.125).out, want)
+        loss[scaling] = relative_l2(attention(q, k, v, scaling=scaling, precision="accurate"), want)
+        assert loss[scaling] <= math.hypot(operands_lose, 0.035)
+    assert loss["tensor"] > loss["head"] > loss["block"] > loss["token"]
 
 
 MUTANTS = {

@@ -8,6 +8,7 @@ the hardware's granularities, a cache that serves the numbers of an older source
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from codegen.cli import main
 from codegen.gates import report
 from codegen.gates.compile import CompileError, measure, measure_all, parse_resources
 from codegen.gates.occupancy import ctas_per_sm
+from codegen.gates.report import sources_digest
 from codegen.gates.rules import GATES, check
 from codegen.gates.sass import SassError, parse
 from codegen.gates.subject import Kernel, Listing, Loop, Measured, Resources
-from codegen.gates.toolbox import Toolbox, ToolboxError, cmake_options, open_toolbox
+from codegen.gates.toolbox import ROOT, Toolbox, ToolboxError, cmake_options, open_toolbox
 from codegen.matrix import profile_of
 from codegen.select import select
 
@@ -393,3 +395,13 @@ def test_the_command_writes_and_then_holds_a_baseline(tools: Toolbox, tmp_path: 
 def test_check_of_a_selection_needs_its_own_baseline() -> None:
     result = CliRunner().invoke(main, ["gates", "--filter", "head_dim=32", "--check"])
     assert result.exit_code == 1 and "--report" in result.output
+
+
+def test_the_release_report_was_read_from_the_committed_sources() -> None:
+    """`make test` compiles the ci profile only; README rests on the release report, so it must not go stale unseen."""
+    manifest = json.loads((ROOT / "generated" / "manifest.json").read_text())
+    sources = [ROOT / "generated" / v["file"] for v in manifest["variants"]]
+    report = (ROOT / "docs" / "gates_sm89_release.txt").read_text()
+    assert f"# sources: {sources_digest(sources, ROOT / 'include')}\n" in report, (
+        "run `python -m codegen gates --arch sm89 --profile release` and commit docs/gates_sm89_release.txt"
+    )

@@ -1,4 +1,4 @@
-"""Edge cases on the card, by the public function, numbered by subject."""
+"""Edge cases on the card, by the public function."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LENGTHS = (1, 2, 3, 7, 9, 12, 31, 63, 64, 65, 127, 128, 129, 257, 1023)
 
 
 @pytest.mark.parametrize("seqlen_q", LENGTHS)
-def test_case_3_lengths(seqlen_q: int) -> None:
+def test_lengths(seqlen_q: int) -> None:
     for seqlen_k in LENGTHS:
         q, k, v = qkv(1, 2, 2, seqlen_q, seqlen_k, 64, seed=seqlen_q + seqlen_k)
         out = fp8cutlass.attention(q, k, v)
@@ -44,7 +44,7 @@ def test_case_3_lengths(seqlen_q: int) -> None:
         assert relative_l2(out, reference.out) <= 0.08, (seqlen_q, seqlen_k)
 
 
-def test_case_1_and_2_bytes_beyond_the_tails() -> None:
+def test_bytes_beyond_the_tails() -> None:
     """NaN bytes behind Q, K and V, and poison around O: bitwise the clean result, and no byte outside O written."""
     clean = [x.to(torch.float8_e4m3fn) for x in qkv(2, 2, 2, 130, 77, 64)]
     descale = {f"{n}_descale": 1.0 for n in "qkv"}
@@ -61,7 +61,7 @@ def test_case_1_and_2_bytes_beyond_the_tails() -> None:
     assert torch.equal(got, expected) and bool((room[:, :, 130:] == 7.0).all())
 
 
-def test_case_4_and_5_empty() -> None:
+def test_empty() -> None:
     q, k, v = qkv(2, 4, 4, 33, 0, 64)
     out, lse = fp8cutlass.attention(q, k, v, return_lse=True)
     assert not bool(out.any()) and bool((lse == -torch.inf).all())
@@ -72,7 +72,7 @@ def test_case_4_and_5_empty() -> None:
 
 @pytest.mark.parametrize("alignment", ("top_left", "bottom_right"))
 @pytest.mark.parametrize("lengths", ((100, 300), (300, 100), (257, 257), (1, 500), (500, 1)))
-def test_case_6_and_7_causal(lengths: tuple[int, int], alignment: str) -> None:
+def test_causal(lengths: tuple[int, int], alignment: str) -> None:
     seqlen_q, seqlen_k = lengths
     q, k, v = qkv(2, 4, 2, seqlen_q, seqlen_k, 64)
     out, lse = fp8cutlass.attention(
@@ -85,7 +85,7 @@ def test_case_6_and_7_causal(lengths: tuple[int, int], alignment: str) -> None:
         check(out, q, k, v, offset)
 
 
-def test_case_10_and_11_extreme_logits() -> None:
+def test_extreme_logits() -> None:
     q, k, v = qkv(1, 2, 2, 64, 300, 64)
     for shift in (-1e3, 1e3):
         far = k.float() + shift * torch.nn.functional.normalize(q.float().mean(2, keepdim=True), dim=-1)
@@ -97,7 +97,7 @@ def test_case_10_and_11_extreme_logits() -> None:
 
 @pytest.mark.parametrize("precision", ("fast", "accurate"))
 @pytest.mark.parametrize("seqlen_k", (2048, 131072))
-def test_case_13_one_hot_key_and_thousands_far_below(seqlen_k: int, precision: str) -> None:
+def test_one_hot_key_and_thousands_far_below(seqlen_k: int, precision: str) -> None:
     """Without an offset on P the mass of the far keys is lost: 0.349 and 0.008 instead of 1."""
     q = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
     q[..., 0] = 8.0
@@ -112,14 +112,14 @@ def test_case_13_one_hot_key_and_thousands_far_below(seqlen_k: int, precision: s
 
 
 @pytest.mark.parametrize("precision", ("fast", "accurate"))
-def test_case_14_uniform_attention_and_constant_v(precision: str) -> None:
+def test_uniform_attention_and_constant_v(precision: str) -> None:
     for seqlen_k in (77, 4096, 131072):
         q, k, _ = qkv(1, 1, 1, 64, seqlen_k, 64)
         v = torch.full_like(k, 3.0)
         assert float((fp8cutlass.attention(q, k, v, precision=precision) - 3).abs().max()) <= 3 * 2**-8
 
 
-def test_case_14_mean_of_values_at_length() -> None:
+def test_mean_of_values_at_length() -> None:
     """V ~ N(1, 1), 131,072 keys: a 13-bit accumulator over a whole row is off by half; bf16 rounding alone is 0.17%."""
     q, k, v = qkv(1, 1, 1, 128, 131072, 64)
     v = (v.float() + 1).bfloat16()
@@ -134,7 +134,7 @@ def test_case_14_mean_of_values_at_length() -> None:
 
 
 @pytest.mark.parametrize("precision", ("fast", "accurate"))
-def test_case_15_one_hot(precision: str) -> None:
+def test_one_hot(precision: str) -> None:
     """Row i attends to key permutation[i] alone: the row of V, to the rounding of V."""
     d, n = 64, 64
     permutation = torch.randperm(n, generator=torch.Generator().manual_seed(3)).cuda()
@@ -148,7 +148,7 @@ def test_case_15_one_hot(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ("fast", "accurate"))
-def test_case_12_maximum_rises_in_every_tile(precision: str) -> None:
+def test_maximum_rises_in_every_tile(precision: str) -> None:
     q, k, v = qkv(1, 2, 2, 128, 2048, 64)
     direction = torch.nn.functional.normalize(torch.ones(64, device="cuda"), dim=0)
     q = (q.float() * 0.1 + 8 * direction).bfloat16()
@@ -160,7 +160,7 @@ def test_case_12_maximum_rises_in_every_tile(precision: str) -> None:
     assert float((ones - 1).abs().max()) <= 2**-8
 
 
-def test_case_16_needle_at_tile_boundaries() -> None:
+def test_needle_at_tile_boundaries() -> None:
     seqlen_k = 131072
     _, k, v = qkv(1, 1, 1, 1, seqlen_k, 64)
     places = [0, 63, 64, 127, 128, 129, 4095, 4096, 65535, 65536, seqlen_k - 1]
@@ -175,7 +175,7 @@ def test_case_16_needle_at_tile_boundaries() -> None:
     assert float((out[0, 0].float() / expected - 1).abs().max()) <= 0.07  # one block's V scale: e4m3 steps
 
 
-def test_case_18_strides_beyond_two_to_the_31() -> None:
+def test_strides_beyond_two_to_the_31() -> None:
     """A view whose rows lie 2^24 bytes apart: 200 rows span more than 2^31 bytes."""
     room = torch.empty(200 * (1 << 24), dtype=torch.uint8, device="cuda")
     small = [x.to(torch.float8_e4m3fn) for x in qkv(1, 1, 1, 200, 200, 64)]
@@ -188,13 +188,13 @@ def test_case_18_strides_beyond_two_to_the_31() -> None:
     assert torch.equal(fp8cutlass.attention(*views, **options), fp8cutlass.attention(*small, **options))
 
 
-def test_case_20_more_heads_than_a_grid_dimension() -> None:
+def test_more_heads_than_a_grid_dimension() -> None:
     q, k, v = qkv(700, 100, 100, 3, 5, 32)
     check(fp8cutlass.attention(q, k, v), q, k, v)
 
 
 @pytest.mark.parametrize("head_dim", (8, 40, 64, 72, 80, 96, 128, 160, 256))
-def test_case_23_head_dims_by_padding(head_dim: int) -> None:
+def test_head_dims_by_padding(head_dim: int) -> None:
     q, k, v = qkv(1, 2, 2, 300, 500, head_dim)
     out = fp8cutlass.attention(q, k, v)
     assert out.shape == q.shape
@@ -204,12 +204,12 @@ def test_case_23_head_dims_by_padding(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("ratio", (1, 3, 5, 7, 8, 16))
-def test_case_24_grouped_queries(ratio: int) -> None:
+def test_grouped_queries(ratio: int) -> None:
     q, k, v = qkv(2, 2 * ratio, 2, 90, 140, 64)
     check(fp8cutlass.attention(q, k, v, enable_gqa=True), q, k, v)
 
 
-def test_case_28_to_31_strides_and_alignment() -> None:
+def test_strides_and_alignment() -> None:
     """Transposed views, slices of a packed qkv, gaps, odd strides and bases: bitwise equal to contiguous operands."""
     packed = randn(2, 130, 3, 4, 64, seed=11, device="cuda").to(torch.float8_e4m3fn)
     q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
@@ -221,11 +221,11 @@ def test_case_28_to_31_strides_and_alignment() -> None:
         view = room[base:].as_strided((2, 4, 130, 64), (4 * 131 * 77, 131 * 77, 77, 1))
         view.copy_(q.view(torch.uint8))
         assert torch.equal(fp8cutlass.attention(view.view(torch.float8_e4m3fn), k, v, **options), expected)
-    single = q[:1, :1].contiguous().as_strided((1, 1, 130, 64), (3333331333, 0, 64, 1))  # case 29
+    single = q[:1, :1].contiguous().as_strided((1, 1, 130, 64), (3333331333, 0, 64, 1))
     assert torch.equal(fp8cutlass.attention(single, k[:1, :1], v[:1, :1], **options)[0, 0], expected[0, 0])
 
 
-def test_case_34_and_35_results_are_separate_and_fully_written() -> None:
+def test_results_are_separate_and_fully_written() -> None:
     q, k, v = qkv(1, 4, 4, 130, 200, 64)
     first = fp8cutlass.attention(q, k, v)
     kept = first.clone()
@@ -235,7 +235,7 @@ def test_case_34_and_35_results_are_separate_and_fully_written() -> None:
     assert torch.equal(fp8cutlass.attention(q, k, v, out=out), kept)
 
 
-def test_case_39_two_threads() -> None:
+def test_two_threads() -> None:
     q, k, v = qkv(2, 8, 8, 300, 300, 64)
     results: list[torch.Tensor] = []
 
@@ -251,7 +251,7 @@ def test_case_39_two_threads() -> None:
     assert len(results) == 4 and all(torch.equal(r, results[0]) for r in results)
 
 
-def test_case_40_and_41_streams() -> None:
+def test_streams() -> None:
     q, k, v = qkv(2, 8, 8, 700, 700, 64)
     expected = fp8cutlass.attention(q, k, v)
     streams = [torch.cuda.Stream() for _ in range(8)]
@@ -265,7 +265,7 @@ def test_case_40_and_41_streams() -> None:
     assert all(torch.equal(r, expected) for r in results)
 
 
-def test_case_42_graph_replayed_with_new_values() -> None:
+def test_graph_replayed_with_new_values() -> None:
     q, k, v = qkv(2, 8, 2, 333, 444, 64)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -283,13 +283,13 @@ def test_case_42_graph_replayed_with_new_values() -> None:
         assert torch.equal(captured, fp8cutlass.attention(*fresh, enable_gqa=True, is_causal=True))
 
 
-def test_case_44_repeatable() -> None:
+def test_repeatable() -> None:
     q, k, v = qkv(2, 16, 16, 1000, 1000, 64)
     first = fp8cutlass.attention(q, k, v)
     assert all(torch.equal(fp8cutlass.attention(q, k, v), first) for _ in range(1000))
 
 
-def test_case_57_compile() -> None:
+def test_compile() -> None:
     q, k, v = qkv(3, 4, 4, 100, 130, 64)
     compiled = torch.compile(lambda *x: fp8cutlass.attention(*x), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, k, v), fp8cutlass.attention(q, k, v))
@@ -317,3 +317,15 @@ def test_the_projects_own_problem() -> None:
     q, k, v = qkv(1, 8, 8, 512, 512, 64)
     for precision in ("fast", "accurate"):
         check(fp8cutlass.attention(q, k, v, precision=precision), q, k, v)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+def test_another_card_than_the_current_one() -> None:
+    """Both ways round, with a kernel that opts in to more than 48 KB of shared memory, which is set for each device."""
+    for current, other in ((0, 1), (1, 0)):
+        torch.cuda.set_device(current)
+        q, k, v = (x.to(f"cuda:{other}") for x in qkv(1, 2, 2, 130, 300, 256))
+        out = fp8cutlass.attention(q, k, v, precision="accurate")
+        assert out.device.index == other and torch.cuda.current_device() == current
+        assert relative_l2(out, attention64(q, k, v, 256**-0.5).out) <= ORIGINAL_L2
+    torch.cuda.set_device(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -213,10 +214,12 @@ def test_out_is_filled_and_returned() -> None:
     attention(q, k, v, out=pitch[..., 20:84])
     assert torch.equal(pitch[..., 20:84], out)
     assert bool((pitch[..., :20] == 7).all()) and bool((pitch[..., 84:] == 7).all())
+    columns = torch.full((2, 2, 64, 40), torch.nan, dtype=torch.bfloat16).transpose(2, 3)
+    assert attention(q, k, v, out=columns) is columns and torch.equal(columns, out)
 
 
 def test_results_are_independent() -> None:
-    """flashdreams#486: a second call must not overwrite the first result."""
+    """No output lives in a buffer that is kept between calls: a second one leaves the first result alone."""
     first = attention(*operands())
     kept = first.clone()
     attention(*(x + 1 for x in operands()))
@@ -263,6 +266,7 @@ def test_scale_zero_is_the_mean_of_v() -> None:
         ({"out_dtype": torch.float32}, "out_dtype"),
         ({"out_dtype": E4M3}, "out_descale"),
         ({"scaling": "row"}, "scaling"),
+        *(({"scale": scale}, "scale must be a finite float32 >= 0") for scale in (-0.1, math.nan, math.inf, 1e39)),
         ({"q_descale": torch.ones(2, 3)}, "q_descale"),
         ({"v_descale": torch.ones(2, 2).double()}, "v_descale"),
         ({"q": torch.zeros(2, 3, 40, 64).to(E4M3)}, "heads of k"),
@@ -277,6 +281,11 @@ def test_the_bare_operator_checks(changes: dict[str, Any], words: str) -> None:
     """No argument of the operator can make a kernel read outside its tensors."""
     with pytest.raises(UnsupportedError, match=words):
         attention_fp8(*operator_arguments(*operands(), **changes))
+
+
+def test_the_bare_operator_takes_scale_zero() -> None:
+    out, *_ = attention_fp8(*operator_arguments(*operands(), scale=0.0))
+    assert bool(out.isfinite().all()) and torch.equal(out, out[:, :, :1].expand_as(out))
 
 
 def test_the_bare_operator_refuses_head_dims_off_the_table() -> None:

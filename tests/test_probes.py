@@ -120,6 +120,16 @@ def test_rising_maximum(span: float, scaling: str, precision: str) -> None:
 
 
 @modes
+@pytest.mark.parametrize("constant", [1e17, 1e20])
+def test_rising_maximum_under_a_large_v(constant: float, scaling: str, precision: str) -> None:
+    """One nat every 20 keys, 147 octaves in all: O must not overflow where a tile outweighs the reference."""
+    q, k = logits(torch.arange(2048) / 2048)
+    v = torch.full((1, 1, 2048, 32), constant).bfloat16()
+    got = attention(q, k, v, scale=2048 / 20, scaling=scaling, precision=precision)
+    assert float((got.double() / float(v[0, 0, 0, 0]) - 1).abs().max()) <= 2.0**-7
+
+
+@modes
 def test_falling_maximum(scaling: str, precision: str) -> None:
     """The first tile holds everything, the later ones nothing: they must not disturb it."""
     values = torch.full((640,), -300.0)

@@ -92,6 +92,15 @@ def test_extreme_magnitudes(magnitude: float) -> None:
     assert bool(((back - x.double()).abs() <= 2.0**-10 * 2.0**-126 + 2.0**-4 * x.double()).all())
 
 
+@pytest.mark.parametrize("magnitude", [1e-45, 1e-38, 3e38])
+def test_extreme_magnitudes_at_the_smallest_amax(magnitude: float) -> None:
+    """Neither the descale nor its inverse overflows or vanishes."""
+    x8, descale = quantize(torch.full((1, 1, 4, 32), magnitude), amax=1.0)
+    assert 2.0**-126 <= float(descale) <= 3.1e38 and bool(x8.float().isfinite().all())
+    back = dequantize(x8, descale, "tensor").double()
+    assert bool(((back - magnitude).abs() <= 2.0**-10 * 2.0**-126 + 2.0**-4 * magnitude).all())
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "head", "block"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_non_finite_values_stay_where_they_are(granularity: str, dtype: torch.dtype) -> None:
@@ -169,6 +178,8 @@ def test_empty(shape: tuple[int, ...], granularity: str) -> None:
         ({"dtype": torch.float8_e4m3fnuz}, "dtype"),
         ({"amax": 449.0}, "amax"),
         ({"amax": 0.0}, "amax"),
+        ({"amax": 1e-30}, r"amax must lie in \[1, 448\]"),
+        ({"amax": 0.999}, "amax"),
         ({"amax": math.nan}, "amax"),
         ({"block": 0}, "block"),
     ],

@@ -91,6 +91,12 @@ CASES: list[tuple[str, Variant, str]] = [
         replace(EXP2, scaling=Scaling.TOKEN, out=Out.E4M3),
         "e4m3 output with token scaling is not offered (tensor, head and block are)",
     ),
+    ("HEAD-DIM", replace(BASE, head_dim=48), "head_dim 48 is none of 32, 64, 96, 128, 256"),
+    (
+        "LOAD-ROWS",
+        replace(BASE, head_dim=256, tile=tile(32, 32, 2)),
+        "64 threads copy no multiple of 8 rows of 256 or 32 bytes at a time",
+    ),
     (
         "DIAG-TILE",
         replace(BASE, kind=Kind.DIAG, tile=tile(64, 32, 4)),
@@ -100,6 +106,8 @@ CASES: list[tuple[str, Variant, str]] = [
 
 # Rules that reject no declared point, with the reason for which they stand there all the same.
 GUARDS = {
+    "HEAD-DIM": "the declared head_dims keep it; it guards one that somebody adds",
+    "LOAD-ROWS": "the declared tiles keep it; it guards a tile that somebody adds",
     "WARP-ROWS": "the declared tiles keep it; it guards a tile that somebody adds",
     "KEY-TILE": "the declared tiles keep it; it guards a tile that somebody adds",
     "LINEAR-RANGE": "head_dim 256 keeps it with 50,176; it guards a larger head_dim or amax",

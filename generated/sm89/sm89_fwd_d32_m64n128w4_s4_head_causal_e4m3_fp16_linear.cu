@@ -73,7 +73,9 @@ static_assert((kHeadDim > 128) || (kCtasPerSm >= 2), "OCCUPANCY: up to head_dim 
 // ---- the kernel --------------------------------------------------------------------------------------------------------------------
 
 __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_constant__ ForwardParams p, int items) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890  // older chips have no FP8 tensor cores: their image stays empty
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+#error "FP8 matrix instructions need sm_89"
+#endif
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
     RowState rows[kFrags] = {};
     uint32_t q[kFrags][kDimSteps][4];
 
-    // slope: softmax scale times the descales that the whole row shares, Q's and K's: logits in codes (1/8 octave) a score unit.
+    // slope: softmax scale times the descales that a whole row shares (Q's and K's), as codes (1/8 octave) a score unit
     const float k_descale = p.k_descale[work.kv_head];
 #pragma unroll
     for (int f = 0; f < kFrags; ++f)
@@ -125,8 +127,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
 
 #pragma unroll 1
     for (int tile = 0; tile < work.tiles; ++tile) {
-      const int key = tile * kTileN, slot = tile % kStages;
-      (void)key;
+      const int key = tile * kTileN, slot = tile % kStages;  // first key, and where the tile lies
 
       cute::cp_async_wait<kStages - 2>();  // this tile is here
       __syncthreads();                     // for all threads; and everybody is done with the slot that is loaded next
@@ -207,7 +208,6 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
     if (p.amax != nullptr) store_amax(p.amax, amax);
     if (next >= items) return;
   }
-#endif
 }
 
 int launch(const ForwardParams& params, CUstream_st* stream) {

@@ -18,13 +18,17 @@ inline int launch_persistent(void (*kernel)(ForwardParams, int), const LaunchSha
                              CUstream_st* stream) {
   const int64_t items = work_items(params, shape.tile_m);
   if (items == 0) return cudaSuccess;
-  if (items > INT32_MAX) return cudaErrorInvalidValue;
+  const int64_t resident = int64_t(params.sm_count) * shape.ctas_per_sm;
+  // Item numbers, and the rows and keys of a tile past the end, are 32-bit in the kernel.
+  constexpr int kTilePastEnd = 256;
+  if (items + resident > INT32_MAX || params.seqlen_q > INT32_MAX - kTilePastEnd ||
+      params.seqlen_k > INT32_MAX - kTilePastEnd)
+    return cudaErrorInvalidValue;
   if (shape.smem_bytes > 48 * 1024) {
     const cudaError_t status =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.smem_bytes);
     if (status != cudaSuccess) return status;
   }
-  const int64_t resident = int64_t(params.sm_count) * shape.ctas_per_sm;
   const unsigned grid = unsigned(items < resident ? items : resident);
   int count = int(items);
   void* arguments[] = {&params, &count};

@@ -34,7 +34,7 @@ struct ForwardParams {
   float* amax;  // (1,) running maximum of |o| before the output scale, or null; the caller zeroes it
   int batch, heads, kv_heads, seqlen_q, seqlen_k, seqlen_k_padded;
   int causal_offset;  // key j is visible to row i when j <= i + causal_offset; read by causal variants only
-  float scale;        // softmax scale, > 0
+  float scale;        // softmax scale, >= 0
   int sm_count;       // multiprocessors of the device: sizes the persistent grid
   DiagnosticOutputs diag;
 };

@@ -176,12 +176,12 @@ struct RowState {
 };
 
 // beta[r] = 2^(weight - ref). A row's first tile sets the reference; it moves only when a tile outweighs it by more
-// than 2^60, so that O is rescaled almost never and float32 cannot overflow. `rescale(r, x)` multiplies the O of row r
-// by x.
+// than 2^16, so that O is rescaled rarely and P V, which is below 2^8 * 448 * keys * descale, keeps 2^95 to float32's
+// end. `rescale(r, x)` multiplies the O of row r by x.
 template <class Rescale>
 __device__ __forceinline__ void weigh(RowState& row, const float (&weight)[2], bool first, float (&beta)[2],
                                       const Rescale& rescale) {
-  constexpr float kMaxRise = 60.f;
+  constexpr float kMaxRise = 16.f;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (first) row.ref[r] = weight[r];

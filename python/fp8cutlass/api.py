@@ -44,28 +44,33 @@ def attention(
             and float8_e5m2 come with descales. CPU (emulated) or CUDA. Any strides; a last dimension that is not
             contiguous is copied, on CUDA also rows that do not start on multiples of 16 bytes.
         key, value: (B, Hkv, Sk, D) or (B, Sk, Hkv, D), dtype and device of query. D is 1 to 256 and is padded with
-            zeros to the next head dim that has kernels. Sk = 0 gives zeros and an LSE of -inf.
+            zeros to the next head dim that has kernels. Sk = 0 gives zeros and an LSE of -inf. ``scaling="block"``
+            sums value in float32 with its descale: max |value| * 2^25 * Sk must stay below 3e38. Other modes apply
+            the descale of value at the end and have no such limit.
         attn_mask, dropout_p: not supported; anything but None and 0.0 is refused.
         is_causal: hide from row i every key past ``i`` (``causal_alignment="top_left"``, as SDPA has it) or past
-            ``i + Sk - Sq`` (``"bottom_right"``, as FlashAttention has it). A row without keys is 0, its LSE -inf.
+            ``i + Sk - Sq`` (``"bottom_right"``, as FlashAttention has it, refused without is_causal). A row without
+            keys is 0, its LSE -inf.
         scale: softmax scale, finite, default 1 / sqrt(D). Zero and negative values are allowed.
         enable_gqa: needed when H is a multiple of Hkv; key and value heads are shared without being repeated.
-        q_descale, k_descale, v_descale: for FP8 operands, and then all three: ``real = fp8 * descale``. A float > 0, or
-            a float32 tensor: (), (1,), (H,), (B, H) or the finest shape of the scaling mode, with the operand's own
-            number of heads. They are not reordered by ``layout``. Values of tensors are not checked.
+        q_descale, k_descale, v_descale: for FP8 operands, and then all three: ``real = fp8 * descale``. A float
+            from 2^-126 up, or a float32 tensor: (), (1,), (H,), (B, H) or the finest shape of the scaling mode, with
+            the operand's own number of heads. They are not reordered by ``layout``. Values of tensors are not checked.
         scaling: what shares a descale. ``tensor``, ``head``; ``block``: each row of query, 128 keys; ``token``: each
             row of query and key, each channel of value.
         precision: ``fast`` lets kernels compute P in the code domain where their conditions hold; ``accurate`` never
-            does. FP8 operands always run accurate: their scores may not fit f16.
+            does, and excludes pinning one that does. FP8 operands always run accurate: their scores may not fit f16.
         out_dtype: bf16, fp16 or float8_e4m3fn; default the dtype of query, bf16 for FP8 operands.
-        out_descale: for float8_e4m3fn output: a float > 0 or one float32; stored = result / out_descale, saturating.
+        out_descale: for float8_e4m3fn output: a float in [2^-126, 2^126] or one float32; stored = result /
+            out_descale, saturating.
         return_lse: also return the natural-log sum of exponentials, (B, H, Sq) float32.
         return_amax: also return the largest |result| before ``out_descale``, (1,) float32.
-        out: the result is copied into it: shape of query, dtype of the result, no memory shared with an input (not
-            checked while torch.compile traces).
+        out: the result is copied into it: shape and device of query, dtype of the result, any strides but those of an
+            expanded tensor, no gradient, no memory shared with an input (not checked while torch.compile traces).
         kernel: the id of a variant to run instead of the table's choice. One with ``linear`` softmax takes FP8
             operands of magnitude 14 at most (``quantize(..., amax=14)``): larger ones may overflow f16 scores.
-        fallback: ``sdpa`` runs torch's attention when the call is well formed but no kernel serves it, and warns.
+        fallback: ``sdpa`` runs torch's attention when the call is well formed but no kernel serves it, and warns once
+            for each set of reasons; under torch.compile while the call is traced.
 
     Returns:
         The result in the shape of query and in its memory order, then lse and amax as asked for.

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from .quantize import KEY_BLOCK
+from .manifest import KEY_BLOCK
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+SMALLEST = 2.0**-126  # normal float32; anything less may become zero on the way
 
 
 def canonical_shape(granularity: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -37,8 +38,11 @@ def refuse_host(name: str, value: object) -> str | None:
     the device; a kernel clamps what it multiplies up to the smallest normal number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return f"{name} must be a float or a float32 tensor, got {type(value).__name__}"
-    if not 0 < value <= FLOAT32_MAX:
-        return f"{name} must be finite in float32 and > 0, got {value}"
+    if name == "out_descale":  # the kernels multiply by its inverse
+        if not SMALLEST <= value <= 1 / SMALLEST:
+            return f"{name} must lie in [2^-126, 2^126], where it and its inverse are normal float32, got {value}"
+    elif not SMALLEST <= value <= FLOAT32_MAX:
+        return f"{name} must be finite in float32 and >= 2^-126, its smallest normal number, got {value}"
     return None
 
 

@@ -12,12 +12,13 @@ from typing import cast
 
 import torch
 
-from .manifest import Variant
+from .manifest import KEY_BLOCK, Variant, generated_dir, load_manifest
 from .softmax import E4M3_MAX, softmax_exp2, softmax_linear
 
-KEY_BLOCK = 128
 MMA_K = 32  # products of one FP8 matrix instruction
-MAX_RISE = 60.0  # a tile that outweighs the reference by more than 2^60 becomes the reference
+# A tile that outweighs the reference by more than 2^16 becomes the reference. O holds up to V * 2^16 * P * keys, with P
+# up to 2^8.3: the more a tile may rise, the sooner a large V overflows where its descale is applied tile by tile.
+MAX_RISE = 16.0
 CHUNK_BYTES = 1 << 30
 BYTES_PER_SCORE = 48  # float32 and float64 temporaries of one tile, measured peak
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
@@ -57,10 +58,11 @@ class _Chunk:
     k: torch.Tensor  # (G, Sk, D) float32
     v: torch.Tensor  # (G, Sk, D) float32
     q_slope: torch.Tensor  # (G, R, 1): q_descale * scale * log2(e)
-    k_descale: torch.Tensor  # (G, tiles), or (G, Sk) in token mode
-    v_tile: torch.Tensor | None  # (G, tiles), block mode only
+    k_descale: torch.Tensor  # (G, tiles), or (G, Sk) where each token has its own
+    v_tile: torch.Tensor | None  # (G, tiles), where blocks of keys share a V descale
     v_column: torch.Tensor  # (G, 1, 1) or (G, 1, D)
     row: torch.Tensor  # (R, 1) position of each row in its sequence
+    shared_by: dict[str, str]  # granularity of the descales of q, k and v
 
 
 def emulate(
@@ -131,34 +133,40 @@ def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scale: float, pa
     group, groups, device = heads // kv_heads, batch * kv_heads, q.device
     tile_start = torch.arange(0, seqlen_k, variant.tile_n, device=device)
 
-    def per_tile(descale: torch.Tensor) -> torch.Tensor:  # (G, tiles)
-        if variant.scaling == "tensor":
+    shared_by = load_manifest(generated_dir()).scaling[variant.scaling]
+
+    def per_tile(descale: torch.Tensor, granularity: str) -> torch.Tensor:  # (G, tiles)
+        if granularity == "tensor":
             return descale.view(1, 1).expand(groups, len(tile_start))
-        if variant.scaling == "head":
+        if granularity == "head":
             return descale.reshape(groups, 1).expand(groups, len(tile_start))
         return descale.reshape(groups, -1)[:, tile_start // KEY_BLOCK]
 
-    if variant.scaling == "tensor":
+    if shared_by["q"] == "tensor":
         q_rows = q_descale.view(1, 1, 1).expand(groups, group * seqlen_q, 1)
-    elif variant.scaling == "head":
+    elif shared_by["q"] == "head":
         q_rows = q_descale.reshape(groups, group, 1, 1).expand(-1, -1, seqlen_q, 1).reshape(groups, -1, 1)
     else:
         q_rows = q_descale.reshape(groups, -1, 1)
-    v_column = torch.ones(groups, 1, 1, device=device)
-    if variant.scaling in ("tensor", "head"):
-        v_column = per_tile(v_descale)[:, :1, None]
-    elif variant.scaling == "token":
+    k_tiles = k_descale.reshape(groups, -1) if shared_by["k"] == "token" else per_tile(k_descale, shared_by["k"])
+    v_tile, v_column = None, torch.ones(groups, 1, 1, device=device)
+    if shared_by["v"] == "channel":
         v_column = v_descale.reshape(groups, 1, head_dim)
+    elif shared_by["v"] == "block":
+        v_tile = per_tile(v_descale, "block")[part]
+    else:
+        v_column = per_tile(v_descale, shared_by["v"])[:, :1, None]
     octaves = torch.tensor(scale, dtype=torch.float32, device=device) * LOG2E
     return _Chunk(
         q=q.reshape(groups, group * seqlen_q, head_dim)[part].float(),
         k=k.reshape(groups, seqlen_k, head_dim)[part].float(),
         v=v.reshape(groups, seqlen_k, head_dim)[part].float(),
         q_slope=(q_rows * octaves)[part],
-        k_descale=(k_descale.reshape(groups, -1) if variant.scaling == "token" else per_tile(k_descale))[part],
-        v_tile=per_tile(v_descale)[part] if variant.scaling == "block" else None,
+        k_descale=k_tiles[part],
+        v_tile=v_tile,
         v_column=v_column[part],
         row=torch.arange(seqlen_q, device=device).repeat(group)[:, None],
+        shared_by=shared_by,
     )
 
 
@@ -195,7 +203,8 @@ def _attend(
     """Return o (G, R, D) float32 and lse (G, R), then with ``diagnostics`` scores and p (G, R, keys), weight
     (G, R, tiles) and tile_o (G, R, tiles, D)."""
     device, tile_n, seqlen_k = chunk.q.device, variant.tile_n, chunk.k.shape[1]
-    linear, token = variant.softmax == "linear", variant.scaling == "token"
+    linear, k_per_token = variant.softmax == "linear", chunk.shared_by["k"] == "token"
+    v_per_channel = chunk.shared_by["v"] == "channel"
     o = torch.zeros_like(chunk.q)
     row_sum = torch.zeros_like(chunk.q_slope)
     exact_sum, ref = torch.zeros_like(row_sum), torch.zeros_like(row_sum)
@@ -209,8 +218,8 @@ def _attend(
     for tile, start in enumerate(range(0, keys, tile_n)):
         part = slice(start, start + tile_n)
         s = _scores(chunk.q, chunk.k[:, part], variant.score, emulated_mma)
-        k_descale = chunk.k_descale[:, None, part] if token else chunk.k_descale[:, tile, None, None]
-        if token:
+        k_descale = chunk.k_descale[:, None, part] if k_per_token else chunk.k_descale[:, tile, None, None]
+        if k_per_token:
             s = s * k_descale
         if variant.causal:
             key = torch.arange(start, start + s.shape[2], device=device)
@@ -219,7 +228,7 @@ def _attend(
             slope = (chunk.q_slope * 8.0 * k_descale).clamp_min(2.0**-24)  # not 0: -inf * 0 is NaN
             p, p_bytes, weight, exact = softmax_linear(s, slope, return_lse)
         else:
-            slope = (chunk.q_slope if token else chunk.q_slope * k_descale).clamp_min(2.0**-126)
+            slope = (chunk.q_slope if k_per_token else chunk.q_slope * k_descale).clamp_min(2.0**-126)
             p, p_bytes, weight, exact = softmax_exp2(s, slope, return_lse)
         tile_o = p @ chunk.v[:, part]
         if diagnostics:
@@ -235,8 +244,8 @@ def _attend(
         o = o * shrink + torch.where(visited, factor * tile_o, 0.0)
         row_sum = row_sum * shrink + torch.where(visited, beta * p.sum(-1, keepdim=True), 0.0)
         exact_sum = exact_sum * shrink + torch.where(visited, beta * exact, 0.0)
-    o = o * torch.where(row_sum == 0, 0.0, (1.0 if token else chunk.v_column) / row_sum)
-    if token:
+    o = o * torch.where(row_sum == 0, 0.0, (1.0 if v_per_channel else chunk.v_column) / row_sum)
+    if v_per_channel:
         o = o * chunk.v_column
     lse = torch.where(exact_sum == 0, -torch.inf, LN2 * (ref + torch.log2(exact_sum)))
     return o, lse.squeeze(-1), *_joined(kept, tile_n)

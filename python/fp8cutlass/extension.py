@@ -7,6 +7,7 @@ of a variant in the library is its position in that manifest, which may be small
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from functools import cache
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 
 from .errors import NoKernelError, UnsupportedError
-from .manifest import PACKAGE_DIR, generated_dir, load_manifest
+from .manifest import PACKAGE_DIR, Manifest, generated_dir, load_manifest
 
 BUILD_HINT = (
     "build the kernels with `pip install .` (FP8CUTLASS_ARCHS='sm89;sm90a' picks the architectures), or name a built "
@@ -23,17 +24,31 @@ BUILD_HINT = (
 )
 
 _lock = threading.Lock()
-_loaded: set[Path] = set()
+_registered: Path | None = None  # its operators are in torch, whether or not it may be used
+_ready: Path | None = None
 
 
 def find_library() -> Path | None:
-    """Return the shared library, or None where there is none. A wrong FP8CUTLASS_LIBRARY is an error."""
-    override = os.environ.get("FP8CUTLASS_LIBRARY")
+    """Return the shared library, or None where there is none. A wrong FP8CUTLASS_LIBRARY is an error.
+
+    One that was found is not looked for again.
+    """
+    try:
+        return _find_library(os.environ.get("FP8CUTLASS_LIBRARY"), PACKAGE_DIR)
+    except FileNotFoundError:
+        return None
+
+
+@cache  # not of exceptions: a library that is built later is found
+def _find_library(override: str | None, package: Path) -> Path:
     if override:
         if not Path(override).is_file():
             raise UnsupportedError(f"FP8CUTLASS_LIBRARY={override!r} is no file")
         return Path(override).resolve()
-    return next(iter(sorted(PACKAGE_DIR.glob("_C*.so"))), None)
+    found = sorted(package.glob("_C*.so"))
+    if not found:
+        raise FileNotFoundError(package)
+    return found[0]
 
 
 def built_dir() -> Path:
@@ -89,12 +104,48 @@ def device_arch(device: torch.device) -> str:
 
 
 def load() -> None:
-    """Register ``torch.ops.fp8cutlass_C``, once for each library, whichever thread comes first."""
+    """Register ``torch.ops.fp8cutlass_C``, whichever thread comes first.
+
+    Raises UnsupportedError, at each call, where the library does not hold the variants of the manifest beside it (the
+    number that dispatch takes from there would run another kernel), or where another library is loaded already.
+    """
+    global _registered, _ready
     library = find_library()
-    if library in _loaded:
+    if library is not None and library == _ready:
         return
-    built_dir()  # raises where there is no library
+    manifest = load_manifest(built_dir())  # raises where there is no library
     with _lock:
-        if library not in _loaded and library is not None:
+        if _registered is not None and _registered != library:
+            raise UnsupportedError(
+                f"{_registered} is loaded and {library} cannot be loaded beside it: a process registers "
+                "torch.ops.fp8cutlass_C once; set FP8CUTLASS_LIBRARY before the first call and start anew"
+            )
+        if _registered is None:
             torch.ops.load_library(str(library))
-            _loaded.add(library)
+            _registered = library
+        _compare(str(library), manifest)
+        _ready = library
+
+
+def _compare(library: str, manifest: Manifest) -> None:
+    """UnsupportedError unless the loaded library holds the variants of ``manifest``, in their order."""
+    loaded = ctypes.CDLL(library)
+    path = manifest.directory / "manifest.json"
+    try:
+        count, name = loaded.fp8cutlass_variant_count, loaded.fp8cutlass_variant_id
+    except AttributeError as error:
+        raise UnsupportedError(f"{library} does not say which variants it holds: {error}", BUILD_HINT) from error
+    name.restype = ctypes.c_char_p
+    ids = [(name(number) or b"").decode() for number in range(count())]
+    if len(ids) != len(manifest.variants):
+        raise UnsupportedError(
+            f"{library} holds {len(ids)} variants, {path} lists {len(manifest.variants)}: they are of different builds",
+            BUILD_HINT,
+        )
+    for number, (held, variant) in enumerate(zip(ids, manifest.variants, strict=True)):
+        if held != variant.id:
+            raise UnsupportedError(
+                f"{library} holds {held!r} as variant {number}, {path} lists {variant.id!r}: they are of different "
+                "builds",
+                BUILD_HINT,
+            )

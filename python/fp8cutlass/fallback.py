@@ -1,4 +1,5 @@
-"""``fallback="sdpa"``: torch's own attention for what no kernel serves, never without a warning."""
+"""``fallback="sdpa"``: torch's own attention for what no kernel serves, never without a warning. ``torch.compile``
+warns once, while it traces: the graph holds no warning."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def sdpa(request: Request, cause: UnsupportedError) -> torch.Tensor:
         beyond.append("out_dtype=torch.float8_e4m3fn")
     if beyond:
         raise UnsupportedError(*cause.reasons, f"fallback='sdpa' cannot serve {', '.join(beyond)}") from cause
-    _warn(cause)
+    _warn(str(cause))
     q, k, v = request.bhsd()
     fp8 = q.dtype in DTYPE_NAMES
     out_dtype = request.out_dtype or (torch.bfloat16 if fp8 else q.dtype)
@@ -54,9 +55,9 @@ def sdpa(request: Request, cause: UnsupportedError) -> torch.Tensor:
     return out if request.layout == "bhsd" else out.transpose(1, 2)
 
 
-def _warn(cause: UnsupportedError) -> None:
+@torch.compiler.assume_constant_result
+def _warn(text: str) -> None:
     """Once for each set of reasons in a process; the warning filters of the program apply."""
-    text = str(cause)
     if text in _warned:
         return
     _warned.add(text)

@@ -22,6 +22,7 @@ from typing import Any
 from .errors import UnsupportedError
 
 FORMAT = 1
+KEY_BLOCK = 128  # keys that share a `block` descale; packed V is padded to a multiple of it
 PACKAGE_DIR = Path(__file__).resolve().parent
 
 
@@ -91,8 +92,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 @cache
 def load_manifest(directory: Path) -> Manifest:
-    """Read ``directory/manifest.json``."""
+    """Read ``directory/manifest.json``; ValueError when its format or its ``key_block`` is not this package's."""
     data = _read(directory / "manifest.json")
+    if data["key_block"] != KEY_BLOCK:
+        raise ValueError(
+            f"{directory / 'manifest.json'}: key_block {data['key_block']!r}, this package quantises and packs by "
+            f"{KEY_BLOCK} keys"
+        )
     variants = tuple(_variant(row) for row in data["variants"])
     return Manifest(
         directory=directory,

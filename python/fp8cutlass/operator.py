@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from . import extension
-from .descale import canonical_shape
+from .descale import FLOAT32_MAX, canonical_shape
 from .dispatch import Problem, decide
 from .emulator import OUT_DTYPES, emulate
 from .errors import UnsupportedError
-from .manifest import Variant, load_manifest
-from .pack import KEY_BLOCK, pack_v
+from .manifest import KEY_BLOCK, Variant, load_manifest
+from .pack import pack_v
 from .target import Target, target
 
 DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -102,6 +102,8 @@ def _check(call: Call, at: Target) -> None:
         wrong.append("out_descale goes with out_dtype=torch.float8_e4m3fn, and with it only")
     if call.out_descale is not None and (call.out_descale.shape, call.out_descale.dtype) != ((1,), torch.float32):
         wrong.append("out_descale must be float32 of shape (1,)")
+    if not 0 <= call.scale <= FLOAT32_MAX:  # false for NaN; a negative scale is a Q of the other sign
+        wrong.append(f"scale must be a finite float32 >= 0, got {call.scale}")
     if call.scaling not in modes:
         raise UnsupportedError(*wrong, f"scaling must be one of {', '.join(modes)}, got {call.scaling!r}")
     descales = (call.q_descale, call.k_descale, call.v_descale)

@@ -48,6 +48,11 @@ def make_plan(request: Request, *, shipped: bool = False) -> Plan:
     precision = request.precision if quantise else "accurate"
     problem = (head_dim, DTYPE_NAMES[dtype], OUT_NAMES[out_dtype], request.scaling, request.is_causal)
     linear, refusals = linear_softmax(*device, *problem, precision, kernel)
+    if kernel and linear and request.precision == "accurate":
+        raise UnsupportedError(
+            f"kernel={kernel!r} has softmax='linear', which precision='accurate' excludes: "
+            "pin a kernel with softmax 'exp2' or ask for precision='fast'"
+        )
     if precision == "fast" and not linear:
         precision = "accurate"
         _, refusals = linear_softmax(*device, *problem, precision, kernel)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .manifest import KEY_BLOCK
+
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 GRANULARITIES = ("tensor", "head", "block", "token", "channel")
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-KEY_BLOCK = 128
 
 # 256 products of two values up to 14 are at most 50,176, which an f16 score (65,504) holds at every head_dim <= 256.
 # 14 = 448 / 32, so the largest element of a block is as exact as at 448.
@@ -33,7 +34,7 @@ def quantize(
         granularity: what shares one descale: the ``tensor``, a ``head``, a ``block`` of tokens of one head, a
             ``token`` of one head, a ``channel`` of one head.
         dtype: float8_e4m3fn or float8_e5m2.
-        amax: the value that a group's maximum is mapped to; default the largest of ``dtype`` (448, 57344).
+        amax: the value that a group's maximum is mapped to; 1 to the largest of ``dtype`` (448, 57344), the default.
             14 keeps Q K^T inside f16 up to head_dim 256, which the linear-code kernels need.
         block: tokens in a block; the kernels read blocks of 128.
 
@@ -42,7 +43,7 @@ def quantize(
         (B, H, ceil(S / block)), (B, H, S) or (B, H, D).
 
     A group of zeros gets descale 1. A group whose maximum is below ``amax * 2^-126`` gets 2^-126, so that neither the
-    descale nor its inverse leaves the normal float32 range. Finite values saturate. NaN stays NaN; an infinity becomes
+    descale nor its inverse overflows or vanishes in float32. Finite values saturate. NaN stays NaN; an infinity becomes
     NaN in e4m3, which has none, and stays one in e5m2; neither enters a descale, so the other values of a group keep
     theirs. Nothing waits for the device.
 
@@ -74,8 +75,8 @@ def _check(x: torch.Tensor, granularity: str, dtype: torch.dtype, amax: float | 
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
     limit = FP8_MAX[dtype] if amax is None else float(amax)
-    if not 0 < limit <= FP8_MAX[dtype]:
-        raise ValueError(f"amax must lie in (0, {FP8_MAX[dtype]:g}] for {dtype}, got {amax}")
+    if not 1 <= limit <= FP8_MAX[dtype]:  # below 1 the smallest group, limit * 2^-126, is no normal number
+        raise ValueError(f"amax must lie in [1, {FP8_MAX[dtype]:g}] for {dtype}, got {amax}")
     return limit
 
 

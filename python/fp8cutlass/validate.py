@@ -34,6 +34,8 @@ def check_options(request: Request) -> None:
         given = getattr(request, name)
         if not isinstance(given, bool):
             wrong.append(f"{name} must be True or False, got {given!r}")
+    if request.is_causal is False and request.causal_alignment == "bottom_right":
+        wrong.append("causal_alignment='bottom_right' goes with is_causal=True, got is_causal=False")
     if request.kernel is not None and (not isinstance(request.kernel, str) or not request.kernel):
         wrong.append(f"kernel must be the id of a variant or None, got {request.kernel!r}")
     scale = request.scale
@@ -164,7 +166,7 @@ def check_head_dim(head_dim: int, accepted: Sequence[int]) -> None:
 
 
 def check_out(request: Request, out_dtype: torch.dtype) -> None:
-    """``out=`` takes the result of the shape and layout of query."""
+    """``out=`` takes the result of the shape and layout of query, by ``copy_``: any strides will do."""
     out, query = request.out, request.query
     if out is None:
         return
@@ -177,8 +179,8 @@ def check_out(request: Request, out_dtype: torch.dtype) -> None:
         wrong.append(f"out has dtype {out.dtype}, the result has {out_dtype}")
     if out.device != query.device:
         wrong.append(f"out is on {out.device}, query is on {query.device}")
-    if out.dim() == 4 and out.stride(3) != 1 and out.shape[3] > 1:
-        wrong.append(f"out must be contiguous in its last dimension, got stride {out.stride(3)}")
+    if torch.is_grad_enabled() and out.requires_grad:
+        wrong.append("out has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         wrong.append(f"out is expanded: shape {tuple(out.shape)}, strides {out.stride()}")
     # Not while tracing, where tensors have no memory and the graph keeps reads before writes.

@@ -1,0 +1,118 @@
+"""Finding and loading the shared library: it must hold what the manifest beside it says, and there is one a process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fp8cutlass import UnsupportedError, extension
+from fp8cutlass.manifest import Manifest, generated_dir
+
+
+def stub(folder: Path, ids: list[str], *, exports: str = "fp8cutlass") -> Path:
+    """A library that says it holds these variants and registers nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.fail("no C compiler: the extension could not be built either")
+    table = ", ".join(f'"{variant_id}"' for variant_id in ids)
+    (folder / "stub.c").write_text(
+        f"static const char* ids[] = {{{table}, 0}};\n"
+        f"int {exports}_variant_count() {{ return {len(ids)}; }}\n"
+        f"const char* {exports}_variant_id(int i) {{ return i >= 0 && i < {len(ids)} ? ids[i] : 0; }}\n"
+    )
+    library = folder / "_C.so"
+    subprocess.run([compiler, "-shared", "-fPIC", str(folder / "stub.c"), "-o", str(library)], check=True)
+    return library
+
+
+def describe(library: Path, ids: list[str]) -> None:
+    """Put a manifest of these variants and the shipped table beside a library."""
+    built = library.parent / "_built"
+    built.mkdir()
+    manifest = json.loads((generated_dir() / "manifest.json").read_text())
+    manifest["variants"] = [next(row for row in manifest["variants"] if row["id"] == wanted) for wanted in ids]
+    (built / "manifest.json").write_text(json.dumps(manifest))
+    shutil.copy(generated_dir() / "dispatch.json", built)
+
+
+@pytest.fixture
+def ids(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Three variants, in a process that has loaded nothing."""
+    monkeypatch.setattr(extension, "_registered", None)
+    monkeypatch.setattr(extension, "_ready", None)
+    return [variant.id for variant in manifest.variants[:3]]
+
+
+def test_a_library_that_fits_its_manifest_is_loaded(
+    ids: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = stub(tmp_path, ids)
+    describe(library, ids)
+    monkeypatch.setenv("FP8CUTLASS_LIBRARY", str(library))
+    for _ in range(2):
+        extension.load()
+    assert extension._ready == library.resolve()
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([0, 1], "holds 2 variants, .*manifest.json lists 3"),
+        ([0, 1, 2, 0], "holds 4 variants, .*manifest.json lists 3"),
+        ([0, 2, 1], "holds '{2}' as variant 1, .*manifest.json lists '{1}'"),
+    ],
+)
+def test_a_stale_manifest_is_refused_each_time(
+    order: list[int], message: str, ids: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of a variant is its position: with another list another kernel would run."""
+    library = stub(tmp_path, [ids[number] for number in order])
+    describe(library, ids)
+    monkeypatch.setenv("FP8CUTLASS_LIBRARY", str(library))
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=message.format(*ids) + ".*pip install"):
+            extension.load()
+
+
+def test_a_library_that_does_not_say_what_it_holds_is_refused(
+    ids: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = stub(tmp_path, ids, exports="another")
+    describe(library, ids)
+    monkeypatch.setenv("FP8CUTLASS_LIBRARY", str(library))
+    with pytest.raises(UnsupportedError, match="does not say which variants it holds.*fp8cutlass_variant_count"):
+        extension.load()
+
+
+def test_a_second_library_is_refused(ids: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's operators are registered once; the first library stays in force."""
+    libraries = [stub(tmp_path / name, ids) for name in ("first", "second")]
+    for library in libraries:
+        describe(library, ids)
+    monkeypatch.setenv("FP8CUTLASS_LIBRARY", str(libraries[0]))
+    extension.load()
+    monkeypatch.setenv("FP8CUTLASS_LIBRARY", str(libraries[1]))
+    with pytest.raises(UnsupportedError, match="first/_C.so is loaded and .*second/_C.so cannot be loaded beside it"):
+        extension.load()
+    monkeypatch.setenv("FP8CUTLASS_LIBRARY", str(libraries[0]))
+    extension.load()
+
+
+def test_the_folder_is_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at every call; a library that appears after a failed search is found."""
+    monkeypatch.delenv("FP8CUTLASS_LIBRARY", raising=False)
+    monkeypatch.setattr(extension, "PACKAGE_DIR", tmp_path)
+    assert extension.find_library() is None
+    (tmp_path / "_C.abi3.so").touch()
+    assert extension.find_library() == tmp_path / "_C.abi3.so"
+
+    def searched(self: Path, pattern: str) -> None:
+        raise LookupError(f"{self} was searched for {pattern} again")
+
+    monkeypatch.setattr(Path, "glob", searched)
+    assert extension.find_library() == tmp_path / "_C.abi3.so"

@@ -1,0 +1,101 @@
+"""`fallback="sdpa"`: torch's attention for what no kernel serves, with a warning, and no way round an error."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import randn, relative_l2
+
+from fp8cutlass import UnsupportedError, attention, fallback, quantize
+
+E4M3 = torch.float8_e4m3fn
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    """A call that works, with changes."""
+    x = randn(1, 4, 16, 64, seed=1)
+    return {"query": x, "key": x, "value": x} | changes
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"attn_mask": torch.ones(16, 24, dtype=torch.bool).tril(3)},
+        {"is_causal": True, "causal_alignment": "bottom_right", "dropout_p": 0.0, "kernel": None},
+        {"layout": "bshd"},
+        {"scale": 0.3},
+    ],
+)
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_fallback_runs_sdpa_and_says_so(arguments: dict[str, Any], kind: str) -> None:
+    """What is no kernel's (here head_dim 320, or a mask) is torch's, on the dequantised operands."""
+    head_dim = 64 if "attn_mask" in arguments else 320
+    shapes = [(2, 4, 16, head_dim), (2, 4, 24, head_dim), (2, 4, 24, head_dim)]
+    q, k, v = (randn(*shape, seed=seed) for seed, shape in enumerate(shapes))
+    fallback._warned.clear()
+    if arguments.get("layout") == "bshd":
+        view = [x.transpose(1, 2) for x in (q, k, v)]
+    else:
+        view = [q, k, v]
+    mask, causal = arguments.get("attn_mask"), arguments.get("is_causal", False)
+    if causal:
+        mask = torch.ones(16, 24, dtype=torch.bool).tril(8)
+    extra: dict[str, Any] = {}
+    if kind == "fp8":
+        pairs = [quantize(x, granularity="head") for x in (q, k, v)]
+        extra = {f"{name}_descale": pair[1] for name, pair in zip("qkv", pairs, strict=True)} | {"scaling": "head"}
+        q, k, v = ((x8.float() * d[:, :, None, None]).bfloat16() for x8, d in pairs)
+        view = [x8.transpose(1, 2) if arguments.get("layout") == "bshd" else x8 for x8, _ in pairs]
+    want = F.scaled_dot_product_attention(q, k, v, mask, scale=arguments.get("scale"))
+    with pytest.warns(UserWarning, match="falls back to torch"):
+        got = attention(*view, fallback="sdpa", **arguments, **extra)
+    got = got.transpose(1, 2) if arguments.get("layout") == "bshd" else got
+    assert relative_l2(got, want) < 0.01
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(*view, fallback="sdpa", **arguments, **extra)  # the same reasons warn once
+
+
+def test_fallback_does_not_touch_what_a_kernel_serves() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = attention(**call(), fallback="sdpa")
+    assert torch.equal(got, attention(**call()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (call(key=randn(2, 4, 16, 64, seed=2)), "batch size"),
+        (
+            call(**{n: randn(1, 4, 16, 64, seed=3).to(E4M3) for n in ("query", "key", "value")}, dropout_p=0.5),
+            "q_descale is missing",
+        ),
+        (call(dropout_p=0.5, return_lse=True), "cannot serve return_lse"),
+        (call(dropout_p=0.5, out_dtype=E4M3, out_descale=1.0), "cannot serve out_dtype"),
+    ],
+)
+def test_fallback_is_no_way_round_an_error(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        attention(**arguments, fallback="sdpa")
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(("head_dim", "masked"), [(64, True), (320, False)])
+def test_compile_keeps_one_graph_and_warns_while_tracing(head_dim: int, masked: bool, dynamic: bool | None) -> None:
+    torch._dynamo.reset()
+    fallback._warned.clear()
+    q = randn(1, 4, 16, head_dim, seed=4)
+    mask = torch.ones(16, 16, dtype=torch.bool).tril() if masked else None
+
+    def step(q: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return attention(q, q, q, mask, fallback="sdpa")
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    with pytest.warns(UserWarning, match="falls back to torch's attention: " + ("attn_mask" if masked else "head_dim")):
+        got = compiled(q, mask)
+    assert torch.equal(got, step(q, mask))

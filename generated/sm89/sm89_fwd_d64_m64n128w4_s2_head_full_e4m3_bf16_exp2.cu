@@ -80,7 +80,6 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
   const int warp_row = threadIdx.x / 32 * kWarpRows;  // first row of this warp in the tile
-  const int group = threadIdx.x % 32 / 4;             // a lane owns rows group and group + 8 of each 16
   const bool want_lse = p.lse != nullptr;
 
   // Loads of one KV tile. Rows of K past the end become zeros; packed V is padded with zeros already.

@@ -19,16 +19,21 @@ __device__ __forceinline__ void mma(uint32_t (&d)[2], const uint32_t (&a)[4], ui
   Mma::fma(d[0], d[1], a[0], a[1], a[2], a[3], b0, b1, d[0], d[1]);
 }
 
-// S = Q K^T with Q fragments in registers. Acc is float[4] or uint32_t[2] (packed f16) for each n8 block.
-template <class Mma, class KTile, int kFrags, int kBlocks, int kSteps, class Acc, int kRegs>
-__device__ __forceinline__ void scores(Acc (&s)[kFrags][kBlocks][kRegs], const uint32_t (&q)[kFrags][kSteps][4],
-                                       const uint8_t* k_tile) {
+template <int kFrags, int kBlocks, class Acc, int kRegs>
+__device__ __forceinline__ void clear(Acc (&s)[kFrags][kBlocks][kRegs]) {
 #pragma unroll
   for (int f = 0; f < kFrags; ++f)
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
       for (int r = 0; r < kRegs; ++r) s[f][n][r] = Acc(0);
+}
+
+// S = Q K^T with Q fragments in registers. Acc is float[4] or uint32_t[2] (packed f16) for each n8 block.
+template <class Mma, class KTile, int kFrags, int kBlocks, int kSteps, class Acc, int kRegs>
+__device__ __forceinline__ void scores(Acc (&s)[kFrags][kBlocks][kRegs], const uint32_t (&q)[kFrags][kSteps][4],
+                                       const uint8_t* k_tile) {
+  clear(s);
   const int lane = lane_offset_b<KTile>();
 #pragma unroll
   for (int n = 0; n < kBlocks; n += 2)
@@ -51,12 +56,7 @@ template <class Mma, int kStepsAtOnce, class QTile, class KTile, int kSteps, int
           int kRegs>
 __device__ __forceinline__ void scores_from_smem(Acc (&s)[kFrags][kBlocks][kRegs], const uint8_t* q_tile, int row,
                                                  const uint8_t* k_tile) {
-#pragma unroll
-  for (int f = 0; f < kFrags; ++f)
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n)
-#pragma unroll
-      for (int r = 0; r < kRegs; ++r) s[f][n][r] = Acc(0);
+  clear(s);
   const int q_lane = lane_offset_a<QTile>(row), k_lane = lane_offset_b<KTile>();
 #pragma unroll kStepsAtOnce
   for (int step = 0; step < kSteps; ++step) {

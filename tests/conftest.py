@@ -17,6 +17,11 @@ for folder in (ROOT / "tests", ROOT / "python", ROOT):
 from fp8cutlass import extension  # noqa: E402
 from fp8cutlass.manifest import Manifest, generated_dir, load_manifest  # noqa: E402
 
+# `make test` compiles into build/: where there is a card, and no library beside the package, its tests run on that one.
+CI_LIBRARY = ROOT / "build" / "ci" / "fp8cutlass" / "_C.so"
+if torch.cuda.is_available() and extension.find_library() is None and CI_LIBRARY.is_file():
+    os.environ["FP8CUTLASS_LIBRARY"] = str(CI_LIBRARY)
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers fill the cores
 

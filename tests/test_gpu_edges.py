@@ -300,6 +300,10 @@ def test_compile() -> None:
 def test_cpu_and_card_agree(scaling: str, dtype: torch.dtype) -> None:
     """The same call on both devices: quantisation is bit-equal and the emulator is the specification."""
     q, k, v = (x.to(dtype) for x in qkv(1, 4, 4, 200, 300, 64))
+    built, reason = fp8cutlass.supports(q, k, v, scaling=scaling, precision="accurate")
+    if not built:  # the ci profile leaves fp16 output out of most modes
+        assert "NOT-BUILT" in reason or "profile" in reason
+        pytest.skip(reason)
     on_card = fp8cutlass.attention(q, k, v, scaling=scaling, precision="accurate")
     on_cpu = fp8cutlass.attention(q.cpu(), k.cpu(), v.cpu(), scaling=scaling, precision="accurate")
     assert relative_l2(on_card.cpu(), on_cpu) <= 8e-3

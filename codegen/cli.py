@@ -123,10 +123,10 @@ def main(
             )
         return
     request = _choose(archs, profile, only, filters)
+    if not check_only and request.profile == "custom" and out.resolve() == DEFAULT_OUT:
+        raise click.ClickException("--only and --filter leave kernels out: name another folder with --out")
     rendered = files(request, select())
     if not check_only:
-        if request.profile == "custom" and out.resolve() == DEFAULT_OUT:
-            raise click.ClickException("--only and --filter leave kernels out: name another folder with --out")
         if out.is_dir() and any(out.iterdir()) and not (out / "manifest.json").is_file():
             raise click.ClickException(
                 f"--out {out} holds other files and no manifest.json: name a new or empty folder"

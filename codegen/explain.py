@@ -55,12 +55,14 @@ def explain(key: Key, emitted: tuple[Variant, ...]) -> str:
         "",
         "outranked (modelled time over the winner's; * is emitted):",
     ]
-    for us, v in sorted(((variant_cost(v, key.seqlen, key.load), v) for v in legal), key=lambda x: (x[0], x[1].id)):
+    times = {v: variant_cost(v, key.seqlen, key.load) for v in legal}
+    for v in sorted(times, key=lambda v: (times[v], v.id)):
         if v == winner:
             continue
         mark = "*" if v in emitted else " "
-        ratio = us / variant_cost(winner, key.seqlen, key.load)
-        lines.append(f"  {mark} {str(v.tile) + '_s' + str(v.stages):14} {ratio:5.2f}  ({us:.1f} us)")
+        lines.append(
+            f"  {mark} {str(v.tile) + '_s' + str(v.stages):14} {times[v] / times[winner]:5.2f}  ({times[v]:.1f} us)"
+        )
     lines += ["", "illegal:"]
     lines += [f"    {str(v.tile) + '_s' + str(v.stages):14} {r.rule}: {r.message}" for v, r in illegal]
     return "\n".join(lines)

@@ -10,9 +10,7 @@ from pathlib import Path
 from codegen.gates.rules import applicable, check, occupancy, smem_bytes
 from codegen.gates.sass import MATRIX
 from codegen.gates.subject import Kernel, Measured
-from codegen.gates.toolbox import ROOT
-
-INCLUDE = ROOT / "include"
+from codegen.gates.toolbox import INCLUDE, digest_of
 
 CODE_TOLERANCE = 0.05  # of the code size; below it a change is scheduling and padding
 
@@ -100,11 +98,11 @@ def _cell(value: int | float) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def sources_digest(sources: list[Path], include: Path) -> str:
+def sources_digest(sources: list[Path]) -> str:
     """What the numbers were read from: the kernels in order and every header of the project, 16 hex digits."""
-    digest = hashlib.sha256()
-    for path in [*sources, *sorted(p for p in include.rglob("*") if p.is_file())]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    digest = hashlib.sha256(digest_of((INCLUDE,)).encode())
+    for source in sources:
+        digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -118,7 +116,7 @@ def render(target: str, profile: str, compiler: str, measured: dict[Kernel, Meas
         f"# Compiled code of profile {profile} for {target}, {len(kernels)} kernels.",
         "# Written and checked by `python -m codegen gates`.",
         f"# compiler: {compiler}",
-        f"# sources: {sources_digest([k.source for k in kernels], INCLUDE)}",
+        f"# sources: {sources_digest([k.source for k in kernels])}",
         "#",
         f"# Gates, passed by {sum(not check(k, measured[k]) for k in kernels)} of {len(kernels)} kernels:",
     ]

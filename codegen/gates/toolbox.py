@@ -13,6 +13,7 @@ from pathlib import Path
 from codegen.arch import TARGETS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+INCLUDE = ROOT / "include"  # the project's own headers
 
 _STATEMENTS = {
     "CMAKE_CUDA_FLAGS_RELEASE": r"set\(CMAKE_CUDA_FLAGS_RELEASE\s+\"([^\"$]*)\"\)",
@@ -60,7 +61,8 @@ class Toolbox:
         return hashlib.sha256("\0".join(parts).encode() + b"\0" + source.read_bytes()).hexdigest()
 
 
-def _digest_of(folders: tuple[Path, ...]) -> str:
+def digest_of(folders: tuple[Path, ...]) -> str:
+    """Of the names and bytes of all files in them."""
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
@@ -88,7 +90,6 @@ def open_toolbox() -> Toolbox:
         )
     except toolchain.ToolchainError as error:
         raise ToolboxError(str(error)) from error
-    own = ROOT / "include"
     return Toolbox(
         nvcc=nvcc.path,
         nvcc_version=_version(nvcc.path),
@@ -97,7 +98,7 @@ def open_toolbox() -> Toolbox:
             *cmake_options((ROOT / "CMakeLists.txt").read_text()),
             *shlex.split(os.environ.get("FP8CUTLASS_CUDA_FLAGS", "")),
         ),
-        includes=("-I", str(own), "-isystem", str(cutlass)),
-        headers_digest=_digest_of((own, cutlass / "cute", cutlass / "cutlass")),
+        includes=("-I", str(INCLUDE), "-isystem", str(cutlass)),
+        headers_digest=digest_of((INCLUDE, cutlass / "cute", cutlass / "cutlass")),
         environment=nvcc.environment(),
     )

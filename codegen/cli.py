@@ -9,16 +9,19 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from codegen.arch import CARDS, MODEL_CARD, TARGETS, family_of
+from codegen.arch import TARGETS, model_card
+from codegen.evidence import EvidenceError
 from codegen.explain import explain as explain_text
 from codegen.keys import LOADS, PRECISIONS, Key, load_of, seqlen_bucket
 from codegen.ledger import counts
 from codegen.ledger import render as render_ledger
-from codegen.matrix import HEAD_DIMS, PROFILES, profile_of, undeclared
+from codegen.matrix import PROFILES, head_dims, profile_of, undeclared
 from codegen.outputs import Request, files
+from codegen.render import environment, render_kernel
 from codegen.rules import check as check_rules
 from codegen.select import of_profile, select
 from codegen.spec import AXES, Dtype, Out, Scaling, Variant, axis_text, parse_id
+from codegen.table import built
 from codegen.writer import compare, write
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "generated"
@@ -43,11 +46,12 @@ def _conditions(filters: tuple[str, ...]) -> list[tuple[str, str]]:
     return conditions
 
 
-def _choose(archs: tuple[str, ...], profile: str, only: tuple[str, ...], filters: tuple[str, ...]) -> Request:
+def _choose(
+    archs: tuple[str, ...], profile: str, only: tuple[str, ...], filters: tuple[str, ...], emulated: bool
+) -> Request:
     """The variants that the options ask for. Whatever cannot be had is an error that says why."""
     targets = _targets(archs)
-    families = {family_of(t).name for t in targets}
-    variants = tuple(v for v in of_profile(select().emitted, profile) if v.family in families)
+    variants = built(of_profile(select().emitted, profile), targets, emulated)
     name = profile
     if only:
         if _given("profile"):
@@ -89,16 +93,30 @@ _arch = click.option(
 )
 _profile = click.option("--profile", type=click.Choice(PROFILES), default="release", show_default=True)
 _only = click.option("--only", multiple=True, metavar="ID", help="Emit just this variant; repeat for several.")
+_emulated = click.option(
+    "--emulated", is_flag=True, help="Also all kernels that are only emulated on a target, for tests of them there."
+)
 _filter = click.option(
     "--filter", "filters", multiple=True, metavar="AXIS=VALUE", help="Keep variants with this axis value."
 )
 
 
-@click.group(invoke_without_command=True)
+class _Commands(click.Group):
+    """Measurements that cannot be used are an error of every command, not a traceback."""
+
+    def invoke(self, context: click.Context) -> object:
+        try:
+            return super().invoke(context)
+        except EvidenceError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Commands, invoke_without_command=True)
 @_arch
 @_profile
 @_only
 @_filter
+@_emulated
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), default=DEFAULT_OUT, help="Default: generated/."
 )
@@ -112,6 +130,7 @@ def main(
     profile: str,
     only: tuple[str, ...],
     filters: tuple[str, ...],
+    emulated: bool,
     out: Path,
     check_only: bool,
 ) -> None:
@@ -122,7 +141,7 @@ def main(
                 f"{', '.join(ignored)}: options of `{context.invoked_subcommand}` come after its name"
             )
         return
-    request = _choose(archs, profile, only, filters)
+    request = _choose(archs, profile, only, filters, emulated)
     if not check_only and request.profile == "custom" and out.resolve() == DEFAULT_OUT:
         raise click.ClickException("--only and --filter leave kernels out: name another folder with --out")
     rendered = files(request, select())
@@ -158,10 +177,20 @@ def main(
 @_profile
 @_only
 @_filter
-def list_variants(archs: tuple[str, ...], profile: str, only: tuple[str, ...], filters: tuple[str, ...]) -> None:
+@_emulated
+def list_variants(
+    archs: tuple[str, ...], profile: str, only: tuple[str, ...], filters: tuple[str, ...], emulated: bool
+) -> None:
     """The ids of the emitted variants, with the smallest profile of each."""
-    for v in _choose(archs, profile, only, filters).variants:
+    for v in _choose(archs, profile, only, filters, emulated).variants:
         click.echo(f"{profile_of(v):8} {v.id}")
+
+
+@main.command()
+@click.argument("variant_id", metavar="ID")
+def render(variant_id: str) -> None:
+    """The source of one kernel, emitted or outranked."""
+    click.echo(render_kernel(_requested(variant_id), environment()), nl=False)
 
 
 @main.command()
@@ -216,10 +245,11 @@ def explain(
     profile: str,
 ) -> None:
     """Which kernel a problem gets, and why."""
-    padded = next((d for d in HEAD_DIMS if 0 < head_dim <= d), None)
+    served = head_dims(arch)
+    padded = next((d for d in served if 0 < head_dim <= d), None)
     if padded is None:
         raise click.ClickException(
-            f"--head-dim {head_dim}: kernels exist for {', '.join(map(str, HEAD_DIMS))}; smaller ones are padded up"
+            f"--head-dim {head_dim}: kernels exist for {', '.join(map(str, served))}; smaller ones are padded up"
         )
     if padded != head_dim:
         click.echo(f"head_dim {head_dim} is zero-padded to {padded}")
@@ -232,7 +262,7 @@ def explain(
         scaling=Scaling(scaling),
         causal=causal,
         precision=precision,
-        load=load or load_of(batch * heads, seqlen if queries is None else queries, CARDS[MODEL_CARD].sms),
+        load=load or load_of(batch * heads, seqlen if queries is None else queries, model_card(arch).sms),
     )
     click.echo(explain_text(key, of_profile(select().emitted, profile)))
 
@@ -242,6 +272,7 @@ def explain(
 @_profile
 @_only
 @_filter
+@_emulated
 @click.option("--jobs", type=click.IntRange(min=1), default=None, help="Compilers at once. Default: by cores, memory.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=DEFAULT_GATES, help="Work files.")
 @click.option("--report", default=None, help="Default for whole profiles: docs/gates_{arch}_{profile}.txt.")
@@ -251,6 +282,7 @@ def gates(
     profile: str,
     only: tuple[str, ...],
     filters: tuple[str, ...],
+    emulated: bool,
     jobs: int | None,
     out: Path,
     report: str | None,
@@ -261,7 +293,7 @@ def gates(
     from codegen.gates.toolbox import ToolboxError
     from scripts.toolchain import ToolchainError, job_count
 
-    request = _choose(archs, profile, only, filters)
+    request = _choose(archs, profile, only, filters, emulated)
     whole = request.profile == profile
     if check_only and report is None and not whole:
         raise click.ClickException("--check compares whole profiles: leave out --only and --filter, or name a --report")
@@ -269,8 +301,8 @@ def gates(
         raise click.ClickException(f"--report {report} must contain {{arch}}: there are {len(request.archs)} targets")
     try:
         good = run(
-            request.variants,
-            archs=request.archs,
+            # What a build for this target alone would hold, so that a report does not depend on the other targets.
+            {a: built(request.variants, (a,), emulated or not whole) for a in request.archs},
             profile=request.profile,
             jobs=jobs or job_count(),
             out=out,

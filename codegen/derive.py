@@ -1,105 +1,13 @@
-"""What follows from the axes of a variant: fragments, shared memory, registers, occupancy, matrix instructions."""
+"""What follows from the axes of a variant, by the formulas of its family."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from codegen import derive_sm89, derive_sm90
+from codegen.derived import Derived
+from codegen.spec import Variant
 
-from codegen.arch import FAMILIES, REGISTERS_PER_SM, REGISTERS_PER_THREAD, SMEM_RESERVED_PER_CTA
-from codegen.scaling import GRANULARITY
-from codegen.spec import Softmax, Variant
-
-MAX_CTAS_PER_SM = 3  # a fourth adds no overlap that three do not have, and takes registers from all
-STEPS_AT_ONCE = 4  # k steps of Q K^T unrolled where Q comes from shared memory
-WORK_ITEM_BYTES = 128  # two decoded work items
-ROW_STATE_BYTES = 32  # RowState in softmax.cuh
-ROWS_OUTPUT_REGISTERS = 128  # from this many registers of O on, the state of the rows lives in shared memory
-Q_FRAGMENT_REGISTERS = 32  # beyond this many, Q fragments are read from shared memory for every tile instead
-
-
-@dataclass(frozen=True, kw_only=True)
-class Derived:
-    threads: int
-    rows_per_warp: int
-    m_fragments: int
-    q_in_registers: bool
-    rows_in_registers: bool
-    smem_parts: tuple[tuple[str, int], ...]
-    smem_bytes: int
-    registers: int
-    ctas_per_sm: int
-    ctas_limit: str
-    mma_per_tile: int  # matrix instructions a warp issues for one KV tile
-    mma_in_loop: int  # of which so many stand in the main loop's code; fewer where the k steps of Q K^T are a loop
-
-
-def row_pitch(row_bytes: int) -> int:
-    """Bytes from row to row in shared memory, as SmemTile in layout.h: powers of two are swizzled, 96 is padded."""
-    return row_bytes if row_bytes & (row_bytes - 1) == 0 else row_bytes + 16
-
-
-def estimate_registers(v: Variant, fragments: int, q_in_registers: bool, rows_in_registers: bool) -> int:
-    """Registers a thread needs in the main loop, on the safe side.
-
-    The gates hold the compiler to the launch bound, not to this.
-    """
-    output = fragments * v.head_dim // 2
-    scores = fragments * v.tile_n // (4 if v.softmax is Softmax.LINEAR else 2)
-    prob = fragments * v.tile_n // 8
-    product = fragments * 8  # two n8 blocks of P V in flight
-    q = fragments * v.head_dim // 8 if q_in_registers else fragments * 4
-    state = fragments * (14 if rows_in_registers else 2)  # reference, sums, slopes, factors
-    # From 96 accumulators on, the compiler needs slack for the alignment of fragments: without it spills were seen.
-    slack = 46 if output >= 96 else 0
-    addresses = 36 if v.softmax is Softmax.EXP2 else 56  # the code-domain path keeps more maxima and offsets in flight
-    # P overwrites S piece by piece, so only the larger of (S) and (P + product) counts beside O and Q.
-    return output + max(scores + prob // 2, prob + product) + q + state + addresses + slack
-
-
-def descale_slots(v: Variant) -> int:
-    """Buffers for per-token K descales: the softmax reads a tile's after the load of the next K may have begun."""
-    return max(2, v.stages)
+_OF_FAMILY = {"sm89": derive_sm89.derive, "sm90a": derive_sm90.derive}
 
 
 def derive(v: Variant) -> Derived:
-    threads = 32 * v.warps
-    rows_per_warp = v.tile_m // v.warps
-    fragments = max(1, rows_per_warp // 16)
-    q_in_registers = fragments * v.head_dim // 8 <= Q_FRAGMENT_REGISTERS and v.head_dim <= 128
-    rows_in_registers = fragments * v.head_dim // 2 < ROWS_OUTPUT_REGISTERS
-    parts = [
-        ("Q", v.tile_m * row_pitch(v.head_dim)),
-        (f"{v.stages} x K", v.stages * v.tile_n * row_pitch(v.head_dim)),
-        (f"{v.stages} x V", v.stages * v.head_dim * row_pitch(v.tile_n)),
-    ]
-    if GRANULARITY[v.scaling].k == "token":
-        parts.append((f"{descale_slots(v)} x K descales", descale_slots(v) * max(128, 4 * v.tile_n)))
-    if not rows_in_registers:
-        parts.append(("row state", threads * fragments * ROW_STATE_BYTES))
-    parts.append(("work items", WORK_ITEM_BYTES))
-    smem = sum(size for _, size in parts)
-
-    family = FAMILIES[v.family]
-    registers = estimate_registers(v, fragments, q_in_registers, rows_in_registers)
-    limits = {
-        "shared memory": family.smem_per_sm // (smem + SMEM_RESERVED_PER_CTA),
-        "registers": REGISTERS_PER_SM // (threads * min(registers, REGISTERS_PER_THREAD + 1)),
-        "choice": MAX_CTAS_PER_SM,
-    }
-    limit = min(limits, key=lambda k: limits[k])
-    steps_n, steps_d = v.tile_n // 32, v.head_dim // 32
-    values = fragments * (v.head_dim // 8 + 1) * steps_n  # P V and the row sums
-    scores = fragments * v.tile_n // 8
-    return Derived(
-        threads=threads,
-        rows_per_warp=rows_per_warp,
-        m_fragments=fragments,
-        q_in_registers=q_in_registers,
-        rows_in_registers=rows_in_registers,
-        smem_parts=tuple(parts),
-        smem_bytes=smem,
-        registers=registers,
-        ctas_per_sm=limits[limit],
-        ctas_limit=limit,
-        mma_per_tile=values + scores * steps_d,
-        mma_in_loop=values + scores * (steps_d if q_in_registers else STEPS_AT_ONCE),
-    )
+    return _OF_FAMILY[v.family](v)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from codegen.arch import CARDS, MODEL_CARD, TARGETS
+from codegen.arch import TARGETS, Card
+from codegen.cost import Shape
 from codegen.matrix import HEAD_DIMS
-from codegen.model import Shape
 from codegen.spec import Dtype, Out, Scaling, axis_text
 
 SEQLEN_BOUNDS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # inclusive; a last bucket has no bound
 LOAD_ROWS = 128  # rows of a work item when the load is judged
-LOADS = ("light", "heavy")  # light: fewer than two such items an SM
+# A load and how many such items an SM it has fewer than, as a fraction; the last is unbounded.
+LOAD_BOUNDS = (("few", 1, 8), ("light", 2, 1))
+LOADS = (*(name for name, _, _ in LOAD_BOUNDS), "heavy")
 PRECISIONS = ("fast", "accurate")
 
 
@@ -54,14 +56,17 @@ def bucket_text(bucket: int) -> str:
 
 
 def load_of(batch_heads: int, seqlen_q: int, sms: int) -> str:
-    return "light" if batch_heads * -(-seqlen_q // LOAD_ROWS) < 2 * sms else "heavy"
+    items = batch_heads * -(-seqlen_q // LOAD_ROWS)
+    return next((name for name, part, whole in LOAD_BOUNDS if items * whole < part * sms), LOADS[-1])
 
 
-def representative(key: Key) -> Shape:
-    """The problem that stands for a cell in the cost model: the bucket's upper end, 0.5 or 8 items an SM."""
-    card = CARDS[MODEL_CARD]
-    seqlen = SEQLEN_BOUNDS[key.seqlen] if key.seqlen < len(SEQLEN_BOUNDS) else 2 * SEQLEN_BOUNDS[-1]
-    items = card.sms // 2 if key.load == "light" else 8 * card.sms
-    queries = min(seqlen, LOAD_ROWS * items)  # so that one head alone is no heavier than the cell
+def representative(card: Card, seqlen: int, load: str, causal: bool) -> Shape:
+    """The problem that stands for a cell in the cost model: the bucket's upper end, 1/16, 0.5 or 8 items an SM.
+
+    seqlen: a position among the buckets.
+    """
+    keys = SEQLEN_BOUNDS[seqlen] if seqlen < len(SEQLEN_BOUNDS) else 2 * SEQLEN_BOUNDS[-1]
+    items = {"few": max(1, card.sms // 16), "light": card.sms // 2}.get(load, 8 * card.sms)
+    queries = min(keys, LOAD_ROWS * items)  # so that one head alone is no heavier than the cell
     batch_heads = max(1, items // -(-queries // LOAD_ROWS))
-    return Shape(batch_heads=batch_heads, seqlen_q=queries, seqlen_k=seqlen, causal=key.causal)
+    return Shape(batch_heads=batch_heads, seqlen_q=queries, seqlen_k=keys, causal=causal)

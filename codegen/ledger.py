@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 from codegen.matrix import MATRICES, Matrix
 from codegen.rules import RULES, Rejection
 from codegen.select import Selection
 from codegen.spec import Variant, axis_text
 
-RULE_WHY = {r.name: r.why for r in RULES} | {
-    "OUTRANKED": "legal, but the kernels that are emitted for the same problem are modelled faster or as fast"
-}
+OUTRANKED_WHY = "legal, but the kernels that are emitted for the same problem are modelled faster or as fast"
+
+
+def why(family: str, rule: str) -> str:
+    return OUTRANKED_WHY if rule == "OUTRANKED" else next(r.why for r in RULES[family] if r.name == rule)
 
 
 def group(points: list[tuple[Variant, Rejection]], matrix: Matrix) -> list[tuple[str, str, str, int]]:
@@ -29,26 +32,49 @@ def group(points: list[tuple[Variant, Rejection]], matrix: Matrix) -> list[tuple
     return rows
 
 
-def _boxes(members: list[Variant]) -> list[dict[str, tuple[object, ...]]]:
-    """Splits points into full products of axis values: whole if they are one, else along the first axis that varies."""
-    axes = {axis: tuple(dict.fromkeys(getattr(v, axis) for v in members)) for axis in Matrix.AXES}
-    if _volume(axes) == len(members):
-        return [axes]
-    for axis in Matrix.AXES:
-        if len(axes[axis]) > 1:
-            parts = [[v for v in members if getattr(v, axis) == value] for value in axes[axis]]
-            return [box for part in parts for box in _boxes(part)]
-    raise ValueError("duplicate points")
+Box = dict[str, tuple[object, ...]]
 
 
-def _volume(box: dict[str, tuple[object, ...]]) -> int:
+def _boxes(members: list[Variant]) -> list[Box]:
+    """Splits points into few full products of axis values."""
+    points = [tuple(getattr(v, axis) for axis in Matrix.AXES) for v in members]
+    if len(set(points)) < len(points):
+        raise ValueError("duplicate points")
+    return [{axis: box[axis] for axis in Matrix.AXES} for box in _split(points, Matrix.AXES)]
+
+
+def _split(points: list[tuple[object, ...]], axes: tuple[str, ...]) -> list[Box]:
+    """Along the axis whose values fall into the fewest groups that hold the same points of the other axes."""
+    if not axes:
+        return [{}]
+
+    def groups(at: int) -> dict[frozenset[tuple[object, ...]], list[object]]:
+        """The values of an axis by the points that they have on the others."""
+        rests: dict[object, dict[tuple[object, ...], None]] = {}
+        for point in points:
+            rests.setdefault(point[at], {})[point[:at] + point[at + 1 :]] = None
+        joined: dict[frozenset[tuple[object, ...]], list[object]] = {}
+        for value, rest in rests.items():
+            joined.setdefault(frozenset(rest), []).append(value)
+        return joined
+
+    found = [groups(at) for at in range(len(axes))]
+    at = min(range(len(axes)), key=lambda i: len(found[i]))
+    boxes = []
+    for rest, values in found[at].items():
+        inside = [p for p in dict.fromkeys(q[:at] + q[at + 1 :] for q in points) if p in rest]
+        boxes += [{axes[at]: tuple(values)} | box for box in _split(inside, axes[:at] + axes[at + 1 :])]
+    return boxes
+
+
+def _volume(box: Box) -> int:
     volume = 1
     for values in box.values():
         volume *= len(values)
     return volume
 
 
-def _where(box: dict[str, tuple[object, ...]], matrix: Matrix) -> str:
+def _where(box: Box, matrix: Matrix) -> str:
     parts = []
     for axis, values in box.items():
         if len(values) < len(getattr(matrix, axis)):
@@ -60,6 +86,7 @@ def counts(selection: Selection) -> Counter[str]:
     return Counter(r.rule for _, r in selection.rejected)
 
 
+@cache
 def render(selection: Selection) -> str:
     """The ledger's text. A row starts with the number of points that it stands for."""
     lines = [
@@ -75,6 +102,6 @@ def render(selection: Selection) -> str:
         rows = group(own, matrix)
         for rule in dict.fromkeys(row[0] for row in sorted(rows, key=lambda r: r[0])):
             mine = sorted(row for row in rows if row[0] == rule)
-            lines += ["", f"### {rule} ({sum(r[3] for r in mine):,}): {RULE_WHY[rule]}"]
+            lines += ["", f"### {rule} ({sum(r[3] for r in mine):,}): {why(matrix.family, rule)}"]
             lines += [f"{count:6,}  {where}: {message}" for _, where, message, count in mine]
     return "\n".join(lines) + "\n"

@@ -6,11 +6,14 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from codegen.spec import Dtype, Kind, Out, Scaling, Softmax, Tile, Variant, axis_text
+from codegen.arch import family_of
+from codegen.spec import Cluster, Dtype, Kind, Out, Scaling, Schedule, Softmax, Tile, Variant, axis_text
 
-HEAD_DIMS = (32, 64, 96, 128, 256)  # others are zero-padded up to the next
+SM89_HEAD_DIMS = (32, 64, 96, 128, 256)
+SM90A_HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = tuple(sorted({*SM89_HEAD_DIMS, *SM90A_HEAD_DIMS}))  # the axis of the dispatch table
 
-TILES = (
+SM89_TILES = (
     Tile(m=64, n=32, warps=4),
     Tile(m=64, n=64, warps=4),
     Tile(m=64, n=128, warps=4),
@@ -21,7 +24,20 @@ TILES = (
     Tile(m=128, n=128, warps=8),
 )
 
-STAGES = (1, 2, 3, 4)
+SM90A_TILES = (
+    Tile(m=64, n=64, warps=4),
+    Tile(m=64, n=128, warps=4),
+    Tile(m=64, n=192, warps=4),
+    Tile(m=64, n=256, warps=4),
+    Tile(m=128, n=64, warps=8),
+    Tile(m=128, n=128, warps=8),
+    Tile(m=128, n=192, warps=8),
+    Tile(m=128, n=256, warps=8),
+    Tile(m=192, n=64, warps=12),
+    Tile(m=192, n=128, warps=12),
+    Tile(m=192, n=192, warps=12),
+    Tile(m=192, n=256, warps=12),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +55,13 @@ class Matrix:
     dtype: tuple[Dtype, ...]
     out: tuple[Out, ...]
     softmax: tuple[Softmax, ...]
+    schedule: tuple[Schedule, ...]
+    cluster: tuple[Cluster, ...]
 
-    AXES = ("head_dim", "tile", "stages", "scaling", "causal", "dtype", "out", "softmax")
+    AXES = (
+        *("head_dim", "tile", "stages", "scaling", "causal", "dtype", "out", "softmax"),
+        *("schedule", "cluster"),
+    )
 
     def points(self) -> Iterator[Variant]:
         for values in itertools.product(*(getattr(self, axis) for axis in self.AXES)):
@@ -59,14 +80,16 @@ MATRICES = (
         name="sm89 forward",
         family="sm89",
         kind=Kind.FWD,
-        head_dim=HEAD_DIMS,
-        tile=TILES,
-        stages=STAGES,
-        scaling=tuple(Scaling),
+        head_dim=SM89_HEAD_DIMS,
+        tile=SM89_TILES,
+        stages=(1, 2, 3, 4),
+        scaling=(Scaling.TENSOR, Scaling.HEAD, Scaling.BLOCK, Scaling.TOKEN),
         causal=(False, True),
-        dtype=tuple(Dtype),
-        out=tuple(Out),
-        softmax=tuple(Softmax),
+        dtype=(Dtype.E4M3, Dtype.E5M2),
+        out=(Out.BF16, Out.FP16, Out.E4M3),
+        softmax=(Softmax.EXP2, Softmax.LINEAR),
+        schedule=(Schedule.MULTISTAGE,),
+        cluster=(Cluster.SOLO,),
     ),
     # One kernel for each head_dim, softmax and the two ways of scaling K: enough to test every stage of every code path
     # alone.
@@ -74,21 +97,63 @@ MATRICES = (
         name="sm89 diagnostic",
         family="sm89",
         kind=Kind.DIAG,
-        head_dim=HEAD_DIMS,
+        head_dim=SM89_HEAD_DIMS,
         tile=(Tile(m=64, n=32, warps=4), Tile(m=64, n=64, warps=4)),
         stages=(2,),
         scaling=(Scaling.BLOCK, Scaling.TOKEN),
         causal=(True,),
         dtype=(Dtype.E4M3,),
         out=(Out.BF16,),
-        softmax=tuple(Softmax),
+        softmax=(Softmax.EXP2, Softmax.LINEAR),
+        schedule=(Schedule.MULTISTAGE,),
+        cluster=(Cluster.SOLO,),
+    ),
+    Matrix(
+        name="sm90a forward",
+        family="sm90a",
+        kind=Kind.FWD,
+        head_dim=SM90A_HEAD_DIMS,
+        tile=SM90A_TILES,
+        stages=(2, 3, 4),
+        scaling=(Scaling.BLOCK, Scaling.TOKEN),
+        causal=(False, True),
+        dtype=(Dtype.E4M3, Dtype.E5M2),
+        out=(Out.BF16, Out.FP16, Out.E4M3),
+        softmax=(Softmax.EXP2, Softmax.LINEAR),
+        schedule=(Schedule.PINGPONG, Schedule.OVERLAP, Schedule.SERIAL),
+        cluster=(Cluster.SOLO, Cluster.SPLIT2, Cluster.SPLIT4),
+    ),
+    Matrix(
+        name="sm90a diagnostic",
+        family="sm90a",
+        kind=Kind.DIAG,
+        head_dim=SM90A_HEAD_DIMS,
+        tile=(Tile(m=128, n=64, warps=8),),
+        stages=(2,),
+        scaling=(Scaling.BLOCK, Scaling.TOKEN),
+        causal=(True,),
+        dtype=(Dtype.E4M3,),
+        out=(Out.BF16,),
+        softmax=(Softmax.EXP2, Softmax.LINEAR),
+        schedule=(Schedule.SERIAL,),
+        cluster=(Cluster.SOLO,),
     ),
 )
 
 
+def matrix_of(family: str, kind: Kind) -> Matrix | None:
+    return next((m for m in MATRICES if (m.family, m.kind) == (family, kind)), None)
+
+
+def head_dims(target: str) -> tuple[int, ...]:
+    """What a caller's head_dim is padded up to on a target: those of the family that serves it first."""
+    matrix = matrix_of(family_of(target).name, Kind.FWD)
+    return matrix.head_dim if matrix else ()
+
+
 def undeclared(v: Variant) -> str | None:
     """Which part of a variant no matrix declares, and what is declared; None for a declared point."""
-    matrix = next((m for m in MATRICES if (m.family, m.kind) == (v.family, v.kind)), None)
+    matrix = matrix_of(v.family, v.kind)
     if matrix is None:
         return f"{v.family}_{v.kind} is not declared ({', '.join(f'{m.family}_{m.kind}' for m in MATRICES)} are)"
     for axis in Matrix.AXES:
@@ -105,10 +170,7 @@ def _default_mode(v: Variant) -> bool:
     return v.scaling is Scaling.BLOCK and v.dtype is Dtype.E4M3 and v.out is Out.BF16
 
 
-def profile_of(v: Variant) -> str:
-    """The smallest profile that contains an emitted variant."""
-    if v.kind is Kind.DIAG:
-        return "ci"
+def _sm89_profile(v: Variant) -> str:
     # dev: the default mode of two head_dims, enough for the demo
     if _default_mode(v) and v.head_dim in (32, 64):
         return "dev"
@@ -122,6 +184,23 @@ def profile_of(v: Variant) -> str:
     if v.head_dim == 128 and v.dtype is Dtype.E5M2 and v.out is Out.BF16 and v.scaling is Scaling.HEAD:
         return "ci"
     return "release"
+
+
+def _sm90a_profile(v: Variant) -> str:
+    if _default_mode(v) and v.head_dim in (64, 128):
+        return "dev"
+    # Other outputs with a mask, other scalings and operands without: every value once.
+    if _default_mode(v) or (v.head_dim == 64 and v.causal == (v.out is not Out.BF16)):
+        return "ci"
+    return "release"
+
+
+_PROFILE = {"sm89": _sm89_profile, "sm90a": _sm90a_profile}
+
+
+def profile_of(v: Variant) -> str:
+    """The smallest profile that contains an emitted variant."""
+    return "ci" if v.kind is Kind.DIAG else _PROFILE[v.family](v)
 
 
 def in_profile(v: Variant, profile: str) -> bool:

@@ -10,14 +10,15 @@ from jinja2 import Environment
 
 from codegen.arch import TARGETS
 from codegen.derive import derive
-from codegen.keys import LOAD_ROWS, SEQLEN_BOUNDS, bucket_text
+from codegen.keys import LOAD_BOUNDS, LOAD_ROWS, SEQLEN_BOUNDS, bucket_text
 from codegen.ledger import render as render_ledger
-from codegen.matrix import HEAD_DIMS, profile_of
-from codegen.render import environment, render_kernel, symbol
-from codegen.scaling import GRANULARITY, KEY_BLOCK
+from codegen.matrix import HEAD_DIMS, head_dims, profile_of
+from codegen.render import environment, render_kernel
+from codegen.scaling import GRANULARITY, KEY_BLOCK, key_block, served
 from codegen.select import Selection
-from codegen.spec import Kind, Variant
-from codegen.table import Table, build
+from codegen.spec import Cluster, Kind, Schedule, Variant
+from codegen.table import Table, build, targets_of
+from codegen.view import symbol
 
 CELLS_PER_LINE = 24
 
@@ -65,17 +66,22 @@ def _manifest(request: Request, kernels: dict[str, str]) -> str:
                 "warps": v.warps,
                 "stages": v.stages,
                 "scaling": str(v.scaling),
+                "scalings": [str(s) for s in served(v)],
+                "key_block": key_block(v),
                 "causal": v.causal,
                 "dtype": str(v.dtype),
                 "out": str(v.out),
                 "softmax": str(v.softmax),
                 "score": v.score,
+                "schedule": str(v.schedule),
+                "cluster": str(v.cluster),
                 "profile": profile_of(v),
                 "threads": d.threads,
                 "ctas_per_sm": d.ctas_per_sm,
                 "smem_bytes": d.smem_bytes,
                 "mma_per_tile": d.mma_per_tile,
                 "mma_in_loop": d.mma_in_loop,
+                "targets": list(targets_of(v, request.archs)),
                 "file": path,
                 "sha256": hashlib.sha256(kernels[path].encode()).hexdigest(),
             }
@@ -89,7 +95,7 @@ def _manifest(request: Request, kernels: dict[str, str]) -> str:
         "table": "dispatch.json",
         "key_block": KEY_BLOCK,
         "scaling": {str(s): asdict(g) for s, g in GRANULARITY.items()},
-        "head_dims": list(HEAD_DIMS),
+        "head_dims": {a: list(head_dims(a)) for a in TARGETS},
     }
     # One variant a line, so that a diff shows which kernels changed.
     body = json.dumps(head, indent=1)[:-2] + ',\n "variants": [\n'
@@ -148,6 +154,7 @@ def _dispatch_inc(table: Table, variants: tuple[Variant, ...], env: Environment)
         head_dims=HEAD_DIMS,
         seqlen_bounds=SEQLEN_BOUNDS,
         load_rows=LOAD_ROWS,
+        load_bounds=LOAD_BOUNDS,
         rows=rows,
     )
 
@@ -164,6 +171,9 @@ class RegistryEntry:
     k: str
     v: str
     diagnostic: bool
+    key_block: int
+    coarse: bool
+    draws: bool
 
 
 def _registry(variants: tuple[Variant, ...], env: Environment) -> str:
@@ -177,6 +187,9 @@ def _registry(variants: tuple[Variant, ...], env: Environment) -> str:
             out=str(v.out),
             **asdict(GRANULARITY[v.scaling]),
             diagnostic=v.kind is Kind.DIAG,
+            key_block=key_block(v),
+            coarse=len(served(v)) > 1,
+            draws=v.schedule is not Schedule.MULTISTAGE and v.cluster is Cluster.SOLO,
         )
         for v in variants
     ]

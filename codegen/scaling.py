@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from codegen.spec import Scaling
+from codegen.arch import FAMILIES
+from codegen.spec import Scaling, Variant
 
-KEY_BLOCK = 128  # keys of a `block` descale; packed V is padded to a multiple of it
+KEY_BLOCK = 128  # keys of a `block` descale in public tensors; packed V is padded to a multiple of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,3 +25,18 @@ GRANULARITY = {
     Scaling.BLOCK: Granularity(q="token", k="block", v="block"),
     Scaling.TOKEN: Granularity(q="token", k="token", v="channel"),
 }
+
+
+def key_block(v: Variant) -> int:
+    """Keys that share a `block` descale of K and V in the tensors that this kernel reads.
+
+    A tile has one descale: where it does not divide the public block, the block is the tile.
+    """
+    return KEY_BLOCK if KEY_BLOCK % v.tile_n == 0 else v.tile_n
+
+
+def served(v: Variant) -> tuple[Scaling, ...]:
+    """The scaling modes of calls that the kernel computes."""
+    if v.scaling is Scaling.BLOCK and FAMILIES[v.family].strided_descales:
+        return (Scaling.TENSOR, Scaling.HEAD, Scaling.BLOCK)
+    return (v.scaling,)

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from codegen.arch import CARDS, MODEL_CARD
+from codegen.arch import CARDS, FAMILIES
 from codegen.derive import derive
-from codegen.keys import LOADS, SEQLEN_BOUNDS, Key, representative
+from codegen.evidence import Measurement, measured
+from codegen.keys import LOADS, SEQLEN_BOUNDS, representative
 from codegen.matrix import MATRICES, Matrix, in_profile
 from codegen.model import cost
 from codegen.rules import Rejection, check
-from codegen.spec import Dtype, Kind, Out, Scaling, Softmax, Tile, Variant
+from codegen.spec import Dtype, Out, Scaling, Variant
 
 # A class gets one kernel, or two where the second makes the cells more than 6% faster on average: each costs build time
 # and size, and the model is not exact to 6% either.
 WORTH = 1.06
 
-Order = tuple[float, int, int, str]
-Rank = tuple[float, tuple[Order, ...]]
+# Where kernels were measured, a class gets as many, up to three, as bring every measured cell within 3% of the best.
+CLOSE = 1.03
+MOST_MEASURED = 3
+MOST_RARE = 2  # one for light loads, one for heavy ones
+
+FAR = 1.05  # from here on the ledger does not say by how much a kernel was outranked, so that its rows can be joined
+
+Cell = tuple[int, str]  # position among the seqlen buckets, load
+CELLS: tuple[Cell, ...] = tuple((s, load) for s in range(len(SEQLEN_BOUNDS) + 1) for load in LOADS)
+Costs = Mapping[str, Mapping[Cell, float]]  # microseconds by id and cell; a cell may be missing
+Order = tuple[int, float, int, int, str]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # by identity: it is large, and there is one of it
 class Selection:
     """`emitted` sorted by id; `rejected` in declared order; together they are the whole product."""
 
@@ -33,100 +43,151 @@ class Selection:
     declared: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Microseconds of a variant in a cell, and the measurement that they come from, if any."""
+
+    us: float
+    measurement: Measurement | None = None
+
+
 @cache
-def _cell_cost(
-    head_dim: int, tile: Tile, stages: int, token: bool, causal: bool, softmax: Softmax, cell: int, load: str
-) -> float:
-    """Modelled microseconds; only the fields that the model reads, so that the product is evaluated once."""
-    v = Variant(
-        family="sm89",
-        kind=Kind.FWD,
-        head_dim=head_dim,
-        tile=tile,
-        stages=stages,
-        scaling=Scaling.TOKEN if token else Scaling.TENSOR,
-        causal=causal,
-        dtype=Dtype.E4M3,
-        out=Out.BF16,
-        softmax=softmax,
-    )
-    return variant_cost(v, cell, load)
+def modelled_us(v: Variant, seqlen: int, load: str) -> float:
+    """Modelled microseconds of the problem that stands for a cell, on the card that stands for the family."""
+    card = CARDS[FAMILIES[v.family].model_card]
+    return cost(v, representative(card, seqlen, load, v.causal), card).us
 
 
-def variant_cost(v: Variant, seqlen: int, load: str) -> float:
-    key = Key(
-        arch="sm89",
-        head_dim=v.head_dim,
-        seqlen=seqlen,
-        dtype=v.dtype,
-        out=v.out,
-        scaling=v.scaling,
-        causal=v.causal,
-        precision="fast",
-        load=load,
-    )
-    return cost(v, representative(key), CARDS[MODEL_CARD]).us
+def timing(v: Variant, seqlen: int, load: str) -> Timing:
+    """Measured where it was, else modelled."""
+    if (m := measured(v, seqlen, load)) is not None:
+        return Timing(us=m.us, measurement=m)
+    return Timing(us=modelled_us(_modelled(v), seqlen, load))
 
 
-def cell_costs(v: Variant) -> dict[tuple[int, str], float]:
-    """Modelled cost of a variant in every (seqlen, load) cell of its class."""
-    token = v.scaling is Scaling.TOKEN
-    return {
-        (s, load): _cell_cost(v.head_dim, v.tile, v.stages, token, v.causal, v.softmax, s, load)
-        for s in range(len(SEQLEN_BOUNDS) + 1)
-        for load in LOADS
-    }
+def modelled_costs(v: Variant) -> dict[Cell, float]:
+    """Modelled cost of a variant in every cell of its class."""
+    return {(s, load): modelled_us(_modelled(v), s, load) for s, load in CELLS}
 
 
-def order(v: Variant, us: float) -> Order:
-    """The comparator: modelled time, then fewer shared-memory bytes, then fewer warps, then the id, to be total."""
-    return (round(us, 3), derive(v).smem_bytes, v.warps, v.id)
+def measured_costs(v: Variant) -> dict[Cell, float]:
+    """Measured cost of a variant in the cells of its class where it was measured."""
+    found = ((cell, measured(v, *cell)) for cell in CELLS)
+    return {cell: m.us for cell, m in found if m is not None}
+
+
+def order(v: Variant, t: Timing) -> Order:
+    """The comparator: measured first, then time, fewer shared-memory bytes, fewer warps, and the id, to be total."""
+    return (0 if t.measurement else 1, round(t.us, 3), derive(v).smem_bytes, v.warps, v.id)
 
 
 def problem_class(v: Variant) -> tuple[object, ...]:
-    """Variants that compete: everything equal but tile and stages."""
+    """Variants that compete: everything equal but tile, stages, schedule and cluster."""
     return (v.family, v.kind, v.head_dim, v.scaling, v.causal, v.dtype, v.out, v.softmax)
 
 
-def regret(chosen: tuple[Variant, ...], costs: dict[str, dict[tuple[int, str], float]]) -> float:
+def _floor(costs: Costs) -> dict[Cell, float]:
+    """The least cost of each cell that anybody has one in."""
+    floor: dict[Cell, float] = {}
+    for of in costs.values():
+        for cell, us in of.items():
+            floor[cell] = min(us, floor.get(cell, math.inf))
+    return floor
+
+
+def _losses(chosen: tuple[Variant, ...], costs: Costs, floor: Mapping[Cell, float]) -> list[float]:
+    """For each cell: best of chosen / best of all."""
+    own = [costs[v.id] for v in chosen]
+    return [min(of.get(cell, math.inf) for of in own) / us for cell, us in floor.items()]
+
+
+def _mean(losses: list[float]) -> float:
+    return math.exp(sum(map(math.log, losses)) / len(losses))
+
+
+def regret(chosen: tuple[Variant, ...], costs: Costs) -> float:
     """Geometric mean over the cells of (best of chosen / best of all)."""
-    cells = next(iter(costs.values()))
-    logs = [math.log(min(costs[v.id][c] for v in chosen) / min(of[c] for of in costs.values())) for c in cells]
-    return math.exp(sum(logs) / len(logs))
+    return _mean(_losses(chosen, costs, _floor(costs)))
+
+
+def _still(v: Variant) -> Order:
+    """Order by everything but time."""
+    return order(v, Timing(us=0.0))
+
+
+def _unbeaten(candidates: tuple[Variant, ...], costs: Costs) -> tuple[Variant, ...]:
+    """Without those that another one beats or equals in every cell and in the order: no best set needs them."""
+    still = {v.id: _still(v) for v in candidates}
+
+    def beaten(v: Variant, by: Variant) -> bool:
+        theirs = costs[by.id]
+        return still[by.id] < still[v.id] and all(theirs.get(c, math.inf) <= us for c, us in costs[v.id].items())
+
+    return tuple(v for v in candidates if not any(beaten(v, w) for w in candidates))
+
+
+def _best(candidates: tuple[Variant, ...], size: int, costs: Costs, close: float = math.inf) -> tuple[Variant, ...]:
+    """The set of this size with the least regret among those that lose no more than `close` in any cell; or none."""
+    floor = _floor(costs)
+    losses = {s: _losses(s, costs, floor) for s in itertools.combinations(candidates, size)}
+    fit = [s for s, of in losses.items() if max(of) <= close]
+    return min(fit, key=lambda s: (round(_mean(losses[s]), 4), tuple(map(_still, s))), default=())
+
+
+def _by_model(candidates: tuple[Variant, ...], most: int, costs: Costs) -> tuple[Variant, ...]:
+    rivals = _unbeaten(candidates, costs)
+    one, two = _best(rivals, 1, costs), _best(rivals, 2, costs) if most > 1 else ()
+    return two if two and round(regret(one, costs), 4) > WORTH * round(regret(two, costs), 4) else one
+
+
+def _by_measurement(candidates: tuple[Variant, ...], most: int, costs: Costs) -> tuple[Variant, ...]:
+    rivals = _unbeaten(tuple(v for v in candidates if costs[v.id]), costs)
+    most = min(most, len(rivals))
+    for size in range(1, most + 1):
+        if close := _best(rivals, size, costs, CLOSE):
+            return close
+    return _best(rivals, most, costs)
 
 
 @cache
-def _winners(candidates: tuple[Variant, ...]) -> tuple[tuple[Variant, ...], dict[Variant, Rejection]]:
-    """The one or two kernels of a class with the least regret over the cells of the table, and why not the others."""
-    costs = {v.id: cell_costs(v) for v in candidates}
-
-    def rank(chosen: tuple[Variant, ...]) -> Rank:
-        return round(regret(chosen, costs), 4), tuple(order(v, 0.0) for v in chosen)
-
-    ranked: dict[tuple[Variant, ...], Rank] = {(v,): rank((v,)) for v in candidates}
-    one = min(ranked, key=lambda k: ranked[k])
-    pairs: dict[tuple[Variant, ...], Rank] = {k: rank(k) for k in itertools.combinations(candidates, 2)}
-    two = min(pairs, key=lambda k: pairs[k], default=one)
-    chosen = two if two != one and ranked[one][0] > WORTH * pairs[two][0] else one
-    against = " and ".join(f"{v.tile}_s{v.stages}" for v in chosen)
+def _winners(candidates: tuple[Variant, ...], most: int) -> tuple[tuple[Variant, ...], dict[Variant, Rejection]]:
+    """The kernels of a class, at most so many, with the least regret over the cells, and why not the others."""
+    costs: dict[str, dict[Cell, float]] = {v.id: measured_costs(v) for v in candidates}
+    seen = any(costs.values())
+    if seen:
+        chosen = _by_measurement(candidates, most, costs)
+    else:
+        costs = {v.id: modelled_costs(v) for v in candidates}
+        chosen = _by_model(candidates, min(most, 2), costs)
+    how = "measured" if seen else "modelled"
+    against = " and ".join(v.shape for v in chosen)
+    floor = _floor(costs)
     rejections = {}
     for v in candidates:
-        if v not in chosen:
-            best = min(us / min(costs[w.id][c] for w in chosen) for c, us in costs[v.id].items())
-            rejections[v] = Rejection(
-                rule="OUTRANKED",
-                message=(
-                    f"modelled at {ranked[(v,)][0]:.2f} of the best on average "
-                    f"and {best:.2f} of {against} in its best cell"
-                ),
-            )
+        if v in chosen:
+            continue
+        if not (mine := costs[v.id]):
+            message = f"not measured, as {against} were"
+        else:
+            message = f"{how} at {FAR} or more of {against} in every cell"
+            average = _mean([us / floor[c] for c, us in mine.items()])
+            best = min(us / min(costs[w.id].get(c, math.inf) for w in chosen) for c, us in mine.items())
+            if best < FAR:
+                message = f"{how} at {average:.2f} of the best on average and {best:.2f} of {against} in its best cell"
+        rejections[v] = Rejection(rule="OUTRANKED", message=message)
     return chosen, rejections
 
 
 def _modelled(v: Variant) -> Variant:
-    """The variant with what the model does not read set to one value, so that equal classes are ranked once."""
+    """The variant with what neither model nor measurement reads set to one value, so that equal classes rank once."""
     scaling = Scaling.TOKEN if v.scaling is Scaling.TOKEN else Scaling.TENSOR
     return replace(v, scaling=scaling, dtype=Dtype.E4M3, out=Out.BF16)
+
+
+def _most(v: Variant) -> int:
+    """How many kernels the class of a variant may get: fewer in the modes of sm90a that few calls have."""
+    rare = v.family == "sm90a" and (v.dtype is Dtype.E5M2 or v.out is Out.E4M3)
+    return MOST_RARE if rare else MOST_MEASURED
 
 
 @cache
@@ -141,7 +202,7 @@ def select(matrices: tuple[Matrix, ...] = MATRICES) -> Selection:
     emitted: list[Variant] = []
     outranked: dict[str, Rejection] = {}
     for members in classes.values():
-        chosen, rejections = _winners(tuple(_modelled(v) for v in members))
+        chosen, rejections = _winners(tuple(_modelled(v) for v in members), _most(members[0]))
         emitted += [v for v in members if _modelled(v) in chosen]
         outranked |= {v.id: rejections[_modelled(v)] for v in members if _modelled(v) not in chosen}
     rejected = tuple((v, r) for v in points if (r := illegal.get(v.id) or outranked.get(v.id)) is not None)
@@ -155,4 +216,9 @@ def of_profile(variants: Iterable[Variant], profile: str) -> tuple[Variant, ...]
 def rivals(v: Variant) -> list[Variant]:
     """All declared points of a variant's class, legal or not."""
     matrix = next(m for m in MATRICES if m.family == v.family and m.kind == v.kind)
-    return [replace(v, tile=tile, stages=stages) for tile in matrix.tile for stages in matrix.stages]
+    return [
+        replace(v, tile=tile, stages=stages, schedule=schedule, cluster=cluster)
+        for tile, stages, schedule, cluster in itertools.product(
+            matrix.tile, matrix.stages, matrix.schedule, matrix.cluster
+        )
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import cached_property
 
 
 class Name(str, Enum):
@@ -42,9 +43,30 @@ class Softmax(Name):
     LINEAR = "linear"  # f16 scores, P by its e4m3 code
 
 
+class Schedule(Name):
+    """How the warps of a CTA overlap matrix products with softmax."""
+
+    MULTISTAGE = "multistage"  # sm89: loads run ahead of the warps, CTAs that share an SM overlap each other
+    PINGPONG = "pingpong"  # warpgroups take turns on the tensor cores: P V of a tile and Q K^T of the next in one turn
+    OVERLAP = "overlap"  # Q K^T of the next tile is issued before P V of this one; no turns
+    SERIAL = "serial"  # no overlap inside a warpgroup: the others fill the tensor cores
+
+
+class Cluster(Name):
+    """How many CTAs share a query tile: each takes a part of its keys, then they merge through shared memory."""
+
+    SOLO = "solo"
+    SPLIT2 = "split2"
+    SPLIT4 = "split4"
+
+    @property
+    def ctas(self) -> int:
+        return {Cluster.SOLO: 1, Cluster.SPLIT2: 2, Cluster.SPLIT4: 4}[self]
+
+
 @dataclass(frozen=True, kw_only=True, order=True)
 class Tile:
-    """Query rows and keys of a CTA's tile, and the warps that share its rows."""
+    """Query rows and keys of a CTA's tile, and the warps that share its rows (without those that only load)."""
 
     m: int
     n: int
@@ -66,14 +88,27 @@ class Variant:
     dtype: Dtype
     out: Out
     softmax: Softmax
+    schedule: Schedule
+    cluster: Cluster
 
-    @property
+    @cached_property
     def id(self) -> str:
         mask = "causal" if self.causal else "full"
         return (
             f"{self.family}_{self.kind}_d{self.head_dim}_{self.tile}_s{self.stages}_"
-            f"{self.scaling}_{mask}_{self.dtype}_{self.out}_{self.softmax}"
+            f"{self.scaling}_{mask}_{self.dtype}_{self.out}_{self.softmax}{self._execution}"
         )
+
+    @property
+    def _execution(self) -> str:
+        """Schedule and cluster; not written where they are what a family without a choice has."""
+        plain = self.schedule is Schedule.MULTISTAGE and self.cluster is Cluster.SOLO
+        return "" if plain else f"_{self.schedule}_{self.cluster}"
+
+    @property
+    def shape(self) -> str:
+        """What tells the rivals of a problem apart: tile, stages, schedule, cluster."""
+        return f"{self.tile}_s{self.stages}{self._execution}"
 
     # What the template calls the tile's parts.
     @property
@@ -89,6 +124,11 @@ class Variant:
         return self.tile.warps
 
     @property
+    def warpgroups(self) -> int:
+        """Those that compute; 0 for fewer than 4 warps."""
+        return self.tile.warps // 4
+
+    @property
     def score(self) -> str:
         """Accumulator of Q K^T: the code-domain softmax works on f16 pairs, the exact one on f32."""
         return "f16" if self.softmax is Softmax.LINEAR else "f32"
@@ -101,7 +141,7 @@ def _one_of(names: type[Name]) -> str:
 _ID = re.compile(
     rf"(?P<family>[a-z0-9]+)_(?P<kind>{_one_of(Kind)})_d(?P<head_dim>\d+)_m(?P<m>\d+)n(?P<n>\d+)w(?P<warps>\d+)_s(?P<stages>\d+)_"
     rf"(?P<scaling>{_one_of(Scaling)})_(?P<mask>causal|full)_(?P<dtype>{_one_of(Dtype)})_(?P<out>{_one_of(Out)})_"
-    rf"(?P<softmax>{_one_of(Softmax)})",
+    rf"(?P<softmax>{_one_of(Softmax)})(?:_(?P<schedule>{_one_of(Schedule)})_(?P<cluster>{_one_of(Cluster)}))?",
     re.ASCII,
 )
 
@@ -122,11 +162,14 @@ def parse_id(text: str) -> Variant:
             dtype=Dtype(g["dtype"]),
             out=Out(g["out"]),
             softmax=Softmax(g["softmax"]),
+            schedule=Schedule(g["schedule"] or Schedule.MULTISTAGE),
+            cluster=Cluster(g["cluster"] or Cluster.SOLO),
         )
         if v.id == text:
             return v
     raise ValueError(
-        f"{text!r} is not a variant id; they look like sm89_fwd_d64_m128n64w4_s2_block_causal_e4m3_bf16_linear"
+        f"{text!r} is not a variant id; they look like sm89_fwd_d64_m128n64w4_s2_block_causal_e4m3_bf16_linear "
+        "or sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo"
     )
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from codegen.arch import family_of
+from codegen.arch import FAMILIES, families_of
 from codegen.derive import derive
 from codegen.keys import Key, axes
-from codegen.matrix import MATRICES
+from codegen.matrix import head_dims, matrix_of
 from codegen.rules import RULES
-from codegen.select import order, variant_cost
-from codegen.spec import Dtype, Kind, Out, Scaling, Softmax, Variant
+from codegen.scaling import served
+from codegen.select import Order, Timing, order, timing
+from codegen.spec import Cluster, Dtype, Kind, Out, Scaling, Softmax, Variant
 
 CRITERIA = (
     "only candidate",
+    "measured, the others are not",
+    "measured time",
     "modelled time",
     "fewer shared-memory bytes",
     "fewer warps",
@@ -44,21 +48,26 @@ class Table:
 
 
 def candidates_of(key: Key, emitted: tuple[Variant, ...]) -> list[Variant]:
-    """Emitted kernels that compute what the key asks for. `fast` prefers the code-domain softmax where it is built."""
-    family = family_of(key.arch).name
-    serving = [
-        v
-        for v in emitted
-        if v.kind is Kind.FWD
-        and v.family == family
-        and (v.head_dim, v.dtype, v.out, v.scaling, v.causal)
-        == (key.head_dim, key.dtype, key.out, key.scaling, key.causal)
-    ]
+    """Emitted kernels that compute what the key asks for: those of the first family that has any.
+
+    `fast` prefers the code-domain softmax where it is built.
+    """
+    if key.head_dim not in head_dims(key.arch):
+        return []
     softmaxes = (Softmax.LINEAR, Softmax.EXP2) if key.precision == "fast" else (Softmax.EXP2,)
-    for softmax in softmaxes:
-        found = [v for v in serving if v.softmax is softmax]
-        if found:
-            return found
+    for family in families_of(key.arch):
+        serving = [
+            v
+            for v in emitted
+            if v.kind is Kind.FWD
+            and v.family == family.name
+            and (v.head_dim, v.dtype, v.out, v.causal) == (key.head_dim, key.dtype, key.out, key.causal)
+            and key.scaling in served(v)
+        ]
+        for softmax in softmaxes:
+            found = [v for v in serving if v.softmax is softmax]
+            if found:
+                return found
     return []
 
 
@@ -66,27 +75,55 @@ def decide(key: Key, emitted: tuple[Variant, ...]) -> Decision:
     found = candidates_of(key, emitted)
     if not found:
         return Decision(variant=None, reason=_empty_reason(key))
-    ranked = sorted(found, key=lambda v: order(v, variant_cost(v, key.seqlen, key.load)))
+    times = {v.id: timing(v, key.seqlen, key.load) for v in found}
+    ranked = sorted(found, key=lambda v: order(v, times[v.id]))
     best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
-    us = variant_cost(best, key.seqlen, key.load)
-    if second is None:
-        return Decision(variant=best.id, criterion=CRITERIA[0], cost_us=round(us, 2))
-    theirs = variant_cost(second, key.seqlen, key.load)
-    a, b = order(best, us), order(second, theirs)
-    decided = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-    return Decision(
+    decision = Decision(
         variant=best.id,
-        criterion=CRITERIA[1 + decided],
-        cost_us=round(us, 2),
+        criterion=CRITERIA[0],
+        evidence=_evidence(best, times[best.id], key.arch),
+        cost_us=round(times[best.id].us, 2),
+    )
+    if second is None:
+        return decision
+    return replace(
+        decision,
+        criterion=_criterion(order(best, times[best.id]), order(second, times[second.id])),
         runner_up=second.id,
-        runner_up_cost_us=round(theirs, 2),
+        runner_up_cost_us=round(times[second.id].us, 2),
     )
 
 
+def _criterion(best: Order, second: Order) -> str:
+    """What put one before the other."""
+    decided = next(i for i, (x, y) in enumerate(zip(best, second, strict=True)) if x != y)
+    return CRITERIA[3] if decided == 1 and best[0] == 1 else CRITERIA[1 + decided + (decided > 1)]
+
+
+def _evidence(v: Variant, t: Timing, arch: str) -> str:
+    if (m := t.measurement) is not None:
+        return f"measured on {m.card} at {m.clock_mhz} MHz"
+    family = FAMILIES[v.family]
+    return f"model of {family.model_card}, emulated on {arch}" if arch in family.emulated else "model"
+
+
 def _empty_reason(key: Key) -> str:
-    """The choice rule that no tile can satisfy here, or else that the profile leaves it out."""
-    family = family_of(key.arch).name
-    matrix = next(m for m in MATRICES if m.family == family and m.kind is Kind.FWD)
+    """The padding rule, or the choice rule that no rival can satisfy here, or else that the profile leaves it out."""
+    if key.head_dim not in head_dims(key.arch):
+        wider = next((d for d in head_dims(key.arch) if d > key.head_dim), None)
+        text = f"padded up to {wider}" if wider else "wider than any kernel"
+        return f"PADDED: head_dim {key.head_dim} is {text} on {key.arch}"
+    reasons = [_refusal(key, family.name) for family in families_of(key.arch)]
+    if None in reasons:
+        return "NOT-BUILT: legal, but not in the profile or filter that was generated"
+    return str(reasons[0])
+
+
+def _refusal(key: Key, family: str) -> str | None:
+    """Why a family cannot serve the cell, whatever tile, stages, schedule and cluster; None where it can."""
+    matrix = matrix_of(family, Kind.FWD)
+    if matrix is None or key.head_dim not in matrix.head_dim:
+        return f"HEAD-DIM: {family} has no kernels for head_dim {key.head_dim}"
     probe = Variant(
         family=family,
         kind=Kind.FWD,
@@ -98,11 +135,15 @@ def _empty_reason(key: Key) -> str:
         dtype=key.dtype,
         out=key.out,
         softmax=Softmax.EXP2,
+        schedule=matrix.schedule[0],
+        cluster=Cluster.SOLO,
     )
-    for rule in RULES:
+    serving = (replace(probe, scaling=scaling) for scaling in matrix.scaling)
+    probe = next((v for v in serving if key.scaling in served(v)), probe)
+    for rule in RULES[family]:
         if rule.of_choice and rule.broken(probe, derive(probe)):
             return f"{rule.name}: {rule.explain(probe, derive(probe))}"
-    return "NOT-BUILT: legal, but not in the profile or filter that was generated"
+    return None
 
 
 def keys(archs: tuple[str, ...]) -> Iterator[Key]:
@@ -125,6 +166,29 @@ def keys(archs: tuple[str, ...]) -> Iterator[Key]:
 
 
 def build(emitted: tuple[Variant, ...], archs: tuple[str, ...]) -> Table:
+    rivals: dict[tuple[object, ...], list[Variant]] = defaultdict(list)
+    for v in emitted:
+        rivals[v.head_dim, v.dtype, v.out, v.causal].append(v)
     numbers: dict[Decision, int] = {}
-    cells = tuple(numbers.setdefault(decide(key, emitted), len(numbers)) for key in keys(archs))
-    return Table(axes=axes(archs), cells=cells, decisions=tuple(numbers))
+    cells = []
+    for key in keys(archs):
+        decision = decide(key, tuple(rivals[key.head_dim, key.dtype, key.out, key.causal]))
+        cells.append(numbers.setdefault(decision, len(numbers)))
+    return Table(axes=axes(archs), cells=tuple(cells), decisions=tuple(numbers))
+
+
+def built(variants: tuple[Variant, ...], archs: tuple[str, ...], emulated: bool) -> tuple[Variant, ...]:
+    """Those of `variants` that a build for these targets holds: kernels of families made for one of them.
+
+    And of families that are emulated on one of them, what its table chooses, or with `emulated` everything.
+    """
+    families = {f.name for a in archs for f in families_of(a) if emulated or a not in f.emulated}
+    kept = {v.id for v in variants if v.family in families}
+    for arch in archs:
+        kept |= {d.variant for d in build(variants, (arch,)).decisions if d.variant is not None}
+    return tuple(v for v in variants if v.id in kept)
+
+
+def targets_of(v: Variant, archs: tuple[str, ...]) -> tuple[str, ...]:
+    """The targets of a build that a variant of it is compiled for: all that its family serves."""
+    return tuple(a for a in archs if a in FAMILIES[v.family].targets)

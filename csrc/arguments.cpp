@@ -140,22 +140,41 @@ void set_sizes(ForwardParams& params, const Arguments& a, const VariantEntry& va
   params.seqlen_k_padded = to_int(padded, "the padded sequence length of v");
 }
 
-// A kernel reads as many descales as its scaling mode says; fewer would be read past their end.
-void check_descales(const Arguments& a, const ForwardParams& params, const VariantEntry& variant) {
-  const int64_t blocks = (int64_t{params.seqlen_k} + kKeyBlock - 1) / kKeyBlock;
-  const auto check = [&](const Tensor& descale, const char* name, Granularity shared_by, int64_t heads,
-                         int64_t tokens) {
-    const int64_t per_head = shared_by == Granularity::token     ? tokens
-                             : shared_by == Granularity::block   ? blocks
-                             : shared_by == Granularity::channel ? variant.head_dim
-                                                                 : 1;
-    const int64_t expected = shared_by == Granularity::tensor ? 1 : params.batch * heads * per_head;
-    require(descale.numel() == expected, name, " has ", descale.numel(), " values, variant ", variant.id, " reads ",
-            expected);
-  };
-  check(a.q_descale, "q_descale", variant.q, params.heads, params.seqlen_q);
-  check(a.k_descale, "k_descale", variant.k, params.kv_heads, params.seqlen_k_padded);
-  check(a.v_descale, "v_descale", variant.v, params.kv_heads, params.seqlen_k_padded);
+// Where a head's descales and those of its rows or blocks lie; 0 where they share one.
+struct DescaleSteps {
+  int head, part;
+};
+
+// A kernel reads as many descales as its scaling mode says; fewer would be read past their end. Kernels that go by
+// steps
+// (`coarse`) are served with one a head or one for all as well.
+DescaleSteps check_descale(const Tensor& descale, const char* name, Granularity shared_by, const VariantEntry& variant,
+                           int64_t batch_heads, int64_t tokens) {
+  const int64_t blocks = (tokens + variant.key_block - 1) / variant.key_block;
+  const int64_t per_head = shared_by == Granularity::token     ? tokens
+                           : shared_by == Granularity::block   ? blocks
+                           : shared_by == Granularity::channel ? variant.head_dim
+                                                               : 1;
+  const int64_t expected = shared_by == Granularity::tensor ? 1 : batch_heads * per_head;
+  const int64_t given = descale.numel();
+  const bool coarser = variant.coarse && shared_by != Granularity::channel;
+  if (given == expected) return {shared_by == Granularity::tensor ? 0 : to_int(per_head, name), 1};
+  if (coarser && given == batch_heads) return {1, 0};
+  if (coarser && given == 1) return {0, 0};
+  fail(name, " has ", given, " values, variant ", variant.id, " reads ", expected,
+       coarser ? ", or one a head, or one" : "");
+}
+
+void set_descales(ForwardParams& params, const Arguments& a, const VariantEntry& variant) {
+  const int64_t heads = int64_t{params.batch} * params.heads, kv_heads = int64_t{params.batch} * params.kv_heads;
+  // K's descales of tokens are read in whole tiles, hence padded; blocks of keys are not.
+  const int64_t k_tokens = variant.k == Granularity::token ? params.seqlen_k_padded : params.seqlen_k;
+  const DescaleSteps q = check_descale(a.q_descale, "q_descale", variant.q, variant, heads, params.seqlen_q);
+  const DescaleSteps k = check_descale(a.k_descale, "k_descale", variant.k, variant, kv_heads, k_tokens);
+  const DescaleSteps v = check_descale(a.v_descale, "v_descale", variant.v, variant, kv_heads, params.seqlen_k);
+  params.q_descale_head = q.head, params.q_descale_row = q.part;
+  params.k_descale_head = k.head, params.k_descale_block = k.part;
+  params.v_descale_head = v.head, params.v_descale_block = v.part;
   if (variant.k == Granularity::token) require_aligned(params.k_descale, "k_descale");  // copied 16 bytes at a time
 }
 
@@ -196,7 +215,7 @@ ForwardParams forward_params(const Arguments& a, const VariantEntry& variant) {
   ForwardParams params{};
   set_inputs(params, a);
   set_sizes(params, a, variant);
-  check_descales(a, params, variant);
+  set_descales(params, a, variant);
   set_outputs(params, a, variant);
   params.scale = static_cast<float>(a.scale);
   require(std::isfinite(params.scale) && params.scale >= 0, "scale must be a finite float32 >= 0, got ", a.scale);

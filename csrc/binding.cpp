@@ -6,6 +6,7 @@
 
 #include "arguments.h"
 #include "check.h"
+#include "counters.h"
 #include "device.h"
 #include "fp8cutlass/params.h"
 
@@ -24,7 +25,12 @@ const VariantEntry& find_variant(int64_t variant, bool diagnostic) {
 void launch(const VariantEntry& variant, ForwardParams& params, int device) {
   const DeviceGuard guard(device);
   params.sm_count = sm_count(device);
-  check_launch(variant.launch(params, current_stream(device)), variant.id, device);
+  const cudaStream_t stream = current_stream(device);
+  // Only where there are more items than CTAs at a time is anything left to draw.
+  const int64_t m_tiles = (int64_t{params.seqlen_q} + variant.tile_m - 1) / variant.tile_m;
+  if (variant.draws && m_tiles * params.batch * params.heads > params.sm_count)
+    params.counters = work_counters(device, stream);
+  check_launch(variant.launch(params, stream), variant.id, device);
 }
 
 void forward(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,

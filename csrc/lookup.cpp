@@ -25,15 +25,19 @@ int head_dim_position(int head_dim) {
   return kNone;
 }
 
-// 0 is light: the query tiles cannot fill the card twice.
+// How many query tiles there are for each multiprocessor decides.
 int load_position(const Problem& problem) {
-  const int64_t rows_of_tiles = int64_t{problem.batch} * problem.heads;
-  const int64_t tiles = (int64_t{problem.seqlen_q} + table::kLoadRows - 1) / table::kLoadRows;
-  const int64_t enough = 2 * int64_t{problem.sm_count};
-  // Compared factor by factor: the product of three 31-bit numbers does not fit 64 bits.
-  if (rows_of_tiles == 0 || tiles == 0) return enough > 0 ? 0 : 1;
-  if (rows_of_tiles >= enough) return 1;
-  return rows_of_tiles * tiles < enough ? 0 : 1;
+  const uint64_t heads = uint64_t(problem.batch) * problem.heads;
+  const uint64_t tiles = (uint64_t(problem.seqlen_q) + table::kLoadRows - 1) / table::kLoadRows;
+  // More than any bound asks for; kept small, as the product of three 31-bit numbers does not fit 64 bits.
+  constexpr uint64_t kMany = uint64_t{1} << 40;
+  const uint64_t items = tiles != 0 && heads >= kMany / tiles ? kMany : heads * tiles;
+  int position = 0;
+  for (const auto& [part, whole] : table::kLoadBounds) {
+    if (items * whole < uint64_t(problem.sm_count) * part) return position;
+    ++position;
+  }
+  return position;
 }
 
 }  // namespace

@@ -91,11 +91,16 @@ def _run(command: Sequence[str | Path], *, env: dict[str, str] | None = None) ->
         raise BuildError(f"{command[0]} failed with status {result.returncode}")
 
 
-def generate(out: Path, *, profile: str, archs: Sequence[str]) -> None:
-    """Renders `profile` for `archs` into `out` (files that did not change keep their time stamps)."""
+def generate(out: Path, *, profile: str, archs: Sequence[str], emulated: bool = False) -> None:
+    """Renders `profile` for `archs` into `out` (files that did not change keep their time stamps).
+
+    emulated: also the kernels that are only emulated on one of the targets.
+    """
     command: list[str | Path] = [sys.executable, "-m", "codegen", "--profile", profile, "--out", out]
     for arch in archs:
         command += ["--arch", arch]
+    if emulated:
+        command.append("--emulated")
     _run(command)
 
 
@@ -155,22 +160,25 @@ def build(
     archs: Sequence[str],
     build_dir: Path | None = None,
     generated: Path | None = None,
+    emulated: bool = False,
     jobs: int | None = None,
 ) -> Path:
     """Builds the extension into `dest` and returns the path of `_C.so`.
 
-    profile, archs: what to generate. generated: a directory that codegen wrote earlier, to be built as it is instead.
-    build_dir: work files, default `build/<profile>-<archs>`. jobs: compilers at once, default `toolchain.job_count()`.
+    profile, archs, emulated: what to generate. generated: a directory that codegen wrote earlier, to be built as it is
+    instead. build_dir: work files, default `build/<profile>-<archs>`, with `-emulated` behind it if that is asked for.
+    jobs: compilers at once, default `toolchain.job_count()`.
     Raises ToolchainError when something needed is missing, BuildError when a step fails.
     """
     started = time.monotonic()
     nvcc = toolchain.find_nvcc()
     for reason in nvcc.passed_over:
         _say(f"passing over {reason}: nvcc >= {toolchain.dotted(toolchain.MIN_NVCC)} is needed")
-    work = (build_dir or ROOT / "build" / "-".join([profile, *archs])).resolve()
+    name = "-".join([profile, *archs, *(["emulated"] if emulated else [])])
+    work = (build_dir or ROOT / "build" / name).resolve()
     if generated is None:
         generated = work / "generated"
-        generate(generated, profile=profile, archs=archs)
+        generate(generated, profile=profile, archs=archs, emulated=emulated)
     generated = generated.resolve()
     manifest = json.loads((generated / "manifest.json").read_text())
     jobs = jobs or toolchain.job_count()
@@ -227,10 +235,15 @@ def main() -> int:
     parser.add_argument("--dest", type=Path, default=ROOT / "python" / "fp8cutlass", help="where _C.so goes")
     parser.add_argument("--build-dir", type=Path, help="work files (default: build/<profile>-<archs>)")
     parser.add_argument("--generated", type=Path, help="build this generated directory instead of generating a profile")
+    parser.add_argument(
+        "--emulated", action="store_true", help="also the kernels that are only emulated on a target, for tests there"
+    )
     parser.add_argument("--jobs", type=int, help="compilers at once (default: FP8CUTLASS_JOBS, cores, memory)")
     options = parser.parse_args()
     if options.jobs is not None and options.jobs < 1:
         parser.error(f"--jobs must be >= 1, got {options.jobs}")
+    if options.emulated and options.generated:
+        parser.error("--emulated chooses what to generate, --generated is there already")
     try:
         build(
             options.dest,
@@ -238,6 +251,7 @@ def main() -> int:
             archs=options.arch or ([] if options.generated else requested_archs()),
             build_dir=options.build_dir,
             generated=options.generated,
+            emulated=options.emulated,
             jobs=options.jobs,
         )
     except (BuildError, toolchain.ToolchainError) as error:

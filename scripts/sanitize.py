@@ -18,8 +18,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "synccheck")
-# heads, KV heads, queries, keys: every slot of a 4-stage pipeline is used twice; more items than CTAs; one full tile
-PROBLEMS = ((2, 1, 70, 1200), (600, 300, 70, 70), (1, 1, 64, 64))
+CLUSTERS = {"solo": 1, "split2": 2, "split4": 4}
+
+
+def problems(tile_m: int, tile_n: int, stages: int, cluster: str) -> tuple[tuple[int, int, int, int], ...]:
+    """Heads, KV heads, queries, keys: every slot of the pipeline used more than twice by every CTA, with a tail; more
+    items than CTAs, of more than one tile; one full tile."""
+    share = (2 * stages + 1) * tile_n * CLUSTERS[cluster]
+    return (2, 1, tile_m + 6, share + 37), (600, 300, 70, tile_n + 6), (1, 1, tile_m, tile_n)
 
 
 def run_problems() -> int:
@@ -27,23 +33,23 @@ def run_problems() -> int:
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "python")]
     import torch
 
-    from fp8cutlass.target import granularities
-
     gpu, reference = importlib.import_module("gpu"), importlib.import_module("reference")
     launched = 0
     for variant in gpu.built_variants("fwd"):
-        for heads, kv_heads, seqlen_q, seqlen_k in PROBLEMS:
+        for problem in problems(variant.tile_m, variant.tile_n, variant.stages, variant.cluster):
+            heads, kv_heads, seqlen_q, seqlen_k = problem
             q = reference.randn(1, heads, seqlen_q, variant.head_dim, seed=1, device="cuda")
             k = reference.randn(1, kv_heads, seqlen_k, variant.head_dim, seed=2, device="cuda")
             v = reference.randn(1, kv_heads, seqlen_k, variant.head_dim, seed=3, device="cuda")
-            dtype = torch.float8_e4m3fn if variant.dtype == "e4m3" else torch.float8_e5m2
-            limits = {} if variant.softmax == "linear" else {"score_amax": 448.0}
-            operands = reference.make_operands(q, k, v, granularities(variant.scaling), dtype=dtype, **limits)
             out_descale = torch.full((1,), 0.02, device="cuda") if variant.out == "e4m3" else None
             offset = seqlen_k - seqlen_q if variant.causal else 0
-            gpu.run_operator(operands, variant, scale=0.125, causal_offset=offset, out_descale=out_descale)
-            torch.cuda.synchronize()
-            launched += 1
+            for scaling in variant.scalings:
+                operands = reference.operands_of(variant, q, k, v, scaling)
+                gpu.run_kernel(
+                    operands, variant, scale=0.125, scaling=scaling, causal_offset=offset, out_descale=out_descale
+                )
+                torch.cuda.synchronize()
+                launched += 1
     return launched
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from reference import Operands
 
-from fp8cutlass import extension
+from fp8cutlass import extension, supports
 from fp8cutlass.emulator import OUT_DTYPES, Diagnostics
 from fp8cutlass.errors import UnsupportedError
-from fp8cutlass.manifest import Manifest, Variant, generated_dir, load_manifest
-from fp8cutlass.operator import attention_fp8
-from fp8cutlass.pack import KEY_BLOCK, pack_v
+from fp8cutlass.launch import Call, empty_outputs, run
+from fp8cutlass.manifest import KEY_BLOCK, Manifest, Variant, generated_dir, load_manifest
+from fp8cutlass.pack import pack_v
 
 
 def built_manifest() -> Manifest:
@@ -23,30 +23,55 @@ def built_manifest() -> Manifest:
         return load_manifest(generated_dir())
 
 
+def card_arch() -> str | None:
+    """The architecture of the card, None where there is none or nothing is built for it."""
+    try:
+        return extension.device_arch(torch.device("cuda")) if torch.cuda.is_available() else None
+    except UnsupportedError:
+        return None
+
+
 def built_variants(kind: str, **axes: object) -> list[Variant]:
-    """The compiled variants of a kind ("fwd" or "diag") with these values, e.g. ``head_dim=64``."""
-    return [v for v in built_manifest().variants if v.kind == kind and all(getattr(v, a) == x for a, x in axes.items())]
+    """The compiled variants of a kind ("fwd" or "diag") that the card runs, with these values, e.g. ``head_dim=64``."""
+    arch = card_arch()
+    wanted = axes | {"kind": kind}
+    return [
+        variant
+        for variant in built_manifest().variants
+        if (arch is None or arch in variant.targets) and all(getattr(variant, a) == x for a, x in wanted.items())
+    ]
 
 
-def on_card(arch: str) -> bool:
-    return extension.device_arch(torch.device("cuda")) == arch
+def is_emulated(variant: Variant) -> bool:
+    """True where the card's compiler emulates the kernel's matrix instructions: sm89 kernels on a Hopper card."""
+    return variant.family != card_arch()
 
 
-def run_operator(
+def chosen(*args: Any, **kwargs: Any) -> Variant:
+    """The kernel that ``attention(*args, **kwargs)`` runs."""
+    served, text = supports(*args, **kwargs)
+    if not served:
+        raise UnsupportedError(text)
+    return built_manifest().find(text.split()[0])
+
+
+def run_kernel(
     operands: Operands,
     variant: Variant,
     *,
     scale: float,
+    scaling: str | None = None,
     causal_offset: int = 0,
     out_descale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The registered operator with a pinned kernel; returns out, LSE and amax."""
-    return attention_fp8(
+    """One kernel on operands in its own blocks, which the registered operator takes in blocks of 128 keys only; returns
+    out, LSE and amax."""
+    call = Call(
         *operands.fp8,
         *operands.descales,
         out_descale,
         OUT_DTYPES[variant.out],
-        variant.scaling,
+        scaling or variant.scaling,
         "fast" if variant.softmax == "linear" else "accurate",
         variant.causal,
         causal_offset,
@@ -55,6 +80,9 @@ def run_operator(
         True,
         variant.id,
     )
+    outputs = empty_outputs(call)
+    run(call, variant, built_manifest().index[variant.id], outputs)
+    return outputs
 
 
 def diagnose(
@@ -79,9 +107,8 @@ def diagnose(
         "tile_o": torch.zeros((batch, heads, tiles, seqlen_q, head_dim), device="cuda"),
     }
     out = torch.full((batch, heads, seqlen_q, head_dim), torch.nan, dtype=OUT_DTYPES[variant.out], device="cuda")
-    number = [v.id for v in built_manifest().variants].index(variant.id)
     torch.ops.fp8cutlass_C.diagnose(
-        number,
+        built_manifest().index[variant.id],
         q.contiguous().view(torch.uint8),
         k.contiguous().view(torch.uint8),
         pack_v(v).view(torch.uint8),

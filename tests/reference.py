@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8cutlass.quantize import SCORE_AMAX, V_AMAX, dequantize, quantize
+from fp8cutlass.manifest import KEY_BLOCK, Variant
+from fp8cutlass.quantize import FP8_MAX, SCORE_AMAX, V_AMAX, dequantize, quantize
+from fp8cutlass.target import granularities
 
 # Standard deviation of the relative rounding error of P: 0.0255 for a rounded e4m3; the linear code adds the error of
 # interpolating 2^x inside an octave, 19% in all.
@@ -128,16 +130,38 @@ def make_operands(
     *,
     score_amax: float = SCORE_AMAX,
     dtype: torch.dtype = torch.float8_e4m3fn,
+    block: int = KEY_BLOCK,
 ) -> Operands:
     """Quantise (B, H, S, D) operands the way ``attention`` does."""
     pairs = [
-        quantize(x, granularity=shared_by, amax=amax, dtype=dtype)
+        quantize(x, granularity=shared_by, amax=amax, dtype=dtype, block=block)
         for x, shared_by, amax in zip((q, k, v), granularity, (score_amax, score_amax, V_AMAX), strict=True)
     ]
-    real = [dequantize(x, d, g).double() for (x, d), g in zip(pairs, granularity, strict=True)]
+    real = [dequantize(x, d, g, block).double() for (x, d), g in zip(pairs, granularity, strict=True)]
     return Operands(tuple(x for x, _ in pairs), tuple(d for _, d in pairs), tuple(real))
+
+
+def operands_of(
+    variant: Variant, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: str | None = None
+) -> Operands:
+    """Quantise for one kernel: its FP8 type, the range of its scores, its blocks; in one of the modes that it serves,
+    by default its own."""
+    dtype = torch.float8_e4m3fn if variant.dtype == "e4m3" else torch.float8_e5m2
+    amax = SCORE_AMAX if variant.softmax == "linear" else FP8_MAX[dtype]
+    granularity = granularities(scaling or variant.scaling)
+    return make_operands(q, k, v, granularity, score_amax=amax, dtype=dtype, block=variant.key_block)
 
 
 def randn(*shape: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """bf16 normal numbers that are the same on every machine."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+
+
+def unseen_tile(head_dim: int, device: torch.device | str = "cpu") -> tuple[tuple[torch.Tensor, ...], int]:
+    """Q, K and V, and a causal offset: rows see keys with logits near -100, and nothing of a tile of their KV block
+    whose keys, and with them its descale, are 20 times smaller. Weighed by that descale it would outweigh all they saw.
+    """
+    q = randn(1, 1, 200, head_dim, seed=1, device=device).abs()
+    k = -randn(1, 1, 256, head_dim, seed=2, device=device).abs() * (100 / (0.64 * head_dim**0.5))
+    k[:, :, 128:] *= 0.05
+    return (q, k, randn(1, 1, 256, head_dim, seed=3, device=device)), 56

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -197,7 +198,11 @@ def test_checks_survive_python_O() -> None:
     )
     package = str(Path(fp8cutlass.__file__).parent.parent)
     done = subprocess.run(
-        [sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": package}
+        [sys.executable, "-O", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": package},
     )
     assert done.stdout.startswith("refused: dropout_p")
 

@@ -25,6 +25,7 @@ from codegen.spec import Kind, Softmax
 ROOT = Path(__file__).resolve().parent.parent
 DEV = of_profile(select().emitted, "dev")
 FAILS = -1  # any exit status but 0
+HOPPER = "sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo"
 ILLEGAL = "sm89_fwd_d64_m64n64w4_s2_token_full_e4m3_bf16_linear"
 
 
@@ -67,6 +68,8 @@ def test_list_names_the_variants_of_a_profile(profile: str) -> None:
         (("head_dim=96",), lambda v: v.head_dim == 96),
         (("causal=TRUE", "softmax=linear"), lambda v: v.causal and v.softmax is Softmax.LINEAR),
         (("kind=diag",), lambda v: v.kind is Kind.DIAG),
+        (("schedule=serial", "cluster=split2"), lambda v: v.id.endswith("_serial_split2")),
+        (("family=sm90a", "scaling=token"), lambda v: v.id.startswith("sm90a_") and "_token_" in v.id),
         (("dtype=e5m2", "out=fp16", "scaling=head"), lambda v: v.id.count("_head_") and v.id.count("_e5m2_fp16_")),
     ],
 )
@@ -128,6 +131,9 @@ ERRORS: list[tuple[list[str], str]] = [
     (["--only", ILLEGAL.replace("s2", "s0").replace("token", "head")], r"s0"),
     (["--only", ILLEGAL.replace("s2", "s9").replace("token", "head")], r"s9"),
     (["--arch", "sm75"], r"'sm75' is not one of 'sm89', 'sm90a'"),
+    (["--only", HOPPER.replace("linear", "exp2")], r"is illegal\. EXP2-KEYS: "),
+    (["--only", HOPPER.replace("_solo", "_split3")], r"is not a variant id"),
+    (["--only", HOPPER.replace("d128", "d32")], r"head_dim 32 is not declared \(64, 96, 128, 192, 256 are\)"),
     (["--profile", "all"], r"'all' is not one of 'dev', 'ci', 'release'"),
 ]
 
@@ -203,5 +209,28 @@ def test_a_template_edit_fails_the_check(
     result = run("--check", "--profile", "dev", "--out", dev, code=1)
     changed = [line for line in result.output.splitlines() if line.startswith("changed: ")]
     # An edited kernel also changes its digest in the manifest.
-    assert len(changed) == (len(DEV) + 1 if "forward" in template else 1)
+    kernels = sum(template.startswith(f"{v.family}_") for v in DEV)
+    assert len(changed) == (kernels + 1 if "forward" in template else 1)
     assert "+// an edit" in result.output or "more lines" in result.output
+
+
+def listed(*arguments: str) -> list[str]:
+    return [line.split()[1] for line in run("list", *arguments).output.splitlines()]
+
+
+def test_a_build_leaves_out_what_is_emulated_unless_it_is_asked_for() -> None:
+    families = {text: {i.partition("_")[0] for i in listed(*text.split())} for text in ("--arch sm89", "--arch sm90a")}
+    assert families == {"--arch sm89": {"sm89"}, "--arch sm90a": {"sm90a"}}
+    everything = listed("--arch", "sm90a", "--emulated")
+    assert everything == listed() == [v.id for v in select().emitted]
+    assert listed("--arch", "sm89", "--emulated") == listed("--arch", "sm89")
+    # ci leaves out a mode of sm90a that sm89 has: its kernels are the ones that dispatch falls back to.
+    fallback = [i for i in listed("--arch", "sm90a", "--profile", "ci") if i.startswith("sm89_")]
+    assert fallback and all("_e5m2_" in i for i in fallback)
+
+
+def test_render_prints_a_kernel(dev: Path) -> None:
+    for v in (DEV[0], DEV[-1]):
+        assert run("render", v.id).output == (dev / v.family / f"{v.id}.cu").read_text()
+    assert run("render", HOPPER).output.startswith(f"// {HOPPER}\n")
+    assert "LINEAR-TOKEN" in run("render", ILLEGAL, code=FAILS).output

@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from reference import randn
+from reference import attention64, randn, relative_l2
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8cutlass import UnsupportedError, attention, explain, extension, supports
 from fp8cutlass.dispatch import CPU_SM_COUNT, Problem, decide, load_table
 from fp8cutlass.errors import NoKernelError
-from fp8cutlass.manifest import PACKAGE_DIR, Manifest, generated_dir, load_manifest
+from fp8cutlass.manifest import KEY_BLOCK, PACKAGE_DIR, Manifest, Variant, generated_dir, load_manifest
 from fp8cutlass.target import target
 
 BASE = Problem(
@@ -40,30 +44,34 @@ def test_every_cell_is_a_kernel_of_the_manifest_or_a_reason(manifest: Manifest) 
             assert decision.reason
         else:
             assert manifest.find(decision.variant).kind == "fwd"
-            assert decision.criterion and decision.evidence in ("model", "measured")
+            assert decision.criterion and decision.evidence.split(" ")[0] in ("model", "measured")
 
 
 def test_the_chosen_kernel_fits_the_problem(manifest: Manifest) -> None:
     """Field by field, over every combination of the axes that name a property of the kernel."""
     table = load_table(manifest.directory)
     found = 0
-    for head_dim in table.head_dims:
+    arch_dims = [(arch, head_dim) for arch in table.axes["arch"] for head_dim in manifest.head_dims[arch]]
+    for arch, head_dim in arch_dims:
         for dtype in table.axes["dtype"]:
             for out in table.axes["out"]:
                 for scaling in table.axes["scaling"]:
                     for causal in (False, True):
                         for precision in ("fast", "accurate"):
-                            wanted = {"head_dim": head_dim, "dtype": dtype, "out": out, "scaling": scaling}
-                            wanted |= {"causal": causal}
-                            problem = dataclasses.replace(BASE, **wanted, precision=precision)
+                            wanted = {"head_dim": head_dim, "dtype": dtype, "out": out, "causal": causal}
+                            asked = wanted | {"arch": arch, "scaling": scaling, "precision": precision}
+                            problem = dataclasses.replace(BASE, **asked)
                             decision = table.lookup(problem)
                             if decision.variant is None:
                                 continue
                             found += 1
                             variant = manifest.find(decision.variant)
                             assert {name: getattr(variant, name) for name in wanted} == wanted
+                            assert scaling in variant.scalings and arch in variant.targets
                             assert precision == "fast" or variant.softmax == "exp2"
-    assert found > 100
+                            # FP8 operands always run accurate, in blocks of 128 keys
+                            assert precision == "fast" or variant.key_block == KEY_BLOCK
+    assert found > 200
 
 
 def test_seqlen_bounds_are_inclusive() -> None:
@@ -77,7 +85,7 @@ def test_seqlen_bounds_are_inclusive() -> None:
     assert table._position("seqlen", 10**9) == len(bounds)
 
 
-@pytest.mark.parametrize(("heads", "load"), [(115, "light"), (116, "heavy"), (117, "heavy")])
+@pytest.mark.parametrize(("heads", "load"), [(7, "few"), (8, "light"), (115, "light"), (116, "heavy"), (117, "heavy")])
 def test_load_turns_heavy_at_two_tiles_a_multiprocessor(heads: int, load: str) -> None:
     assert dataclasses.replace(BASE, seqlen_q=128, heads=heads, sm_count=58).load == load
     assert dataclasses.replace(BASE, seqlen_q=1, heads=heads, sm_count=58).load == load
@@ -120,11 +128,75 @@ def test_a_pinned_kernel_that_does_not_fit_is_refused(manifest: Manifest) -> Non
     causal = next(v.id for v in manifest.variants if v.kind == "fwd" and v.causal and v.head_dim == 64)
     with pytest.raises(UnsupportedError, match="causal=True, the call needs causal=False"):
         attention(q, q, q, kernel=causal)
+    with pytest.raises(UnsupportedError, match="is for head_dim 1..64, the call needs head_dim=72"):
+        wide = randn(1, 2, 16, 72, seed=1)
+        attention(wide, wide, wide, is_causal=True, kernel=causal)
     diagnostic = next(v.id for v in manifest.variants if v.kind == "diag")
     with pytest.raises(UnsupportedError, match="kind='diag'"):
         attention(q, q, q, kernel=diagnostic)
     with pytest.raises(UnsupportedError, match="kernel='nonsense' is not in the manifest"):
         attention(q, q, q, kernel="nonsense")
+
+
+def native(manifest: Manifest, **axes: object) -> Variant:
+    """The first forward kernel of the sm90a family with these properties."""
+    found = (v for v in manifest.variants if (v.family, v.kind) == ("sm90a", "fwd"))
+    return next(v for v in found if all(getattr(v, name) == value for name, value in axes.items()))
+
+
+def test_a_pinned_kernel_brings_its_head_dim(manifest: Manifest) -> None:
+    """A call of head_dim 40 runs on the kernel of 128, with the scale of 40."""
+    variant = native(manifest, head_dim=128, causal=False, softmax="exp2", dtype="e4m3", out="bf16", scaling="block")
+    q, k, v = (randn(1, 2, 70, 40, seed=seed) for seed in range(3))
+    got = attention(q, k, v, kernel=variant.id)
+    assert relative_l2(got, attention64(q, k, v, 40**-0.5).out) < 0.06
+    assert "40 to 128" in explain(q, k, v, kernel=variant.id)
+
+
+def test_a_pinned_kernel_serves_coarser_scaling(manifest: Manifest) -> None:
+    """A kernel that reads its descales through strides takes them per tensor and per head, others only their own."""
+    variant = native(manifest, head_dim=64, causal=False, softmax="exp2", dtype="e4m3", out="bf16", scaling="block")
+    q, k, v = (randn(1, 2, 200, 64, seed=seed) for seed in range(3))
+    v[:, 1] *= 10
+    want = attention64(q, k, v, 0.125).out
+    for scaling in ("tensor", "head", "block"):
+        assert relative_l2(attention(q, k, v, scaling=scaling, kernel=variant.id), want) < 0.06
+    with pytest.raises(UnsupportedError, match="has scaling 'tensor' or 'head' or 'block'.*scaling='token'"):
+        attention(q, k, v, scaling="token", kernel=variant.id)
+    ada = decide(manifest.directory, BASE)[0]
+    with pytest.raises(UnsupportedError, match="has scaling 'block', the call needs scaling='head'"):
+        attention(q, k, v, scaling="head", kernel=ada.id)
+
+
+def test_fp8_operands_get_a_kernel_of_their_blocks(manifest: Manifest) -> None:
+    """Where the table's fast choice has other blocks than 128 keys, operands that come with those take the accurate."""
+    wide = [v for v in manifest.variants if v.kind == "fwd" and v.key_block != KEY_BLOCK]
+    table, tried = load_table(manifest.directory), 0
+    for variant in wide:
+        asked = {"head_dim": variant.head_dim, "dtype": variant.dtype, "out": variant.out, "causal": variant.causal}
+        for seqlen in (100, 1000, 100000):
+            for heads in (1, 1000):
+                sizes = {"seqlen_q": seqlen, "seqlen_k": seqlen, "heads": heads, "sm_count": 132}
+                problem = dataclasses.replace(BASE, arch="sm90a", **asked, **sizes)
+                if table.lookup(problem).variant != variant.id:
+                    continue
+                tried += 1
+                assert decide(manifest.directory, problem)[0] is variant
+                chosen, _, _ = decide(manifest.directory, dataclasses.replace(problem, quantised=True))
+                assert (chosen.key_block, chosen.softmax) == (KEY_BLOCK, "exp2")
+    assert tried
+
+
+def test_explain_shows_schedule_cluster_and_blocks(manifest: Manifest) -> None:
+    """Of a family that has them."""
+    wide = (v for v in manifest.variants if v.kind == "fwd" and v.key_block != KEY_BLOCK)
+    variant = next(v for v in wide if v.out == "bf16" and not v.causal)
+    q = torch.empty(1, 8, 300, variant.head_dim, dtype=torch.bfloat16)
+    text = explain(q, q, q, kernel=variant.id)
+    assert f"{variant.schedule}, cluster {variant.cluster}" in text
+    assert f"amax 14, a descale per {variant.key_block} keys" in text
+    x = torch.empty(1, 8, 300, 64, dtype=torch.bfloat16)
+    assert "schedule" not in explain(x, x, x)
 
 
 def test_refusals_carry_the_tables_reason() -> None:
@@ -187,7 +259,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         load_manifest(tmp_path / "new")
 
 
-def fake_card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+def fake_card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, ...]) -> None:
     monkeypatch.setattr(extension, "_capability", lambda index: (capability, "a card", 58))
 
 
@@ -240,3 +312,45 @@ def test_a_fitting_library_answers_from_its_own_table(monkeypatch: pytest.Monkey
     (tmp_path / "_built" / "dispatch.json").unlink()
     with pytest.raises(UnsupportedError, match="dispatch.json"):
         extension.built_dir()
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Callable[..., torch.Tensor]]:
+    """Pretend that a card of some compute capability is there, and a library for every architecture; returns what makes
+    bf16 tensors on it, which have no memory: to be called under FakeTensorMode. One capability a test."""
+    write_tables(tmp_path / "_built")
+    (tmp_path / "_C.so").touch()
+    monkeypatch.setenv("FP8CUTLASS_LIBRARY", str(tmp_path / "_C.so"))
+
+    def insert(*capability: int) -> Callable[..., torch.Tensor]:
+        fake_card(monkeypatch, capability)
+        return partial(torch.empty, dtype=torch.bfloat16, device="cuda:0")
+
+    return insert
+
+
+def test_a_pinned_kernel_of_another_card_is_refused(card: Any, manifest: Manifest) -> None:
+    """One library may hold the kernels of two architectures; on the CPU the emulator runs them all."""
+    variant = native(manifest, head_dim=64, causal=False, dtype="e4m3", out="bf16", scaling="block")
+    empty = card(8, 9)
+    with FakeTensorMode():
+        q = empty(1, 2, 16, 64)
+        served, why = supports(q, q, q, kernel=variant.id)
+    assert not served and f"kernel='{variant.id}' is built for sm90a, cuda:0 is sm89" in why
+    x = randn(1, 2, 16, 64, seed=1)
+    assert supports(x, x, x, kernel=variant.id)[0]
+
+
+def test_hopper_takes_its_own_kernels(card: Any) -> None:
+    """Of every mode and head_dim, those that have to be padded included; and says where instructions are emulated."""
+    empty = card(9, 0)
+    with FakeTensorMode():
+        for head_dim, padding in ((32, "32 to 64"), (64, None), (160, "160 to 192"), (200, "200 to 256")):
+            q = empty(1, 8, 300, head_dim)
+            for scaling in ("tensor", "head", "block", "token"):
+                text = explain(q, q, q, scaling=scaling)
+                assert "kernel:    sm90a_fwd" in text and "emulate" not in text and "built: yes" in text
+                assert (padding or "") in text and ("padding" in text) == (padding is not None)
+        q = empty(1, 8, 512, 64)
+        ada = decide(generated_dir(), BASE)[0]
+        assert "(which emulate the instructions of sm89)" in explain(q, q, q, kernel=ada.id)

@@ -11,7 +11,7 @@ import re
 import pytest
 from click.testing import CliRunner, Result
 
-from codegen.arch import CARDS, MODEL_CARD, TARGETS
+from codegen.arch import TARGETS, model_card
 from codegen.cli import main
 from codegen.explain import explain
 from codegen.keys import Key, load_of, seqlen_bucket
@@ -64,20 +64,21 @@ def test_explain_names_what_the_table_holds(
         scaling=Scaling.BLOCK,
         causal=True,
         precision=precision,
-        load=load_of(batch * heads, seqlen, CARDS[MODEL_CARD].sms),
+        load=load_of(batch * heads, seqlen, model_card(arch).sms),
     )
     decision = decide(key, select().emitted)
     assert decision.variant is not None and decision.criterion in CRITERIA
     assert f"kernel   {decision.variant}\n" in output
     assert f"because  {decision.criterion}" in output
-    assert f"{decision.cost_us:.1f} us" in output and "not measured" in output
+    assert f"{decision.cost_us:.1f} us" in output
+    assert ("evidence model, not measured: " in output) == (decision.evidence == "model")
     assert f" {key.load} load" in output and all(card in output for card in TARGETS[arch].cards)
-    assert ("emulated" in output) == (arch == "sm90a")
+    assert "emulated" not in output
     outranked, illegal = output.partition("outranked")[2].split("illegal:\n")
     winner = parse_id(decision.variant)
     rejected = {v: r for v, r in select().rejected if r.rule != "OUTRANKED"}
     for v in rivals(winner):
-        name = f"{v.tile}_s{v.stages}"
+        name = v.shape
         if v in rejected:
             assert re.search(rf"^ +{name} +{re.escape(f'{rejected[v].rule}: {rejected[v].message}')}$", illegal, re.M)
         elif v != winner:
@@ -86,10 +87,48 @@ def test_explain_names_what_the_table_holds(
     assert len(outranked.strip().splitlines()) + len(illegal.strip().splitlines()) == len(rivals(winner))
 
 
-def test_explain_pads_head_dim_and_says_so() -> None:
-    output = run("--arch", "sm89", "--head-dim", "72", "--seqlen", "128").output
-    assert output.startswith("head_dim 72 is zero-padded to 96\n")
-    assert "kernel   sm89_fwd_d96_" in output
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "padded"), [("sm89", 72, 96), ("sm89", 192, 256), ("sm90a", 32, 64), ("sm90a", 160, 192)]
+)
+def test_explain_pads_head_dim_and_says_so(arch: str, head_dim: int, padded: int) -> None:
+    output = run("--arch", arch, "--head-dim", str(head_dim), "--seqlen", "128").output
+    assert output.startswith(f"head_dim {head_dim} is zero-padded to {padded}\n")
+    assert f"kernel   {arch}_fwd_d{padded}_" in output
+
+
+def test_explain_says_that_a_kernel_is_emulated() -> None:
+    """In a profile where the family made for the target lacks what the problem needs."""
+    problem = ("--head-dim", "128", "--seqlen", "128", "--dtype", "e5m2", "--scaling", "head", "--profile", "ci")
+    output = run("--arch", "sm90a", *problem).output
+    assert "family   sm89, emulated on sm90a" in output and "kernel   sm89_fwd_d128_" in output
+    assert "emulated" not in run("--arch", "sm89", *problem).output
+    assert "emulated" not in run("--arch", "sm90a", *problem[:-2]).output
+
+
+def test_explain_names_the_next_kernel_and_by_how_much() -> None:
+    key = Key(
+        arch="sm90a",
+        head_dim=64,
+        seqlen=6,
+        dtype=Dtype.E4M3,
+        out=Out.BF16,
+        scaling=Scaling.BLOCK,
+        causal=False,
+        precision="fast",
+        load="heavy",
+    )
+    shapes = (
+        "m128n128w8_s2_block_full_e4m3_bf16_linear_overlap_solo",
+        "m64n64w4_s2_block_full_e4m3_bf16_linear_serial_solo",
+    )
+    emitted = tuple(parse_id(f"sm90a_fwd_d64_{shape}") for shape in shapes)
+    decision = decide(key, emitted)
+    assert decision.runner_up == emitted[1].id and decision.runner_up_cost_us > decision.cost_us
+    ratio = decision.runner_up_cost_us / decision.cost_us
+    line = next(line for line in explain(key, emitted).splitlines() if line.startswith("next "))
+    assert line == (
+        f"next     {emitted[1].shape}: {decision.runner_up_cost_us:.1f} us modelled, {ratio:.2f} of the kernel's"
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,6 +149,7 @@ def test_explain_takes_load_and_queries() -> None:
     problem = ("--arch", "sm89", "--head-dim", "64", "--seqlen", "4096", "--heads", "8")
     assert " heavy load" in run(*problem).output
     assert " light load" in run(*problem, "--queries", "1").output
+    assert " few load" in run(*problem[:-1], "4", "--queries", "1").output
     assert " light load" in run(*problem, "--load", "light").output
 
 

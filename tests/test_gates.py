@@ -15,17 +15,19 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from codegen.arch import TARGETS, family_of
 from codegen.cli import main
 from codegen.gates import report
 from codegen.gates.compile import CompileError, measure, measure_all, parse_resources
 from codegen.gates.occupancy import ctas_per_sm
 from codegen.gates.report import sources_digest
-from codegen.gates.rules import GATES, check
+from codegen.gates.rules import GATES, check, launch_registers
 from codegen.gates.sass import SassError, parse
 from codegen.gates.subject import Kernel, Listing, Loop, Measured, Resources
 from codegen.gates.toolbox import ROOT, Toolbox, ToolboxError, cmake_options, open_toolbox
 from codegen.matrix import profile_of
 from codegen.select import select
+from codegen.spec import Kind, Variant
 
 # A kernel in small: a loop that loads a tile with cp.async and multiplies it twice. The words in capitals are replaced.
 SOURCE = """
@@ -101,6 +103,59 @@ STATIC = {
     "AFTER": "o[0] = beside[tiles % 64];",
 }
 
+# The same for warpgroup products: a loop that copies a tile with the copy engine and multiplies it twice.
+HOPPER_SOURCE = """
+#include <cstdint>
+struct SharedStorage { alignas(128) uint8_t tile[2048]; };
+static_assert(sizeof(SharedStorage) == 2048, "as the manifest says");
+__device__ __forceinline__ void fp8(float (&c)[4], uint64_t a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0,%1,%2,%3}, %4, %5, 1, 1, 1;"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "l"(a), "l"(b));
+}
+__device__ __forceinline__ void bf16(float (&c)[4], uint64_t a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0,%1,%2,%3}, %4, %5, 1, 1, 1, 0, 0;"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "l"(a), "l"(b));
+}
+__device__ __forceinline__ void bulk(const uint8_t* from, uint32_t to, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 1024, [%2];"
+               ::"r"(to), "l"(from), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void plain(const uint8_t* from, uint32_t to, uint32_t barrier) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(*reinterpret_cast<const uint32_t*>(from)) : "memory");
+}
+__global__ void __launch_bounds__(384, 1) attention(const uint8_t* k, float* o, int tiles) {
+  extern __shared__ __align__(128) uint8_t bytes[];
+  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(bytes));
+  uint64_t a = at / 16, b = (at + 1024) / 16;
+  float c[4] = {};
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  fp8(c, a, b);  // of the first tile: the loop is not all there is
+  asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    LOAD(k + 1024 * tile, at, at + 1536);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    for (int i = 0; i < PRODUCTS; ++i) {
+      MULTIPLY(c, a + 2 * i, b + 2 * i);
+      BETWEEN
+    }
+    asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    c[0] += o[tile];
+  }
+  for (int i = 0; i < 4; ++i) o[4 * threadIdx.x + i] = c[i];
+}
+"""
+HOPPER_GOOD = {"LOAD": "bulk", "PRODUCTS": "2", "MULTIPLY": "fp8", "BETWEEN": ""}
+HOPPER_BAD = [
+    ("plain loads", {"LOAD": "plain"}, {}, {"TMA"}),
+    ("one product too many", {"PRODUCTS": "3"}, {}, {"QGMMA-COUNT"}),
+    ("bf16 products", {"MULTIPLY": "bf16"}, {}, {"QGMMA-COUNT", "FP8-ONLY"}),
+    # The compiler also drains the pipeline there, by an HGMMA on no registers.
+    ("accumulators used between products", {"BETWEEN": "c[1] += 1.f;"}, {}, {"NO-ADVICE", "FP8-ONLY"}),
+    ("more threads than registers", {}, {"threads": 32 * 1024}, {"LAUNCH-REGS"}),
+    ("another size than promised", {}, {"smem_bytes": 2064}, {"SMEM"}),
+]
+
 # (name, what differs in the source, what differs in the promise, gates that must refuse it)
 BAD = [
     ("spills", SPILLS, {}, {"SPILL", "NO-LOCAL"}),
@@ -134,6 +189,7 @@ def _kernel(folder: Path, changes: dict[str, str] | None = None, **promise: Any)
     good = Kernel(
         id="kernel",
         target="sm89",
+        family="sm89",
         source=source,
         emulated=False,
         head_dim=64,
@@ -143,6 +199,15 @@ def _kernel(folder: Path, changes: dict[str, str] | None = None, **promise: Any)
         smem_limit=101_376,
         mma_in_loop=2,
     )
+    return dataclasses.replace(good, **promise)
+
+
+def _hopper(folder: Path, changes: dict[str, str] | None = None, **promise: Any) -> Kernel:
+    text = HOPPER_SOURCE
+    for word, value in {**HOPPER_GOOD, **(changes or {})}.items():
+        text = text.replace(word, value)
+    good = dataclasses.replace(_kernel(folder), target="sm90a", family="sm90a", threads=384, ctas_per_sm=1)
+    good.source.write_text(text)
     return dataclasses.replace(good, **promise)
 
 
@@ -166,8 +231,30 @@ def test_a_bad_kernel_is_refused(
     assert _refused(_kernel(tmp_path, changes, **promise), tools, tmp_path) == gates
 
 
+def test_a_good_warpgroup_kernel_passes_every_gate(tools: Toolbox, tmp_path: Path) -> None:
+    kernel = _hopper(tmp_path)
+    measured = measure(kernel, tools, tmp_path)
+    assert check(kernel, measured) == []
+    assert measured.listing.counts["QGMMA"] == 3
+    assert measured.listing.loop is not None and measured.listing.loop.counts["QGMMA"] == 2
+
+
+@pytest.mark.parametrize(("changes", "promise", "gates"), [b[1:] for b in HOPPER_BAD], ids=[b[0] for b in HOPPER_BAD])
+def test_a_bad_warpgroup_kernel_is_refused(
+    changes: dict[str, str], promise: dict[str, Any], gates: set[str], tools: Toolbox, tmp_path: Path
+) -> None:
+    assert _refused(_hopper(tmp_path, changes, **promise), tools, tmp_path) == gates
+
+
 def test_every_gate_has_a_kernel_that_fails_it() -> None:
-    assert set().union(*(b[3] for b in BAD)) == {g.name for g in GATES}
+    assert set().union(*(b[3] for b in BAD)) == {g.name for g in GATES if "sm89" in g.families}
+    own = {g.name for g in GATES if g.families == ("sm90a",)}
+    assert own and own <= set().union(*(b[3] for b in HOPPER_BAD))
+
+
+@pytest.mark.parametrize(("threads", "registers"), [(256, 255), (384, 168), (512, 128)])
+def test_registers_at_launch(threads: int, registers: int) -> None:
+    assert launch_registers(threads) == registers
 
 
 def test_emulation_is_excused_only_where_it_is_declared(tools: Toolbox, tmp_path: Path) -> None:
@@ -269,6 +356,51 @@ def test_the_main_loop_is_the_innermost_around_most_products() -> None:
     assert listing.counts["STL"] == 1  # in the block behind the loop
 
 
+# Products of a first tile, a loop whose wait spins behind the kernel's end, and an outer loop over items.
+WARPGROUP_SASS = """
+\t.section\t.text.kernel,"ax",@progbits
+.L_items:
+        /*0000*/                   QGMMA.64x8x32.F32.E4M3.E4M3 R4, gdesc[UR4], R4 ;
+        /*0010*/                   QGMMA.64x8x32.F32.E4M3.E4M3 R4, gdesc[UR4], R4 ;
+.L_tiles:
+        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R3 ;
+        /*0030*/              @!P1 BRA `(.L_spin) ;
+.L_on:
+        /*0040*/                   QGMMA.64x8x32.F32.E4M3.E4M3 R4, gdesc[UR4], R4 ;
+        /*0050*/               @P0 BRA `(.L_skip) ;
+        /*0060*/                   FADD R0, R0, R4 ;
+.L_skip:
+        /*0070*/               @P2 BRA `(.L_tiles) ;
+        /*0080*/               @P3 BRA `(.L_items) ;
+        /*0090*/                   EXIT ;
+.L_spin:
+        /*00a0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R3 ;
+        /*00b0*/              @!P1 BRA `(.L_spin) ;
+        /*00c0*/                   BRA `(.L_on) ;
+"""
+
+
+def test_the_loop_of_warpgroup_products_is_the_innermost_with_all_its_blocks() -> None:
+    """By addresses the outer loop would win, as it holds more products, and the spin would look like another loop."""
+    listing = parse(WARPGROUP_SASS)
+    assert listing.counts["QGMMA"] == 3
+    assert listing.loop == Loop(
+        counts={"BRA": 5, "FADD": 1, "QGMMA": 1, "SYNCS": 2}, path={"BRA": 3, "QGMMA": 1, "SYNCS": 1}
+    )
+
+
+def test_the_outer_loop_counts_where_no_other_has_products() -> None:
+    loop = parse(WARPGROUP_SASS.replace("@P2 BRA `(.L_tiles)", "@P2 NOP")).loop
+    assert loop is not None and loop.counts["QGMMA"] == 3
+
+
+def test_what_ptxas_says_of_lost_performance_is_kept() -> None:
+    said = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to it"
+    other = "ptxas info    : (C7519) warpgroup.arrive is injected in around line 3116"
+    assert parse_resources(f"{PTXAS}{said}\n{other}\n").advice == (said,)
+    assert parse_resources(PTXAS).advice == ()
+
+
 def test_a_loop_without_products_is_no_main_loop() -> None:
     assert parse(SASS.replace("QMMA.16832", "FADD").replace("HMMA", "FADD")).loop is None
 
@@ -358,6 +490,21 @@ def test_changes_are_reported_in_both_directions(measured: Measured, expected: l
     assert [str(c) for c in report.compare(_numbers(kernel, _measured()), _numbers(kernel, measured))] == expected
 
 
+def test_a_report_has_the_columns_of_its_families(tmp_path: Path) -> None:
+    ada = _kernel(tmp_path, id="ada", target="sm90a", emulated=True)
+    hopper = _kernel(tmp_path, id="hopper", target="sm90a", family="sm90a")
+    texts = {
+        names: report.render("sm90a", "ci", "nvcc 13.0.88 -O3", dict.fromkeys(kernels, _measured()))
+        for names, kernels in {"ada": [ada], "hopper": [hopper], "both": [ada, hopper]}.items()
+    }
+    columns = {names: set(next(iter(report.parse(text)[1].values()))) for names, text in texts.items()}
+    assert "l.qmma" in columns["ada"] and "l.qgmma" not in columns["ada"]
+    assert "l.qgmma" in columns["hopper"] and "l.qmma" not in columns["hopper"]
+    assert columns["both"] == columns["ada"] | columns["hopper"]
+    assert ["is emulated on this target" in texts[x] for x in ("ada", "hopper", "both")] == [True, False, True]
+    assert report.compare(*(report.parse(texts["both"])[1],) * 2) == []
+
+
 def test_kernels_that_come_or_go_are_changes(tmp_path: Path) -> None:
     numbers = _numbers(_kernel(tmp_path), _measured())
     assert [str(c) for c in report.compare({}, numbers)] == ["worse: kernel: is new"]
@@ -392,16 +539,38 @@ def test_the_command_writes_and_then_holds_a_baseline(tools: Toolbox, tmp_path: 
     assert status == 0 and "the numbers are not compared" in output
 
 
+@pytest.mark.parametrize("arch", TARGETS)
+def test_the_kernels_of_a_report_do_not_depend_on_other_targets(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or `--check` with one target would miss kernels that stand in a report written with all."""
+    asked: list[dict[str, tuple[Variant, ...]]] = []
+    monkeypatch.setattr("codegen.gates.run.run", lambda chosen, **options: not asked.append(chosen))
+    for options in ([], ["--arch", arch]):
+        assert CliRunner().invoke(main, ["gates", "--profile", "ci", *options]).exit_code == 0
+    both, one = asked
+    assert set(both) == set(TARGETS) and set(one) == {arch} and one[arch] == both[arch]
+    assert {v.family for v in one[arch]} >= {family_of(arch).name}
+
+
+def test_a_named_kernel_is_gated_where_it_is_emulated_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, tuple[Variant, ...]]] = []
+    monkeypatch.setattr("codegen.gates.run.run", lambda chosen, **options: not asked.append(chosen))
+    v = next(v for v in select().emitted if v.family == "sm89" and v.kind is Kind.DIAG)
+    assert CliRunner().invoke(main, ["gates", "--only", v.id]).exit_code == 0
+    assert asked == [{"sm89": (v,), "sm90a": (v,)}]
+
+
 def test_check_of_a_selection_needs_its_own_baseline() -> None:
     result = CliRunner().invoke(main, ["gates", "--filter", "head_dim=32", "--check"])
     assert result.exit_code == 1 and "--report" in result.output
 
 
-def test_the_release_report_was_read_from_the_committed_sources() -> None:
+@pytest.mark.parametrize("arch", TARGETS)
+def test_the_release_report_was_read_from_the_committed_sources(arch: str) -> None:
     """`make test` compiles the ci profile only; README rests on the release report, so it must not go stale unseen."""
     manifest = json.loads((ROOT / "generated" / "manifest.json").read_text())
-    sources = [ROOT / "generated" / v["file"] for v in manifest["variants"]]
-    report = (ROOT / "docs" / "gates_sm89_release.txt").read_text()
+    native = [v for v in manifest["variants"] if v["family"] == family_of(arch).name]
+    sources = [ROOT / "generated" / v["file"] for v in native]
+    report = (ROOT / "docs" / f"gates_{arch}_release.txt").read_text()
     assert f"# sources: {sources_digest(sources)}\n" in report, (
-        "run `python -m codegen gates --arch sm89 --profile release` and commit docs/gates_sm89_release.txt"
+        f"run `python -m codegen gates --arch {arch} --profile release` and commit docs/gates_{arch}_release.txt"
     )

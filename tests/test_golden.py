@@ -21,30 +21,51 @@ if __name__ == "__main__":
 from codegen.outputs import kernel_path  # noqa: E402
 from codegen.render import environment, render_kernel  # noqa: E402
 from codegen.select import select  # noqa: E402
-from codegen.spec import Kind, Out, Scaling, Softmax, Variant  # noqa: E402
+from codegen.spec import Cluster, Kind, Out, Scaling, Schedule, Softmax, Variant  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
 ACCEPT = "If the change is intended: python tests/test_golden.py --accept"
 
 
 def _linear_block_causal(v: Variant) -> bool:
-    forward = v.kind is Kind.FWD and v.softmax is Softmax.LINEAR and v.out is Out.BF16
+    forward = v.family == "sm89" and v.kind is Kind.FWD and v.softmax is Softmax.LINEAR and v.out is Out.BF16
     return forward and v.head_dim == 64 and v.scaling is Scaling.BLOCK and v.causal and v.stages > 1
 
 
 def _exp2_token_full(v: Variant) -> bool:
-    forward = v.kind is Kind.FWD and v.softmax is Softmax.EXP2 and v.out is Out.FP16
+    forward = v.family == "sm89" and v.kind is Kind.FWD and v.softmax is Softmax.EXP2 and v.out is Out.FP16
     return forward and v.scaling is Scaling.TOKEN and not v.causal
 
 
 def _diagnostic(v: Variant) -> bool:
-    return v.kind is Kind.DIAG and v.softmax is Softmax.LINEAR
+    return v.family == "sm89" and v.kind is Kind.DIAG and v.softmax is Softmax.LINEAR
+
+
+def _sm90a_overlapped(v: Variant) -> bool:
+    forward = v.family == "sm90a" and v.kind is Kind.FWD and v.out is Out.BF16 and v.cluster is Cluster.SOLO
+    return forward and v.head_dim == 128 and v.schedule is not Schedule.SERIAL and not v.causal
+
+
+def _sm90a_wide_token(v: Variant) -> bool:
+    return v.family == "sm90a" and v.head_dim == 256 and v.scaling is Scaling.TOKEN and v.causal and v.kind is Kind.FWD
+
+
+def _sm90a_split(v: Variant) -> bool:
+    return v.family == "sm90a" and v.cluster is not Cluster.SOLO and v.softmax is Softmax.LINEAR
+
+
+def _sm90a_diagnostic(v: Variant) -> bool:
+    return v.family == "sm90a" and v.kind is Kind.DIAG and v.softmax is Softmax.EXP2
 
 
 QUERIES: dict[str, Callable[[Variant], bool]] = {
     "linear_block_causal.cu": _linear_block_causal,
     "exp2_token_full.cu": _exp2_token_full,
     "diagnostic.cu": _diagnostic,
+    "sm90a_overlapped.cu": _sm90a_overlapped,
+    "sm90a_wide_token.cu": _sm90a_wide_token,
+    "sm90a_split.cu": _sm90a_split,
+    "sm90a_diagnostic.cu": _sm90a_diagnostic,
 }
 
 

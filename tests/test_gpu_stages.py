@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu import built_variants, diagnose, on_card
-from reference import Operands, make_operands, randn, relative_l2, visible
+from gpu import built_variants, diagnose, is_emulated
+from reference import Operands, operands_of, randn, relative_l2, visible
 
 from fp8cutlass.emulator import emulate
 from fp8cutlass.manifest import Variant
 from fp8cutlass.softmax import softmax_exp2, softmax_linear
-from fp8cutlass.target import granularities
 
 pytestmark = pytest.mark.gpu
 
 DIAGNOSTIC = pytest.mark.parametrize("variant", built_variants("diag"), ids=lambda v: v.id)
 BATCH, HEADS, KV_HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 2, 150, 333
 OFFSET = SEQLEN_K - SEQLEN_Q
-
-
-def operands_of(variant: Variant, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Operands:
-    limits = {} if variant.softmax == "linear" else {"score_amax": 448.0}
-    return make_operands(q, k, v, granularities(variant.scaling), **limits)
 
 
 def random_operands(variant: Variant) -> Operands:
@@ -73,8 +67,11 @@ def test_scores(variant: Variant) -> None:
         expected = expected * grouped(operands.descales[1][..., None]).double().transpose(-1, -2)
     got = wrote.scores[..., :SEQLEN_K]
     assert torch.equal(got == -torch.inf, ~seen().expand_as(got))
-    # f16 scores are rounded after every k step, float32 ones lose less than a bit of e4m3's products
-    limit = 2.0**-10 if variant.score == "f16" else 2.0**-20
+    # f16 scores are rounded after every k step. Of float32 ones the tensor core's FP8 accumulator keeps 13 fraction
+    # bits; where it is emulated, they lose less than a bit of e4m3's products.
+    limit = max(2.0**-10, variant.head_dim // 32 * 2.0**-12)
+    if variant.score == "f32":
+        limit = 2.0**-20 if is_emulated(variant) else 2.0**-10
     largest = expected.abs().amax()
     difference = (got.double() - expected).masked_fill(~seen(), 0.0).abs().amax()
     assert float(difference / largest) <= limit
@@ -92,8 +89,8 @@ def test_softmax(variant: Variant) -> None:
         columns = slice(tile * variant.tile_n, (tile + 1) * variant.tile_n)
         s = wrote.scores[..., columns]
         if variant.scaling == "block":
-            block = k_descale[..., tile * variant.tile_n // 128, None, None].repeat_interleave(HEADS // KV_HEADS, 1)
-            tile_slope = slope * block
+            of_tile = k_descale[..., tile * variant.tile_n // variant.key_block, None, None]
+            tile_slope = slope * of_tile.repeat_interleave(HEADS // KV_HEADS, 1)
         else:
             tile_slope = slope
         if variant.softmax == "linear":
@@ -114,7 +111,7 @@ def test_softmax(variant: Variant) -> None:
 
 @DIAGNOSTIC
 def test_values(variant: Variant) -> None:
-    """P V of every tile from the kernel's own P."""
+    """P V of every tile from the kernel's own P; the tensor core's FP8 accumulator keeps 13 fraction bits."""
     operands = random_operands(variant)
     _, wrote = diagnose(operands, variant, scale=0.2, causal_offset=OFFSET)
     v = grouped(operands.fp8[2]).double()
@@ -122,7 +119,7 @@ def test_values(variant: Variant) -> None:
         start = tile * variant.tile_n
         p = wrote.p[..., start : min(start + variant.tile_n, SEQLEN_K)].contiguous().view(torch.float8_e4m3fn).double()
         expected = p @ v[:, :, start : start + variant.tile_n]
-        assert relative_l2(wrote.tile_o[:, :, tile], expected) <= 1e-5
+        assert relative_l2(wrote.tile_o[:, :, tile], expected) <= (1e-5 if is_emulated(variant) else 2e-3)
 
 
 @DIAGNOSTIC
@@ -136,6 +133,6 @@ def test_whole(variant: Variant) -> None:
         variant=variant,
         scale=scale,
         causal_offset=OFFSET,
-        emulated_mma=on_card("sm90a"),
+        emulated_mma=is_emulated(variant),
     )
     assert relative_l2(out, expected.out) <= 8e-3

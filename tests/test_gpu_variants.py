@@ -6,18 +6,20 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from gpu import built_variants, on_card, run_operator
-from reference import attention64, make_operands, min_row_cosine, randn, relative_l2, z_test
+from gpu import built_variants, is_emulated, run_kernel
+from reference import Operands, attention64, min_row_cosine, operands_of, randn, relative_l2, z_test
 
 from fp8cutlass.emulator import OUT_DTYPES, emulate
 from fp8cutlass.manifest import Variant
-from fp8cutlass.target import granularities
 
 pytestmark = pytest.mark.gpu
 
 L2_DEQUANTISED = 3.5e-2  # relative L2 against float64 on the dequantised operands, randn
 L2_EMULATOR = 8e-3  # the accumulator of the tensor core is not modelled
+L2_STEPS = 4  # up to so many steps of 32 products; every further one may round an f16 score the other way
 E4M3_OUT_L2 = 2.0**-4 / 3**0.5  # rounding of an e4m3 output alone: uniform inside a step of at most 2^-3
+# A difference d before that rounding moves the share d / step of the elements, each by a whole step: sqrt(d * step).
+L2_EMULATOR_E4M3 = (L2_EMULATOR * 2.0**-3.5) ** 0.5
 
 
 @dataclass(frozen=True)
@@ -42,33 +44,44 @@ SHAPES = (
 )
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"b{s.batch}h{s.heads}kv{s.kv_heads}q{s.seqlen_q}k{s.seqlen_k}")
-@pytest.mark.parametrize("variant", built_variants("fwd"), ids=lambda v: v.id)
-def test_variant(variant: Variant, shape: Shape) -> None:
+VARIANTS = built_variants("fwd")
+# A kernel that reads its descales through strides serves more modes than the one in its id.
+COARSER = [(v, scaling) for v in VARIANTS for scaling in v.scalings if scaling != v.scaling]
+
+
+def random_operands(variant: Variant, shape: Shape, scaling: str | None = None) -> Operands:
     q = randn(shape.batch, shape.heads, shape.seqlen_q, variant.head_dim, seed=1, device="cuda")
     k = randn(shape.batch, shape.kv_heads, shape.seqlen_k, variant.head_dim, seed=2, device="cuda")
     v = randn(shape.batch, shape.kv_heads, shape.seqlen_k, variant.head_dim, seed=3, device="cuda")
-    dtype = torch.float8_e4m3fn if variant.dtype == "e4m3" else torch.float8_e5m2
-    limits = {} if variant.softmax == "linear" else {"score_amax": 448.0}
-    operands = make_operands(q, k, v, granularities(variant.scaling), dtype=dtype, **limits)
+    return operands_of(variant, q, k, v, scaling)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"b{s.batch}h{s.heads}kv{s.kv_heads}q{s.seqlen_q}k{s.seqlen_k}")
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.id)
+def test_variant(variant: Variant, shape: Shape) -> None:
+    check(variant, shape, variant.scaling)
+
+
+@pytest.mark.parametrize(("variant", "scaling"), COARSER, ids=lambda x: x if isinstance(x, str) else x.id)
+def test_coarser_scaling(variant: Variant, scaling: str) -> None:
+    """Tails, GQA and several batches: a wrong stride reads the descale of another head."""
+    check(variant, SHAPES[1], scaling)
+
+
+def check(variant: Variant, shape: Shape, scaling: str) -> None:
+    """The kernel against itself, the emulator, and float64 on the operands that it was given."""
+    operands = random_operands(variant, shape, scaling)
     scale = variant.head_dim**-0.5
     # Bottom right: the first rows of a problem with more queries than keys see nothing.
     offset = shape.seqlen_k - shape.seqlen_q if variant.causal else 0
     out_descale = torch.tensor([0.02], device="cuda") if variant.out == "e4m3" else None
+    options = {"scale": scale, "scaling": scaling, "causal_offset": offset, "out_descale": out_descale}
 
-    out, lse, amax = run_operator(operands, variant, scale=scale, causal_offset=offset, out_descale=out_descale)
-    again, lse_again, _ = run_operator(operands, variant, scale=scale, causal_offset=offset, out_descale=out_descale)
+    out, lse, amax = run_kernel(operands, variant, **options)
+    again, lse_again, _ = run_kernel(operands, variant, **options)
     assert torch.equal(out.view(torch.uint8), again.view(torch.uint8)) and torch.equal(lse, lse_again)
 
-    emulated = emulate(
-        *operands.fp8,
-        *operands.descales,
-        variant=variant,
-        scale=scale,
-        causal_offset=offset,
-        out_descale=out_descale,
-        emulated_mma=on_card("sm90a"),
-    )
+    emulated = emulate(*operands.fp8, *operands.descales, variant=variant, emulated_mma=is_emulated(variant), **options)
     real, expected = out.float(), emulated.out.float()
     if out_descale is not None:
         real, expected = real * out_descale, expected * out_descale
@@ -76,16 +89,44 @@ def test_variant(variant: Variant, shape: Shape) -> None:
     seen = reference.lse > -torch.inf
     assert torch.equal(lse == -torch.inf, ~seen)
     assert bool((real[~seen] == 0).all()), "rows without keys must be 0"
-    assert relative_l2(real, expected) <= L2_EMULATOR
+    steps = variant.head_dim // 32
+    unmodelled = max(1.0, steps / L2_STEPS) ** 0.5 if variant.score == "f16" else 1.0
+    assert relative_l2(real, expected) <= (L2_EMULATOR_E4M3 if variant.out == "e4m3" else L2_EMULATOR) * unmodelled
     assert abs(float(amax) / float(emulated.amax) - 1) <= 2e-2
     rounding = E4M3_OUT_L2 if variant.out == "e4m3" else 0.0
     assert relative_l2(real, reference.out) <= L2_DEQUANTISED + rounding
     assert min_row_cosine(real[seen], reference.out[seen]) >= 0.99
-    # float32 scores: the rounding of the operands' products; f16 scores: half an ulp for each of their roundings
-    roundings = 2.0**-12 if variant.score == "f32" else 2.0**-11 * 3 * (variant.head_dim // 32)
+    # Scores are sums of head_dim / 32 steps. In f16 each is rounded; in float32 the tensor core truncates each to 13
+    # fraction bits, except where it is emulated.
+    if variant.score == "f16":
+        roundings = 2.0**-11 * 3 * steps
+    else:
+        roundings = 2.0**-12 if is_emulated(variant) else 2.0**-13 * max(2, steps)
     tolerance = 1e-4 + roundings * reference.max_score
     assert float((lse.double() - reference.lse)[seen].abs().max()) <= tolerance
-    refused = z_test(real, reference, variant.softmax, OUT_DTYPES[variant.out]).refusals()
-    if shape is PERSISTENT:  # the worst of 33,000 rows of few keys: one key's interpolation error is the whole row's
+    z = z_test(real, reference, variant.softmax, OUT_DTYPES[variant.out])
+    refused = z.refusals()
+    # The worst row is one of few keys, where one key's interpolation error is the whole row's: the algorithm's, not the
+    # kernel's, if the emulator's worst row is as bad; or if it is the worst of 33,000.
+    of_algorithm = z.row_rms <= 1.02 * z_test(expected, reference, variant.softmax, OUT_DTYPES[variant.out]).row_rms
+    if shape is PERSISTENT or of_algorithm:
         refused = [r for r in refused if not r.startswith("row_rms")]
     assert not refused
+
+
+def one_of_each(*axes: str) -> list[Variant]:
+    """The first variant of every combination of values that is built."""
+    return list({tuple(getattr(v, axis) for axis in axes): v for v in reversed(VARIANTS)}.values())
+
+
+@pytest.mark.parametrize("variant", one_of_each("family", "head_dim", "schedule", "cluster"), ids=lambda v: v.id)
+def test_a_thousand_runs_give_the_same_bits(variant: Variant) -> None:
+    """More work items than CTAs and more tiles than stages, so that a race between turns has its chance."""
+    operands = random_operands(variant, Shape(4, 12, 6, 515, 4 * variant.tile_n * variant.stages + 33))
+    out_descale = torch.tensor([0.02], device="cuda") if variant.out == "e4m3" else None
+    first, lse, _ = run_kernel(operands, variant, scale=0.1, out_descale=out_descale)
+    differ = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        out, lse_again, _ = run_kernel(operands, variant, scale=0.1, out_descale=out_descale)
+        differ += (out.view(torch.uint8) != first.view(torch.uint8)).any() | (lse_again != lse).any()
+    assert int(differ) == 0

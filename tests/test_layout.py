@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from compilers import ROOT, nvcc
 
-from codegen.derive import row_pitch
-from codegen.matrix import HEAD_DIMS, TILES
+from codegen.derive_sm89 import row_pitch
+from codegen.matrix import SM89_HEAD_DIMS, SM89_TILES
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def test_the_program_counts_no_failure(lines: list[str]) -> None:
 )
 def test_every_tile_that_a_variant_can_have_is_proved(lines: list[str], property_: str) -> None:
     """Q (tile_m x head_dim), K (tile_n x head_dim) and V^T (head_dim x tile_n) of the whole declared matrix."""
-    shapes = {(rows, d) for tile in TILES for d in HEAD_DIMS for rows in (tile.m, tile.n)}
-    shapes |= {(d, tile.n) for tile in TILES for d in HEAD_DIMS}
+    shapes = {(rows, d) for tile in SM89_TILES for d in SM89_HEAD_DIMS for rows in (tile.m, tile.n)}
+    shapes |= {(d, tile.n) for tile in SM89_TILES for d in SM89_HEAD_DIMS}
     proved = {line for line in lines if line.startswith(f"ok {property_} ")}
     missing = sorted((rows, width) for rows, width in shapes if f"ok {property_} {rows} x {width}" not in proved)
     assert missing == []
@@ -52,7 +52,7 @@ def test_orders_and_schedules_are_proved(lines: list[str], property_: str) -> No
 
 
 def test_the_generator_and_the_kernels_agree_on_row_pitches(tmp_path: Path) -> None:
-    widths = sorted({*HEAD_DIMS, *(tile.n for tile in TILES)})
+    widths = sorted({*SM89_HEAD_DIMS, *(tile.n for tile in SM89_TILES)})
     checks = "\n".join(f"static_assert(fp8cutlass::SmemTile<64, {w}>::kPitch == {row_pitch(w)});" for w in widths)
     source = tmp_path / "pitch.cpp"
     source.write_text(f'#include "fp8cutlass/layout.h"\n{checks}\n')

@@ -38,7 +38,7 @@ SMALL_AXES: list[tuple[str, list[Any]]] = [
     ("scaling", ["tensor", "head", "block", "token"]),
     ("causal", [False, True]),
     ("precision", ["fast", "accurate"]),
-    ("load", ["light", "heavy"]),
+    ("load", ["few", "light", "heavy"]),
 ]
 
 
@@ -81,11 +81,12 @@ def seqlen_edges(axes: dict[str, list[Any]]) -> list[int]:
 
 
 def grid(axes: dict[str, list[Any]]) -> Iterator[Problem]:
-    """Every cell of a table, each at the edges of its bucket, one query tile short of heavy and just heavy."""
+    """Every cell of a table, each at the edges of its bucket, just few, one query tile short of heavy and just
+    heavy."""
     names = ("arch", "head_dim", "dtype", "out", "scaling", "causal", "precision")
     for values in itertools.product(*(axes[name] for name in names)):
         point = dict(zip(names, values, strict=True))
-        for seqlen_k, heads in itertools.product(seqlen_edges(axes), (2 * SMS - 1, 2 * SMS)):
+        for seqlen_k, heads in itertools.product(seqlen_edges(axes), (SMS // 8, 2 * SMS - 1, 2 * SMS)):
             yield Problem(**point, seqlen_q=128, seqlen_k=seqlen_k, batch=1, heads=heads, sm_count=SMS)
 
 
@@ -117,6 +118,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Table, Lookup]:
         constexpr int kHeadDims[] = {{{numbers(axes["head_dim"])}}};
         constexpr int kSeqlenBounds[] = {{{numbers(axes["seqlen"][:-1])}}};
         constexpr int kLoadRows = 128;
+        constexpr int kLoadBounds[][2] = {{{{1, 8}}, {{2, 1}}}};
         constexpr short kCells[] = {{{numbers(range(count))}}};
         }}
         """
@@ -156,8 +158,12 @@ def test_generated_table(tmp_path: Path) -> None:
         (29, 2, 129, SMS, "heavy"),
         (1, 1, 115 * 128, SMS, "light"),
         (1, 1, 115 * 128 + 1, SMS, "heavy"),
-        (0, 8, 4096, SMS, "light"),
-        (8, 8, 0, SMS, "light"),
+        (0, 8, 4096, SMS, "few"),
+        (8, 8, 0, SMS, "few"),
+        (1, 7, 128, SMS, "few"),
+        (1, 8, 128, SMS, "light"),
+        (1, 8, 1, 64, "light"),
+        (1, 8, 1, 65, "few"),
         (1, 1, 1, 0, "heavy"),
         (0, 0, 0, 0, "heavy"),
         (INT_MAX, INT_MAX, INT_MAX, INT_MAX, "heavy"),

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from reference import attention64, randn, relative_l2
 
-from fp8cutlass import UnsupportedError, attention, quantize
-from fp8cutlass.dispatch import load_table
-from fp8cutlass.manifest import generated_dir
-from fp8cutlass.operator import aligned, attention_fp8, is_seq_major
+from fp8cutlass import UnsupportedError, attention, extension, launch, quantize
+from fp8cutlass.dispatch import CPU_ARCH
+from fp8cutlass.emulator import emulate
+from fp8cutlass.launch import Call, aligned, as_bytes, empty_outputs, is_seq_major, quantised, run
+from fp8cutlass.manifest import KEY_BLOCK, Manifest, Variant, generated_dir, load_manifest
+from fp8cutlass.operator import attention_fp8, attention_half, choose
+from fp8cutlass.pack import unpack_v
+from fp8cutlass.target import target
 
 E4M3 = torch.float8_e4m3fn
 NAMES = ("query", "key", "value")
@@ -27,10 +32,16 @@ def operator_arguments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /, **c
     pairs = [quantize(x, granularity="head") for x in (q, k, v)]
     arguments: dict[str, Any] = dict(zip("qkv", (x for x, _ in pairs), strict=True))
     arguments |= dict(zip(("q_descale", "k_descale", "v_descale"), (d for _, d in pairs), strict=True))
-    arguments |= {"out_descale": None, "out_dtype": torch.bfloat16, "scaling": "head", "precision": "accurate"}
-    arguments |= {"causal": False, "causal_offset": 0, "scale": 0.125, "return_lse": True, "return_amax": True}
-    arguments |= {"kernel": ""} | changes
-    return tuple(arguments.values())
+    return tuple((arguments | OPTIONS | changes).values())
+
+
+OPTIONS: dict[str, Any] = {"out_descale": None, "out_dtype": torch.bfloat16, "scaling": "head", "precision": "accurate"}
+OPTIONS |= {"causal": False, "causal_offset": 0, "scale": 0.125, "return_lse": True, "return_amax": True, "kernel": ""}
+
+
+def half_arguments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /, **changes: Any) -> tuple[Any, ...]:
+    """Arguments of the operator that quantises, in order."""
+    return tuple(({"q": q, "k": k, "v": v} | OPTIONS | changes).values())
 
 
 @pytest.mark.parametrize("order", ["bhsd", "bshd"])
@@ -43,6 +54,18 @@ def test_opcheck(order: str, out: torch.dtype) -> None:
     out_descale = torch.full((1,), 0.01) if out == E4M3 else None
     arguments = operator_arguments(q, k, v, causal=True, causal_offset=3, out_dtype=out, out_descale=out_descale)
     torch.library.opcheck(attention_fp8, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+@pytest.mark.parametrize("order", ["bhsd", "bshd"])
+@pytest.mark.parametrize("head_dim", [64, 40])
+@pytest.mark.parametrize("scaling", ["block", "token"])
+def test_opcheck_of_the_operator_that_quantises(order: str, head_dim: int, scaling: str) -> None:
+    """The same; of a head_dim that is padded, too."""
+    q, k, v = operands(seqlen=133, head_dim=head_dim)
+    if order == "bshd":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    arguments = half_arguments(q, k, v, causal=True, causal_offset=3, scaling=scaling, precision="fast")
+    torch.library.opcheck(attention_half, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
 
 
 @torch._dynamo.config.patch(error_on_recompile=True)
@@ -180,10 +203,11 @@ def test_padded_head_dims(head_dim: int, scaling: str) -> None:
     """The scale is that of the user's head_dim, the result has it, and the columns added are zeros."""
     q, k, v = operands(head_dim=head_dim, seqlen=48)
     got, lse = attention(q, k, v, scaling=scaling, return_lse=True)
-    kernel_dim = min(d for d in load_table(generated_dir()).head_dims if d >= head_dim)
+    kernel_dim = min(d for d in load_manifest(generated_dir()).head_dims[CPU_ARCH] if d >= head_dim)
     wide = (torch.nn.functional.pad(x, (0, kernel_dim - head_dim)) for x in (q, k, v))
     want, want_lse = attention(*wide, scaling=scaling, scale=head_dim**-0.5, return_lse=True)
     assert torch.equal(got, want[..., :head_dim]) and torch.equal(lse, want_lse)
+    assert got.is_contiguous()
     assert not want[..., head_dim:].any()
     exact = attention64(q, k, v, head_dim**-0.5)
     assert relative_l2(got, exact.out) < (0.1 if head_dim == 1 else 0.075)  # 96 numbers make a rough mean
@@ -266,12 +290,11 @@ def test_scale_zero_is_the_mean_of_v() -> None:
         ({"out_dtype": torch.float32}, "out_dtype"),
         ({"out_dtype": E4M3}, "out_descale"),
         ({"scaling": "row"}, "scaling"),
-        *(({"scale": scale}, "scale must be a finite float32 >= 0") for scale in (-0.1, math.nan, math.inf, 1e39)),
+        *(({"scale": scale}, "scale must be finite in float32") for scale in (math.nan, -math.inf, 1e39)),
         ({"q_descale": torch.ones(2, 3)}, "q_descale"),
         ({"v_descale": torch.ones(2, 2).double()}, "v_descale"),
         ({"q": torch.zeros(2, 3, 40, 64).to(E4M3)}, "heads of k"),
         ({"k": torch.zeros(2, 2, 41, 64).to(E4M3)}, "k and v"),
-        ({"k": torch.zeros(2, 2, 64, 40).to(E4M3).transpose(2, 3)}, "k must be contiguous"),
         ({"q": torch.zeros(2, 2, 40, 64)}, "e4m3fn"),
         ({"q": torch.zeros(2, 40, 64).to(E4M3)}, "q must have 4"),
         ({"q": torch.zeros(2, 2, 40, 40).to(E4M3)}, "k and v"),
@@ -288,6 +311,130 @@ def test_the_bare_operator_takes_scale_zero() -> None:
     assert bool(out.isfinite().all()) and torch.equal(out, out[:, :, :1].expand_as(out))
 
 
-def test_the_bare_operator_refuses_head_dims_off_the_table() -> None:
-    with pytest.raises(UnsupportedError, match="head_dim=40 is not in the dispatch table"):
-        attention_fp8(*operator_arguments(*operands(head_dim=40)))
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"q": torch.zeros(2, 2, 40, 64)}, "bfloat16 or all torch.float16, got torch.float32"),
+        ({"q": torch.zeros(2, 2, 40, 64).to(E4M3)}, "got torch.float8_e4m3fn"),
+        ({"k": torch.zeros(2, 2, 40, 64).half()}, "got torch.bfloat16, torch.float16"),
+        ({"v": torch.zeros(2, 2, 41, 64).bfloat16()}, "k and v"),
+        ({"scaling": "row"}, "scaling"),
+        ({"precision": "best"}, "precision='best'"),
+        ({"scale": math.nan}, "scale must be finite"),
+        ({"kernel": "nonsense"}, "kernel='nonsense'"),
+    ],
+)
+def test_the_operator_that_quantises_checks(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        attention_half(*half_arguments(*operands(), **changes))
+
+
+def test_the_bare_operators_pad_and_take_any_strides() -> None:
+    """And their fake kernels know the strides of the result: dense, in q's memory order."""
+    q, k, v = operands(head_dim=40)
+    want = attention(q, k, v, scaling="head", precision="accurate", scale=0.125)
+    columns = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
+    for x in ((q, k, v), columns):
+        for got in (attention_half(*half_arguments(*x))[0], attention_fp8(*operator_arguments(*x))[0]):
+            assert got.shape == q.shape and got.stride(3) == 1
+            assert relative_l2(got, want) < 0.04  # V is quantised to amax 448 in one, 256 in the other
+
+
+@pytest.mark.parametrize("operator", [attention_fp8, attention_half])
+def test_the_bare_operators_refuse_head_dims_beyond_the_kernels(operator: Any) -> None:
+    make = operator_arguments if operator is attention_fp8 else half_arguments
+    with pytest.raises(UnsupportedError, match="head_dim must lie in 1..256, got 320"):
+        operator(*make(*operands(head_dim=320)))
+
+
+def wide_blocks(manifest: Manifest) -> Variant:
+    """A kernel whose tile does not divide 128 keys."""
+    wide = (v for v in manifest.variants if v.kind == "fwd" and v.key_block != KEY_BLOCK)
+    return next(v for v in wide if v.out == "bf16" and not v.causal)
+
+
+def test_operands_are_quantised_in_the_blocks_of_the_kernel(manifest: Manifest) -> None:
+    """Bit for bit what quantising by hand in the kernel's blocks gives; in blocks of 128 it is something else."""
+    variant = wide_blocks(manifest)
+    q, k, v = (randn(1, 2, s, variant.head_dim, seed=s) for s in (40, 700, 701))
+    v = v[:, :, :700]
+    got = attention(q, k, v, kernel=variant.id, scale=0.1)
+
+    def by_hand(block: int) -> torch.Tensor:
+        x = [quantize(q, granularity="token", amax=14.0)]
+        x += [quantize(y, granularity="block", amax=amax, block=block) for y, amax in ((k, 14.0), (v, 256.0))]
+        return emulate(*(y for y, _ in x), *(d for _, d in x), variant=variant, scale=0.1).out
+
+    assert torch.equal(got, by_hand(variant.key_block))
+    assert quantize(k, granularity="block", block=variant.key_block)[1].shape[2] < -(-700 // KEY_BLOCK)
+    assert not torch.equal(got, by_hand(KEY_BLOCK))
+
+
+def test_other_blocks_than_those_of_fp8_operands_are_refused(manifest: Manifest) -> None:
+    """FP8 operands come with a descale per 128 keys: a kernel with other blocks serves coarser descales only."""
+    variant = wide_blocks(manifest)
+    x = randn(1, 2, 40, variant.head_dim, seed=1)
+
+    def run(scaling: str, *granularity: str) -> torch.Tensor:
+        fp8, descales = zip(*(quantize(x, granularity=shared_by, amax=14.0) for shared_by in granularity), strict=True)
+        named = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+        return attention(*fp8, scaling=scaling, kernel=variant.id, **named)
+
+    with pytest.raises(UnsupportedError, match=f"{variant.id}.*key_block={variant.key_block}.*per 128 keys"):
+        run("block", "token", "block", "block")
+    assert relative_l2(run("head", "head", "head", "head"), attention64(x, x, x, variant.head_dim**-0.5).out) < 0.075
+
+
+@pytest.mark.parametrize("order", ["bhsd", "bshd"])
+@pytest.mark.parametrize(
+    ("head_dim", "scaling", "out_dtype"),
+    [(64, "block", torch.bfloat16), (40, "token", torch.bfloat16), (40, "tensor", E4M3), (64, "head", E4M3)],
+)
+def test_what_a_launch_is_given(
+    head_dim: int, scaling: str, out_dtype: torch.dtype, order: str, monkeypatch: pytest.MonkeyPatch, manifest: Manifest
+) -> None:
+    """The emulator in the place of the compiled kernel, on what the launch hands over: aligned bytes of the kernel's
+    head_dim, V packed, K's descales of whole tiles; the result is that of the CPU path."""
+    q, k, v = operands(heads=4, seqlen=150, head_dim=head_dim)
+    if order == "bshd":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    out_descale = torch.full((1,), 0.01) if out_dtype == E4M3 else None
+    options = OPTIONS | {"scaling": scaling, "out_dtype": out_dtype, "out_descale": out_descale, "scale": -0.2}
+    want = attention_half(q, k, v, *options.values())
+    call = Call(q, k, v, None, None, None, **options)
+    variant, number, _ = choose(
+        target(q.device), q, k, out_dtype=out_dtype, scaling=scaling, causal=False, precision="accurate", kernel=""
+    )
+    granularity = manifest.scaling[scaling]
+
+    def forward(given: int, *arguments: Any) -> None:
+        q8, k8, packed, *descales, out_descale, out, lse, amax, scale, offset = arguments
+        assert given == number and out.shape[3] == variant.head_dim
+        assert all(x.dtype == torch.uint8 and aligned(x) is x for x in (q8, k8, packed))
+        assert packed.is_contiguous() and packed.shape[3] == 256
+        if scaling == "token":
+            assert descales[1].shape[2] == 256 and descales[2].shape[2] == variant.head_dim
+            descales[1] = descales[1][:, :, :150]
+        v8 = unpack_v(packed.view(E4M3), 150)
+        result = emulate(
+            q8.view(E4M3),
+            k8.view(E4M3),
+            v8,
+            *descales,
+            variant=variant,
+            scale=scale,
+            causal_offset=offset,
+            out_descale=out_descale,
+        )
+        out.copy_(as_bytes(result.out))
+        lse.copy_(result.lse)
+        amax.copy_(result.amax)
+
+    monkeypatch.setattr(torch.ops, "fp8cutlass_C", SimpleNamespace(forward=forward), raising=False)
+    monkeypatch.setattr(extension, "load", lambda: None)
+    as_launch = lambda call, variant, *rest: launch._launch(call, number, variant.head_dim, *rest)  # noqa: E731
+    monkeypatch.setattr(launch, "_emulate", as_launch)
+    got = empty_outputs(call)
+    run(quantised(call, variant, granularity), variant, number, got)
+    for x, y in zip(got, want, strict=True):
+        assert x.stride() == y.stride() and torch.equal(as_bytes(x), as_bytes(y))

@@ -8,24 +8,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from compilers import nvcc, run_cpp
 
-from codegen.arch import FAMILIES, REGISTERS_PER_THREAD
+from codegen import derive_sm90
+from codegen.arch import FAMILIES, REGISTERS_PER_SM, REGISTERS_PER_THREAD, TARGETS
 from codegen.derive import derive
 from codegen.expr import Env
-from codegen.ledger import counts
 from codegen.matrix import MATRICES
 from codegen.render import environment as template_environment
 from codegen.render import render_kernel
-from codegen.rules import RULES, Rule, check, environment, kernel_asserts
+from codegen.rule import Rule, environment
+from codegen.rules import RULES, check, kernel_asserts
 from codegen.select import select
-from codegen.spec import Dtype, Kind, Out, Scaling, Softmax, Tile, Variant, parse_id
+from codegen.spec import Cluster, Dtype, Kind, Out, Scaling, Schedule, Softmax, Tile, Variant, parse_id
 
 BASE = parse_id("sm89_fwd_d64_m64n64w4_s2_tensor_full_e4m3_bf16_linear")
-RULE = {rule.name: rule for rule in RULES}
+HOPPER = parse_id("sm90a_fwd_d64_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo")
+RULE = {family: {rule.name: rule for rule in rules} for family, rules in RULES.items()}
 LIMIT = FAMILIES["sm89"].smem_per_block
+HOPPER_LIMIT = FAMILIES["sm90a"].smem_per_block
 
 
 def tile(m: int, n: int, warps: int) -> Tile:
@@ -41,6 +45,11 @@ BIG = replace(BASE, head_dim=256, tile=tile(128, 128, 8), stages=4)
 WIDE = replace(BASE, head_dim=256, tile=tile(128, 32, 4), stages=1)
 ALONE = replace(BASE, tile=tile(128, 128, 8), stages=4)
 EXP2 = replace(BASE, softmax=Softmax.EXP2)
+HOPPER_EXP2 = replace(HOPPER, softmax=Softmax.EXP2)
+HOPPER_SPILLS = replace(HOPPER, head_dim=128, tile=tile(128, 64, 8), softmax=Softmax.EXP2, schedule=Schedule.PINGPONG)
+HOPPER_BIG = replace(HOPPER, head_dim=256, tile=tile(128, 256, 8), stages=4)
+HOPPER_FULL = replace(HOPPER_EXP2, head_dim=128, tile=tile(192, 128, 12))
+SPLIT = "offered to forward kernels with 64 or 128 rows and schedule serial"
 
 # rule, a variant that breaks it and nothing before it, the message
 CASES: list[tuple[str, Variant, str]] = [
@@ -102,15 +111,84 @@ CASES: list[tuple[str, Variant, str]] = [
         replace(BASE, kind=Kind.DIAG, tile=tile(64, 32, 4)),
         "diagnostic kernels of head_dim 64 take 64 keys",
     ),
+    # sm90a
+    ("LINEAR-RANGE", replace(HOPPER, head_dim=336), "336 x 14 x 14 = 65,856 > 65,504"),
+    ("LINEAR-E5M2", replace(HOPPER, dtype=Dtype.E5M2), "linear softmax needs f16 scores, e5m2 reaches 57,344"),
+    (
+        "LINEAR-TOKEN",
+        replace(HOPPER, scaling=Scaling.TOKEN),
+        "linear softmax has one slope a row and tile, token scaling one a key",
+    ),
+    (
+        "E5M2-TOKEN",
+        replace(HOPPER_EXP2, dtype=Dtype.E5M2, scaling=Scaling.TOKEN),
+        "token scaling of e5m2 operands is not offered (tensor, head and block are)",
+    ),
+    (
+        "E5M2-OUT",
+        replace(HOPPER_EXP2, dtype=Dtype.E5M2, out=Out.E4M3),
+        "e4m3 output of e5m2 operands is not offered (bf16 and fp16 are)",
+    ),
+    (
+        "E4M3-OUT-TOKEN",
+        replace(HOPPER_EXP2, scaling=Scaling.TOKEN, out=Out.E4M3),
+        "e4m3 output with token scaling is not offered (tensor, head and block are)",
+    ),
+    ("HEAD-DIM", replace(HOPPER, head_dim=80), "head_dim 80 is none of 64, 96, 128, 192, 256"),
+    ("WARPGROUP-ROWS", replace(HOPPER, tile=tile(128, 64, 4)), "128 rows for 4 warps, which own 64"),
+    ("KEY-STEPS", replace(HOPPER, tile=tile(128, 96, 8)), "tile_n 96 is no multiple of 64 up to 256"),
+    ("KEY-STEPS", replace(HOPPER, tile=tile(128, 320, 8)), "tile_n 320 is no multiple of 64 up to 256"),
+    (
+        "EXP2-KEYS",
+        replace(HOPPER_EXP2, tile=tile(128, 192, 8)),
+        "exp2 softmax serves blocks of 128 keys, which 192 does not divide",
+    ),
+    (
+        "PINGPONG-ALONE",
+        replace(HOPPER, tile=tile(64, 128, 4), schedule=Schedule.PINGPONG),
+        "1 warpgroup has nobody to take turns with",
+    ),
+    (
+        "WIDE-SERIAL",
+        replace(HOPPER, head_dim=192, schedule=Schedule.OVERLAP),
+        "overlap has no registers for two products of head_dim 192",
+    ),
+    ("SPLIT-TILE", replace(HOPPER, tile=tile(192, 128, 12), cluster=Cluster.SPLIT2), SPLIT),
+    ("SPLIT-TILE", replace(HOPPER, schedule=Schedule.PINGPONG, cluster=Cluster.SPLIT4), SPLIT),
+    ("SPLIT-TILE", replace(HOPPER, kind=Kind.DIAG, cluster=Cluster.SPLIT2), SPLIT),
+    (
+        "SPILLS",
+        HOPPER_SPILLS,
+        f"about {derive(HOPPER_SPILLS).registers} registers a thread fit, but the blocks of accumulators do not",
+    ),
+    ("SMEM", HOPPER_BIG, f"{smem_sum(HOPPER_BIG)} > {HOPPER_LIMIT:,}"),
+    (
+        "MERGE-BYTES",
+        replace(HOPPER, head_dim=256, tile=tile(128, 64, 8), cluster=Cluster.SPLIT2),
+        "139,264 bytes to merge > 67,584 of all stages",
+    ),
+    (
+        "REGISTERS",
+        HOPPER_FULL,
+        f"about {derive(HOPPER_FULL).registers} registers a thread > {derive(HOPPER_FULL).register_limit}",
+    ),
 ]
 
 # Rules that reject no declared point, with the reason for which they stand there all the same.
 GUARDS = {
-    "HEAD-DIM": "the declared head_dims keep it; it guards one that somebody adds",
-    "LOAD-ROWS": "the declared tiles keep it; it guards a tile that somebody adds",
-    "WARP-ROWS": "the declared tiles keep it; it guards a tile that somebody adds",
-    "KEY-TILE": "the declared tiles keep it; it guards a tile that somebody adds",
-    "LINEAR-RANGE": "head_dim 256 keeps it with 50,176; it guards a larger head_dim or amax",
+    "sm89": {
+        "HEAD-DIM": "the declared head_dims keep it; it guards one that somebody adds",
+        "LOAD-ROWS": "the declared tiles keep it; it guards a tile that somebody adds",
+        "WARP-ROWS": "the declared tiles keep it; it guards a tile that somebody adds",
+        "KEY-TILE": "the declared tiles keep it; it guards a tile that somebody adds",
+        "LINEAR-RANGE": "head_dim 256 keeps it with 50,176; it guards a larger head_dim or amax",
+    },
+    "sm90a": {
+        "HEAD-DIM": "the declared head_dims keep it; it guards one that somebody adds",
+        "WARPGROUP-ROWS": "the declared tiles keep it; it guards a tile that somebody adds",
+        "KEY-STEPS": "the declared tiles keep it; it guards a tile that somebody adds",
+        "LINEAR-RANGE": "head_dim 256 keeps it with 50,176; it guards a larger head_dim or amax",
+    },
 }
 
 
@@ -118,6 +196,11 @@ def test_the_variants_beside_the_cases_are_legal() -> None:
     for v in (BASE, EXP2, replace(EXP2, scaling=Scaling.TOKEN), replace(EXP2, dtype=Dtype.E5M2)):
         assert check(v) is None, v.id
     assert check(replace(WIDE, tile=tile(64, 32, 4))) is None
+    for v in (HOPPER, HOPPER_EXP2, replace(HOPPER_EXP2, scaling=Scaling.TOKEN), replace(HOPPER_EXP2, dtype=Dtype.E5M2)):
+        assert check(v) is None, v.id
+    for schedule in (Schedule.PINGPONG, Schedule.OVERLAP, Schedule.SERIAL):
+        assert check(replace(HOPPER, schedule=schedule)) is None, schedule
+    assert check(replace(HOPPER, stages=3, cluster=Cluster.SPLIT4)) is None
 
 
 @pytest.mark.parametrize(("rule", "v", "message"), CASES, ids=[f"{rule}-{v.id}" for rule, v, _ in CASES])
@@ -140,6 +223,13 @@ def test_rejection(rule: str, v: Variant, message: str) -> None:
             replace(EXP2, scaling=Scaling.TOKEN, tile=tile(64, 32, 4)),
             {"Q": 64 * 64, "2 x K": 2 * 32 * 64, "2 x V": 2 * 64 * 32, "2 x K descales": 2 * 128},
         ),
+        (HOPPER, {"2 x Q": 2 * 128 * 64, "2 x K": 2 * 128 * 64, "2 x V": 2 * 128 * (64 + 8)}),
+        (
+            replace(HOPPER_EXP2, head_dim=96, scaling=Scaling.TOKEN, tile=tile(64, 64, 4)),
+            # rows of 96 bytes take 128; 64 x 104 bytes of V are rounded up to 7 KiB, and so is the total
+            {"2 x Q": 2 * 64 * 128, "2 x V": 2 * 7168, "2 x K descales": 512},
+        ),
+        (replace(HOPPER, cluster=Cluster.SPLIT2), {"1 x Q": 128 * 64}),
     ],
     ids=lambda x: x.id if isinstance(x, Variant) else "parts",
 )
@@ -148,19 +238,22 @@ def test_the_sum_of_shared_memory(v: Variant, parts: dict[str, int]) -> None:
     d = derive(v)
     assert parts.items() <= dict(d.smem_parts).items()
     assert d.smem_bytes == sum(size for _, size in d.smem_parts)
+    assert v.family == "sm89" or d.smem_bytes % 1024 == 0, "what is aligned to 1 KiB has a size of whole KiB"
 
 
-def test_every_rule_has_a_case() -> None:
-    assert {rule for rule, _, _ in CASES} == set(RULE)
-    assert len(RULE) == len(RULES)
+@pytest.mark.parametrize("family", RULES)
+def test_every_rule_has_a_case(family: str) -> None:
+    assert {rule for rule, v, _ in CASES if v.family == family} == set(RULE[family])
+    assert len(RULE[family]) == len(RULES[family])
 
 
-def test_every_rule_is_needed() -> None:
-    used = set(counts(select())) - {"OUTRANKED"}
-    assert set(RULE) - used == set(GUARDS)
+@pytest.mark.parametrize("family", RULES)
+def test_every_rule_is_needed(family: str) -> None:
+    used = {r.rule for v, r in select().rejected if v.family == family} - {"OUTRANKED"}
+    assert set(RULE[family]) - used == set(GUARDS[family])
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
+@pytest.mark.parametrize("rule", {id(r): r for rules in RULES.values() for r in rules}.values(), ids=lambda r: r.name)
 def test_a_rule_is_a_condition_or_a_choice(rule: Rule) -> None:
     assert (rule.condition is None) != (rule.refuses is None)
     assert rule.why
@@ -186,7 +279,30 @@ def test_a_rule_is_a_condition_or_a_choice(rule: Rule) -> None:
     ],
 )
 def test_edges(rule: str, env: Env, holds: bool) -> None:
-    condition = RULE[rule].condition
+    assert_edge("sm89", rule, env, holds)
+
+
+@pytest.mark.parametrize(
+    ("rule", "env", "holds"),
+    [
+        ("SMEM", {"smem_bytes": HOPPER_LIMIT}, True),
+        ("SMEM", {"smem_bytes": HOPPER_LIMIT + 1}, False),
+        ("WARPGROUP-ROWS", {"tile_m": 192, "warps": 12}, True),
+        ("WARPGROUP-ROWS", {"tile_m": 128, "warps": 12}, False),
+        ("KEY-STEPS", {"tile_n": 256}, True),
+        ("KEY-STEPS", {"tile_n": 257}, False),
+        ("KEY-STEPS", {"tile_n": 320}, False),
+        ("EXP2-KEYS", {"tile_n": 128, "score_regs": 4}, True),
+        ("EXP2-KEYS", {"tile_n": 256, "score_regs": 4}, False),
+        ("EXP2-KEYS", {"tile_n": 256, "score_regs": 2}, True),
+    ],
+)
+def test_edges_of_sm90a(rule: str, env: Env, holds: bool) -> None:
+    assert_edge("sm90a", rule, env, holds)
+
+
+def assert_edge(family: str, rule: str, env: Env, holds: bool) -> None:
+    condition = RULE[family][rule].condition
     assert condition is not None
     assert bool(condition.value(env)) is holds
 
@@ -200,12 +316,14 @@ def spelled(env: Env) -> str:
     )
 
 
-def test_python_and_cpp_agree_on_every_condition(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", RULES)
+def test_python_and_cpp_agree_on_every_condition(family: str, tmp_path: Path) -> None:
     """Over every environment that the declared matrix has, and those of the cases."""
-    variants = [v for matrix in MATRICES for v in matrix.points()] + [v for _, v, _ in CASES]
+    variants = [v for matrix in MATRICES if matrix.family == family for v in matrix.points()]
+    variants += [v for _, v, _ in CASES if v.family == family]
     found = {tuple(environment(v, derive(v)).items()) for v in variants}
     environments = [dict(items) for items in sorted(found)]
-    conditions = [rule.condition for rule in RULES if rule.condition is not None]
+    conditions = [rule.condition for rule in RULES[family] if rule.condition is not None]
     values = ", ".join(f"bool({c.cpp()})" for c in conditions)
     show = 'for (bool b : all) std::printf("%d\\n", b);'
     blocks = [f"{{ {spelled(e)} const bool all[] = {{{values}}}; {show} }}" for e in environments]
@@ -219,28 +337,67 @@ def test_python_and_cpp_agree_on_every_condition(tmp_path: Path) -> None:
 
 def test_every_condition_stands_in_every_kernel() -> None:
     env = template_environment()
-    lines = [f'static_assert({cpp}, "{message}");' for cpp, message in kernel_asserts()]
-    assert len(lines) == sum(rule.condition is not None for rule in RULES)
+    lines = {f: [f'static_assert({cpp}, "{message}");' for cpp, message in kernel_asserts(f)] for f in RULES}
+    for family, rules in RULES.items():
+        assert len(lines[family]) == sum(rule.condition is not None for rule in rules)
     for v in select().emitted:
         text = render_kernel(v, env)
-        assert [line for line in lines if line not in text] == [], v.id
+        assert [line for line in lines[v.family] if line not in text] == [], v.id
 
 
-@pytest.mark.parametrize("rule", ["WARP-ROWS", "SMEM", "OCCUPANCY"])
-def test_the_compiler_refuses_too(rule: str, tmp_path: Path) -> None:
-    v = next(v for name, v, _ in CASES if name == rule)
-    source = tmp_path / "kernel.cu"
+def compiled(v: Variant, folder: Path) -> tuple[bool, str]:
+    """Whether the front end takes a kernel of the variant's family, and what it says."""
+    source = folder / "kernel.cu"
     source.write_text(render_kernel(v, template_environment()))
-    result = nvcc("-arch=sm_89", "-ptx", source, "-o", tmp_path / "kernel.ptx")
-    assert result.returncode != 0
-    refused = {name for name in RULE if f'static assertion failed with "{name}: ' in result.stderr}
+    result = nvcc(f"-arch={TARGETS[v.family].code}", "-ptx", source, "-o", folder / "kernel.ptx")
+    return result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("family", "rule"),
+    [("sm89", "WARP-ROWS"), ("sm89", "SMEM"), ("sm89", "OCCUPANCY"), ("sm90a", "SMEM"), ("sm90a", "EXP2-KEYS")],
+)
+def test_the_compiler_refuses_too(family: str, rule: str, tmp_path: Path) -> None:
+    v = next(v for name, v, _ in CASES if (v.family, name) == (family, rule))
+    good, said = compiled(v, tmp_path)
+    assert not good
+    refused = {name for name in RULE[family] if f'static assertion failed with "{name}: ' in said}
     assert rule in refused
-    assert refused == {r.name for r in RULES if r.condition is not None and r.broken(v, derive(v))}
+    assert refused == {r.name for r in RULES[family] if r.condition is not None and r.broken(v, derive(v))}
 
 
-def test_the_compiler_accepts_a_legal_kernel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("v", [BASE, HOPPER], ids=lambda v: v.family)
+def test_the_compiler_accepts_a_legal_kernel(v: Variant, tmp_path: Path) -> None:
     """Without this, a template that never compiles would pass the tests above."""
-    source = tmp_path / "kernel.cu"
-    source.write_text(render_kernel(BASE, template_environment()))
-    result = nvcc("-arch=sm_89", "-ptx", source, "-o", tmp_path / "kernel.ptx")
-    assert result.returncode == 0, result.stderr
+    good, said = compiled(v, tmp_path)
+    assert good, said
+
+
+# ---- what sm90a derives ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"threads": 384, "parts": 1, "part_columns": 64}),
+        ({"head_dim": 96}, {"part_columns": 96, "mma_per_tile": 3 + 4}),
+        ({"head_dim": 192}, {"parts": 2, "part_columns": 96, "mma_per_tile": 6 + 8}),
+        ({"head_dim": 256}, {"parts": 2, "part_columns": 128}),
+        ({"tile": tile(192, 192, 12)}, {"threads": 512, "warpgroups": 3}),
+        ({"tile": tile(64, 256, 4)}, {"threads": 256, "warpgroups": 1}),
+        ({"cluster": Cluster.SPLIT4}, {"query_buffers": 1, "merge_bytes": 4 * 128 * 80}),
+        # 2 x 48 KiB of Q and 2 x 33 KiB of K and V fit; with four stages only one Q does.
+        ({"head_dim": 256, "tile": tile(192, 64, 12)}, {"query_buffers": 2, "stream_bytes": 67_584}),
+        ({"head_dim": 256, "tile": tile(192, 64, 12), "stages": 4}, {"query_buffers": 1, "stream_bytes": 135_168}),
+    ],
+)
+def test_what_follows_from_an_sm90a_variant(changes: dict[str, Any], expected: dict[str, int]) -> None:
+    d = derive_sm90.derive(replace(HOPPER, **changes))
+    assert {name: getattr(d, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2, 3])
+def test_the_registers_of_all_roles_fit_an_sm(warpgroups: int) -> None:
+    d = derive_sm90.derive(replace(HOPPER, tile=tile(64 * warpgroups, 64, 4 * warpgroups)))
+    assert 128 * (warpgroups * d.consumer_registers + d.producer_registers) <= REGISTERS_PER_SM
+    assert d.consumer_registers % 8 == d.producer_registers % 8 == 0

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codegen.matrix import MATRICES, Matrix
-from codegen.spec import AXES, Kind, Scaling, Tile, Variant, axis_text, parse_id
+from codegen.spec import AXES, Cluster, Kind, Scaling, Schedule, Tile, Variant, axis_text, parse_id
 
 POINTS = [v for matrix in MATRICES for v in matrix.points()]
 GOOD = "sm89_fwd_d64_m128n64w4_s2_block_causal_e4m3_bf16_linear"
+HOPPER = "sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo"
 
 
 def test_every_declared_id_parses_back() -> None:
@@ -33,8 +34,29 @@ def test_the_example_parses_to_its_fields() -> None:
     assert (v.tile_m, v.tile_n, v.warps, v.score) == (128, 64, 4, "f16")
     assert v.scaling is Scaling.BLOCK and v.causal
     assert [axis_text(getattr(v, axis)) for axis in AXES] == [
-        *("sm89", "fwd", "64", "m128n64w4", "2", "block", "true", "e4m3", "bf16", "linear")
+        *("sm89", "fwd", "64", "m128n64w4", "2", "block", "true", "e4m3", "bf16", "linear", "multistage", "solo")
     ]
+
+
+def test_an_id_with_schedule_and_cluster() -> None:
+    v = parse_id(HOPPER)
+    assert v.id == HOPPER
+    assert (v.schedule, v.cluster, v.cluster.ctas) == (Schedule.PINGPONG, Cluster.SOLO, 1)
+    assert (v.tile_m, v.tile_n, v.warps, v.warpgroups, v.causal) == (128, 192, 8, 2, False)
+    assert v.shape == "m128n192w8_s3_pingpong_solo"
+    assert parse_id(GOOD).shape == "m128n64w4_s2"
+
+
+def test_schedule_and_cluster_stand_in_an_id_unless_both_are_plain() -> None:
+    """Or an sm89 kernel would get a second name, and two kernels of another family could share one."""
+    for v in POINTS:
+        plain = v.schedule is Schedule.MULTISTAGE and v.cluster is Cluster.SOLO
+        assert plain == (v.family == "sm89")
+        assert v.id.endswith(str(v.softmax) if plain else f"{v.softmax}_{v.schedule}_{v.cluster}")
+
+
+def test_a_cluster_has_the_ctas_of_its_name() -> None:
+    assert {str(c): c.ctas for c in Cluster} == {"solo": 1, "split2": 2, "split4": 4}
 
 
 def test_the_matrix_and_the_variant_have_the_same_axes() -> None:
@@ -59,6 +81,11 @@ def test_the_matrix_and_the_variant_have_the_same_axes() -> None:
         (GOOD.replace("d64", "d064"), "d064"),
         (GOOD.replace("d64", "d٦٤"), "d٦٤"),
         (GOOD.replace("d64", "d-64"), "d-64"),
+        (GOOD + "_multistage_solo", "multistage_solo"),
+        (GOOD + "_pingpong", "is not a variant id"),
+        (HOPPER.replace("_solo", ""), "is not a variant id"),
+        (HOPPER.replace("solo", "split3"), "split3"),
+        (HOPPER.replace("pingpong", "turns"), "turns"),
     ],
 )
 def test_what_is_no_id_is_refused(text: str, named: str) -> None:

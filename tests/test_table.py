@@ -15,20 +15,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codegen.arch import CARDS, MODEL_CARD, TARGETS, family_of
+from codegen.arch import CARDS, FAMILIES, TARGETS, Card, families_of, family_of, model_card
 from codegen.derive import derive
 from codegen.keys import LOAD_ROWS, LOADS, PRECISIONS, SEQLEN_BOUNDS, Key, axes, bucket_text, load_of, representative
 from codegen.keys import seqlen_bucket as bucket
-from codegen.matrix import MATRICES, PROFILES, in_profile, profile_of
+from codegen.matrix import HEAD_DIMS, MATRICES, PROFILES, head_dims, in_profile, profile_of
 from codegen.rules import RULES, check
-from codegen.select import of_profile, order, problem_class, select, variant_cost
-from codegen.spec import Kind, Softmax, Variant, axis_text, parse_id
-from codegen.table import CRITERIA, Decision, Table, build, decide, keys
+from codegen.scaling import served
+from codegen.select import Timing, of_profile, order, problem_class, select, timing
+from codegen.spec import Cluster, Kind, Scaling, Schedule, Softmax, Variant, axis_text, parse_id
+from codegen.table import CRITERIA, Decision, Table, build, built, decide, keys, targets_of
 
 ARCHS = tuple(TARGETS)
-SMS = CARDS[MODEL_CARD].sms
-RULE = {rule.name: rule for rule in RULES}
-NOT_BUILT = "NOT-BUILT"
+SMS = model_card("sm89").sms
+RULE = {family: {rule.name: rule for rule in rules} for family, rules in RULES.items()}
+RULE_NAMES = {name for rules in RULE.values() for name in rules}
+NOT_BUILT, PADDED = "NOT-BUILT", "PADDED"
 
 
 @cache
@@ -54,11 +56,11 @@ def test_total(profile: str) -> None:
     for decision in t.decisions:
         if decision.variant is None:
             rule, colon, text = decision.reason.partition(": ")
-            assert colon and text and rule in {*RULE, NOT_BUILT}, decision
+            assert colon and text and rule in {*RULE_NAMES, NOT_BUILT, PADDED}, decision
         else:
             assert emitted[decision.variant].kind is Kind.FWD
             assert decision.criterion in CRITERIA and decision.reason == ""
-            assert decision.evidence == "model" and decision.cost_us > 0
+            assert decision.evidence.startswith(("model", "measured on ")) and decision.cost_us > 0
             assert (decision.runner_up is None) == (decision.criterion == CRITERIA[0])
             assert decision.runner_up is None or decision.runner_up in emitted
 
@@ -70,18 +72,64 @@ def test_a_cell_gets_what_it_asks_for(profile: str) -> None:
             if variant is None:
                 continue
             v = parse_id(variant)
-            assert v.family == family_of(key.arch).name
-            asked = (key.head_dim, key.dtype, key.out, key.scaling, key.causal)
-            assert (v.head_dim, v.dtype, v.out, v.scaling, v.causal) == asked, (key, variant)
+            assert key.arch in FAMILIES[v.family].targets
+            asked = (key.head_dim, key.dtype, key.out, key.causal)
+            assert (v.head_dim, v.dtype, v.out, v.causal) == asked, (key, variant)
+            assert key.scaling in served(v), (key, variant)
             assert key.precision == "fast" or v.softmax is Softmax.EXP2, (key, variant)
 
 
+def test_an_emulated_kernel_is_taken_only_where_no_native_one_is_built() -> None:
+    emitted = of_profile(select().emitted, "ci")
+    emulated = 0
+    for key, decision in resolved("ci"):
+        if decision.variant is None:
+            continue
+        v = parse_id(decision.variant)
+        native = family_of(key.arch).name
+        if v.family == native:
+            assert "emulated" not in decision.evidence
+            continue
+        emulated += 1
+        assert decision.evidence == f"model of {FAMILIES[v.family].model_card}, emulated on {key.arch}"
+        for w in emitted:
+            if w.family == native and w.kind is Kind.FWD and key.scaling in served(w) and w.softmax is Softmax.EXP2:
+                assert (w.head_dim, w.dtype, w.out, w.causal) != (key.head_dim, key.dtype, key.out, key.causal)
+    assert emulated, "the profile has no such cell: this test shows nothing"
+
+
+def test_a_kernel_that_reads_descales_through_strides_serves_coarser_ones() -> None:
+    hopper = parse_id("sm90a_fwd_d64_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo")
+    ada = parse_id("sm89_fwd_d64_m64n64w4_s2_block_full_e4m3_bf16_linear")
+    for scaling in Scaling:
+        key = replace(next(keys(("sm90a",))), head_dim=64, scaling=scaling)
+        wanted = {Scaling.BLOCK: hopper.id, Scaling.TENSOR: hopper.id, Scaling.HEAD: hopper.id, Scaling.TOKEN: None}
+        assert decide(key, (hopper, ada)).variant == wanted[scaling]
+        assert decide(key, (ada,)).variant == (ada.id if scaling is Scaling.BLOCK else None)
+        assert decide(replace(key, arch="sm89"), (hopper, ada)).variant == (
+            ada.id if scaling is Scaling.BLOCK else None
+        )
+
+
+def test_a_head_dim_that_is_padded_has_no_kernels() -> None:
+    padded = {(key.arch, key.head_dim) for key, d in resolved("release") if d.reason.startswith(PADDED)}
+    assert padded == {(a, d) for a in ARCHS for d in HEAD_DIMS if d not in head_dims(a)}
+    assert padded == {("sm89", 192), ("sm90a", 32)}
+
+
 def test_fast_takes_the_code_domain_softmax_wherever_it_is_legal() -> None:
-    linear = {problem_class(v)[2:-1] for v in select().emitted if v.kind is Kind.FWD and v.softmax is Softmax.LINEAR}
+    linear = {
+        (arch, v.head_dim, scaling, v.causal, v.dtype, v.out)
+        for v in select().emitted
+        if v.kind is Kind.FWD and v.softmax is Softmax.LINEAR
+        for scaling in served(v)
+        for arch in ARCHS
+        if v.family == family_of(arch).name
+    }
     assert linear
     for key, decision in resolved("release"):
         if key.precision == "fast" and decision.variant is not None:
-            wanted = (key.head_dim, key.scaling, key.causal, key.dtype, key.out) in linear
+            wanted = (key.arch, key.head_dim, key.scaling, key.causal, key.dtype, key.out) in linear
             assert (parse_id(decision.variant).softmax is Softmax.LINEAR) == wanted, key
 
 
@@ -90,19 +138,24 @@ def test_the_release_table_is_empty_only_where_nothing_is_legal() -> None:
     for matrix in MATRICES:
         if matrix.kind is Kind.FWD:
             for v in matrix.points():
-                declared[v.family, v.head_dim, v.scaling, v.causal, v.dtype, v.out].append(v)
+                for scaling in served(v):
+                    declared[v.family, v.head_dim, scaling, v.causal, v.dtype, v.out].append(v)
     seen = set()
     for key, decision in resolved("release"):
-        wanted = (family_of(key.arch).name, key.head_dim, key.scaling, key.causal, key.dtype, key.out)
-        if decision.variant is not None or (wanted, decision.reason) in seen:
+        wanted = (key.head_dim, key.scaling, key.causal, key.dtype, key.out)
+        cell = (key.arch, wanted, decision.reason)
+        if decision.variant is not None or cell in seen or key.head_dim not in head_dims(key.arch):
             continue
-        seen.add((wanted, decision.reason))
+        seen.add(cell)
         name = decision.reason.partition(":")[0]
-        assert name in RULE, decision.reason
-        for v in declared[wanted]:
-            assert check(v) is not None, f"{v.id} is legal, yet the table says {decision.reason}"
-            assert v.softmax is Softmax.LINEAR or RULE[name].broken(v, derive(v)), (v.id, decision.reason)
-    assert seen
+        native = family_of(key.arch).name
+        assert name in RULE[native], decision.reason
+        for family in families_of(key.arch):
+            for v in declared[(family.name, *wanted)]:
+                assert check(v) is not None, f"{v.id} is legal, yet the table says {decision.reason}"
+        for v in declared[(native, *wanted)]:
+            assert v.softmax is Softmax.LINEAR or RULE[native][name].broken(v, derive(v)), (v.id, decision.reason)
+    assert {arch for arch, _, _ in seen} == set(ARCHS)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -124,18 +177,20 @@ def test_the_chosen_is_the_first_by_the_comparator() -> None:
         if decision.variant is None:
             continue
         best = parse_id(decision.variant)
-        mine = order(best, variant_cost(best, key.seqlen, key.load))
+        mine = order(best, timing(best, key.seqlen, key.load))
         rivals = [w for w in classes[problem_class(best)] if w != best]
-        theirs = {w.id: order(w, variant_cost(w, key.seqlen, key.load)) for w in rivals}
+        theirs = {w.id: order(w, timing(w, key.seqlen, key.load)) for w in rivals}
         assert all(mine < x for x in theirs.values()), key
-        assert decision.cost_us == round(variant_cost(best, key.seqlen, key.load), 2)
+        assert decision.cost_us == round(timing(best, key.seqlen, key.load).us, 2)
         if not rivals:
             assert decision.criterion == CRITERIA[0]
             continue
         assert decision.runner_up == min(theirs, key=lambda i: theirs[i])
         second = theirs[decision.runner_up]
         first_difference = next(i for i in range(len(mine)) if mine[i] != second[i])
-        assert decision.criterion == CRITERIA[1 + first_difference]
+        by_time = "measured time" if mine[0] == 0 else "modelled time"
+        named = ("measured, the others are not", by_time, "fewer shared-memory bytes", "fewer warps", "id")
+        assert decision.criterion == named[first_difference]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +208,7 @@ def test_each_criterion_can_decide(
     """Rivals that are equal up to this criterion, in either order; the winner takes 1 us."""
     key = replace(next(keys(("sm89",))), head_dim=64)
     best, rival = (parse_id(f"sm89_fwd_d64_{x}_tensor_full_e4m3_bf16_exp2") for x in (first, second))
-    monkeypatch.setattr("codegen.table.variant_cost", lambda v, seqlen, load: 1.0 if v == best else microseconds)
+    monkeypatch.setattr("codegen.table.timing", lambda v, seqlen, load: Timing(us=1.0 if v == best else microseconds))
     assert decide(key, (best,)).criterion == "only candidate"
     for emitted in ((best, rival), (rival, best)):
         decision = decide(key, emitted)
@@ -175,9 +230,9 @@ def test_profiles_nest() -> None:
 
 def test_ci_holds_every_value_of_every_axis() -> None:
     """Tile and stages are what the selection chooses; everything else that is emitted at all must be compiled in CI."""
-    for axis in ("family", "kind", "head_dim", "scaling", "causal", "dtype", "out", "softmax"):
-        everywhere = {getattr(v, axis) for v in select().emitted}
-        assert {getattr(v, axis) for v in of_profile(select().emitted, "ci")} == everywhere, axis
+    for axis in ("kind", "head_dim", "scaling", "causal", "dtype", "out", "softmax", "schedule", "cluster"):
+        everywhere = {(v.family, getattr(v, axis)) for v in select().emitted}
+        assert {(v.family, getattr(v, axis)) for v in of_profile(select().emitted, "ci")} == everywhere, axis
 
 
 def test_the_comparator_is_total() -> None:
@@ -187,13 +242,14 @@ def test_the_comparator_is_total() -> None:
             if check(v) is None:
                 classes[problem_class(v)].append(v)
     for members in classes.values():
-        assert len({order(v, 1.0) for v in members}) == len(members), members[0].id
+        assert len({order(v, Timing(us=1.0)) for v in members}) == len(members), members[0].id
         shuffled = random.Random(0).sample(members, len(members))
-        assert sorted(shuffled, key=lambda v: order(v, 1.0)) == sorted(members, key=lambda v: order(v, 1.0))
+        ordered = [sorted(x, key=lambda v: order(v, Timing(us=1.0))) for x in (shuffled, members)]
+        assert ordered[0] == ordered[1]
 
 
 def test_the_order_of_declaration_does_not_matter() -> None:
-    turned = tuple(replace(m, tile=m.tile[::-1], stages=m.stages[::-1], scaling=m.scaling[::-1]) for m in MATRICES)
+    turned = tuple(replace(m, **{axis: getattr(m, axis)[::-1] for axis in m.AXES}) for m in MATRICES)
     assert select(turned).emitted == select().emitted
 
 
@@ -227,21 +283,25 @@ def test_buckets_are_monotone(a: int, b: int) -> None:
         (2 * SMS - 1, LOAD_ROWS, "light"),
         (SMS, LOAD_ROWS, "light"),
         (SMS, LOAD_ROWS + 1, "heavy"),
-        (0, 1 << 20, "light"),
-        (8, 0, "light"),
+        (SMS // 8 + 1, 1, "light"),
+        (SMS // 8, 1, "few" if SMS % 8 else "light"),
+        (1, LOAD_ROWS + 1, "few"),
+        (0, 1 << 20, "few"),
+        (8, 0, "few"),
     ],
 )
 def test_load(batch_heads: int, seqlen_q: int, load: str) -> None:
     assert load_of(batch_heads, seqlen_q, SMS) == load
 
 
-def test_the_problem_that_stands_for_a_cell_lies_in_it() -> None:
+@pytest.mark.parametrize("card", [CARDS[f.model_card] for f in FAMILIES.values()], ids=lambda c: c.name)
+def test_the_problem_that_stands_for_a_cell_lies_in_it(card: Card) -> None:
     """Or the model would rank kernels by a problem that never looks them up there."""
     outside = []
-    for key in (replace(next(keys(ARCHS)), seqlen=s, load=x) for s in range(len(SEQLEN_BOUNDS) + 1) for x in LOADS):
-        shape = representative(key)
-        if (bucket(shape.seqlen_k), load_of(shape.batch_heads, shape.seqlen_q, SMS)) != (key.seqlen, key.load):
-            outside.append((bucket_text(key.seqlen), key.load, shape))
+    for seqlen, load in ((s, x) for s in range(len(SEQLEN_BOUNDS) + 1) for x in LOADS):
+        shape = representative(card, seqlen, load, False)
+        if (bucket(shape.seqlen_k), load_of(shape.batch_heads, shape.seqlen_q, card.sms)) != (seqlen, load):
+            outside.append((bucket_text(seqlen), load, shape))
     assert outside == []
 
 
@@ -262,8 +322,34 @@ def test_keys_walk_the_axes_in_order() -> None:
     assert {key.precision for key in every} == set(PRECISIONS)
 
 
-def test_variants_of_a_class_differ_in_tile_or_stages_only() -> None:
+def test_variants_of_a_class_differ_in_what_rivals_may_only() -> None:
     v = select().emitted[0]
-    same: list[Variant] = [replace(v, stages=v.stages + 1), replace(v, tile=replace(v.tile, n=2 * v.tile.n))]
+    same: list[Variant] = [
+        replace(v, stages=v.stages + 1),
+        replace(v, tile=replace(v.tile, n=2 * v.tile.n)),
+        replace(v, schedule=Schedule.OVERLAP),
+        replace(v, cluster=Cluster.SPLIT2),
+    ]
     assert all(problem_class(w) == problem_class(v) for w in same)
     assert problem_class(replace(v, causal=not v.causal)) != problem_class(v)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_build_holds_what_its_targets_choose(profile: str) -> None:
+    """Or dispatch would pick a kernel that was not compiled, or kernels would be compiled that nobody picks."""
+    emitted = of_profile(select().emitted, profile)
+    for arch in ARCHS:
+        kept = built(emitted, (arch,), False)
+        chosen = {d.variant for d in build(emitted, (arch,)).decisions} - {None}
+        assert chosen <= {v.id for v in kept}
+        assert {v.id for v in kept if v.family != family_of(arch).name} <= chosen
+        assert {v for v in emitted if v.family == family_of(arch).name} <= set(kept)
+        assert all(targets_of(v, (arch,)) == (arch,) for v in kept)
+        everything = {v for v in emitted if arch in FAMILIES[v.family].targets}
+        assert set(built(emitted, (arch,), True)) == everything
+    assert built(emitted, ARCHS, False) == emitted
+
+
+def test_a_kernel_is_compiled_for_what_its_family_serves() -> None:
+    of = {v.family: targets_of(v, ARCHS) for v in select().emitted}
+    assert of == {"sm89": ("sm89", "sm90a"), "sm90a": ("sm90a",)}

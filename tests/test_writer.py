@@ -20,10 +20,10 @@ import pytest
 
 from codegen.arch import TARGETS
 from codegen.outputs import Request, files, kernel_path
-from codegen.render import symbol
-from codegen.scaling import GRANULARITY
+from codegen.scaling import GRANULARITY, key_block
 from codegen.select import of_profile, select
-from codegen.spec import Kind
+from codegen.spec import Cluster, Kind, Scaling
+from codegen.view import symbol
 from codegen.writer import DIFF_LINES, compare, write
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,13 +109,29 @@ def test_the_manifest_lists_the_files(generated: tuple[Path, Path]) -> None:
     assert (root / manifest["table"]).is_file()
 
 
+def test_the_manifest_says_what_a_kernel_reads_and_where_it_runs(generated: tuple[Path, Path]) -> None:
+    manifest = json.loads((generated[0] / "manifest.json").read_text())
+    assert manifest["head_dims"] == {"sm89": [32, 64, 96, 128, 256], "sm90a": [64, 96, 128, 192, 256]}
+    for entry in manifest["variants"]:
+        hopper = entry["family"] == "sm90a"
+        assert entry["targets"] == (["sm90a"] if hopper else ["sm89", "sm90a"])
+        coarser = ["tensor", "head"] if hopper and entry["scaling"] == "block" else []
+        assert entry["scalings"] == [*coarser, entry["scaling"]]
+        assert entry["key_block"] == (128 if 128 % entry["tile_n"] == 0 else entry["tile_n"])
+        assert entry["softmax"] == "linear" or entry["key_block"] == 128, "FP8 operands have blocks of 128 keys"
+        assert (entry["schedule"] == "multistage") == (not hopper)
+        assert entry["cluster"] == "solo" or hopper
+
+
 def test_the_registry_has_the_manifest_s_order(generated: tuple[Path, Path]) -> None:
     """The position in the manifest is the number of the kernel in the extension."""
     registry = (generated[0] / "registry.cpp").read_text()
     entries = [
         f'{{"{v.id}", {symbol(v.id)}, {v.head_dim}, {v.tile_m}, {v.tile_n}, OutType::{v.out}, '
         f"Granularity::{GRANULARITY[v.scaling].q}, Granularity::{GRANULARITY[v.scaling].k}, "
-        f"Granularity::{GRANULARITY[v.scaling].v}, {str(v.kind is Kind.DIAG).lower()}}},"
+        f"Granularity::{GRANULARITY[v.scaling].v}, {str(v.kind is Kind.DIAG).lower()}, "
+        f"{key_block(v)}, {str(v.family == 'sm90a' and v.scaling is Scaling.BLOCK).lower()}, "
+        f"{str(v.family == 'sm90a' and v.cluster is Cluster.SOLO).lower()}}},"
         for v in select().emitted
     ]
     table = registry[registry.index("kVariants[] = {") :]

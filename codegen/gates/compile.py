@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
-from codegen.gates import sass
+from codegen.gates import flow, sass
 from codegen.gates.subject import Failure, Kernel, Listing, Loop, Measured, Resources
 from codegen.gates.toolbox import Toolbox
 
@@ -22,6 +22,7 @@ _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers(.*)")
 _STATIC = re.compile(r"(\d+) bytes smem")
+_ADVICE = re.compile(r"^.*(?:Potential Performance Loss|\(C751[0-4]\)).*$", re.M)
 _STORAGE = re.compile(r"static_assert\(sizeof\(SharedStorage\) == (\d+),")
 
 
@@ -45,6 +46,7 @@ def parse_resources(text: str) -> Resources:
         spill_stores=sum(stores),
         spill_loads=sum(loads),
         static_smem=int(static[1]) if static else 0,
+        advice=tuple(_ADVICE.findall(text)),
     )
 
 
@@ -104,7 +106,7 @@ def measure(kernel: Kernel, tools: Toolbox, work: Path) -> Measured:
 
 
 # What this code reads out of a cubin is part of a result as well.
-_READER = hashlib.sha256(Path(__file__).read_bytes() + Path(sass.__file__).read_bytes()).hexdigest()
+_READER = hashlib.sha256(b"".join(Path(f).read_bytes() for f in (__file__, sass.__file__, flow.__file__))).hexdigest()
 
 
 def _load(path: Path, key: str) -> Measured | None:
@@ -118,7 +120,8 @@ def _load(path: Path, key: str) -> Measured | None:
     m = record["measured"]
     loop = m["listing"].pop("loop")
     listing = Listing(**m.pop("listing"), loop=Loop(**loop) if loop else None)
-    return Measured(**{**m, "resources": Resources(**m["resources"]), "listing": listing})
+    resources = Resources(**{**m["resources"], "advice": tuple(m["resources"]["advice"])})
+    return Measured(**{**m, "resources": resources, "listing": listing})
 
 
 def _store(path: Path, key: str, measured: Measured) -> None:

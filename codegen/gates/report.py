@@ -19,7 +19,8 @@ CODE_TOLERANCE = 0.05  # of the code size; below it a change is scheduling and p
 class Column:
     """A number of the report. `better`: -1 less is better, +1 more is, 0 neither (a promise of the manifest).
 
-    Columns without `compared` follow from others. `tolerance` is a fraction of the baseline's value.
+    Columns without `compared` follow from others. `tolerance` is a fraction of the baseline's value. A column stands in
+    reports of kernels of its families.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Column:
     better: int = -1
     tolerance: float = 0.0
     compared: bool = True
+    families: tuple[str, ...] = ("sm89", "sm90a")
 
 
 def _count(opcode: str) -> Callable[[Kernel, Measured], int]:
@@ -55,13 +57,18 @@ COLUMNS = (
     Column(name="ctas", value=occupancy, better=1),
     Column(name="asked", value=lambda k, m: k.ctas_per_sm, better=0),
     Column(name="code", value=lambda k, m: m.listing.code_bytes, tolerance=CODE_TOLERANCE),
-    Column(name="qmma", value=_count("QMMA"), better=0),
-    Column(name="hmma", value=_count("HMMA")),
+    Column(name="qmma", value=_count("QMMA"), better=0, families=("sm89",)),
+    Column(name="hmma", value=_count("HMMA"), families=("sm89",)),
+    Column(name="qgmma", value=_count("QGMMA"), better=0, families=("sm90a",)),
+    Column(name="tma", value=_count("UTMALDG"), better=0, families=("sm90a",)),
     Column(name="ldl+stl", value=lambda k, m: m.listing.counts.get("LDL", 0) + m.listing.counts.get("STL", 0)),
     Column(name="loop", value=lambda k, m: sum(m.listing.loop.counts.values()) if m.listing.loop else 0),
-    Column(name="l.qmma", value=_loop("QMMA"), better=0),
-    Column(name="l.ldgsts", value=_loop("LDGSTS")),
-    Column(name="l.ldsm", value=_loop("LDSM")),
+    Column(name="l.qmma", value=_loop("QMMA"), better=0, families=("sm89",)),
+    Column(name="l.ldgsts", value=_loop("LDGSTS"), families=("sm89",)),
+    Column(name="l.ldsm", value=_loop("LDSM"), families=("sm89",)),
+    Column(name="l.qgmma", value=_loop("QGMMA"), better=0, families=("sm90a",)),
+    Column(name="l.wait", value=_loop("WARPGROUP"), families=("sm90a",)),
+    Column(name="l.mov", value=_loop("MOV"), families=("sm90a",)),
     Column(name="l.mufu", value=_loop("MUFU")),
     Column(name="l.bar", value=_loop("BAR")),
     Column(name="path", value=lambda k, m: sum(m.listing.loop.path.values()) if m.listing.loop else 0),
@@ -76,6 +83,12 @@ LEGEND = """\
 # moved behind the loop are not in it. path: the fewest instructions that an iteration can issue, which leaves out what
 # branches can skip (masks, an LSE, loads where no tile follows), but not what is predicated; p.mufu: MUFU among them;
 # path/mma: path for each matrix instruction of the loop. A loop inside the main loop counts as one pass of its code.
+"""
+
+SM90A_LEGEND = """\
+# Warpgroup kernels: regs are those at launch, before warps trade them. qgmma, tma (UTMALDG): instructions in the
+# kernel; l.wait: WARPGROUP in the loop (fences and waits), l.mov: copies of registers there. loop is everything in it,
+# wherever the compiler put it.
 """
 
 
@@ -109,9 +122,11 @@ def sources_digest(sources: list[Path]) -> str:
 def render(target: str, profile: str, compiler: str, measured: dict[Kernel, Measured]) -> str:
     """The report of one target. `compiler`: its version and options; numbers of another one cannot be compared."""
     kernels = sorted(measured, key=lambda k: k.id)
-    rows = [["kernel", *(c.name for c in COLUMNS)]]
-    rows += [[k.id, *(_cell(c.value(k, measured[k])) for c in COLUMNS)] for k in kernels]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS) + 1)]
+    families = {k.family for k in kernels}
+    columns = [c for c in COLUMNS if families & set(c.families)]
+    rows = [["kernel", *(c.name for c in columns)]]
+    rows += [[k.id, *(_cell(c.value(k, measured[k])) for c in columns)] for k in kernels]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]
     lines = [
         f"# Compiled code of profile {profile} for {target}, {len(kernels)} kernels.",
         "# Written and checked by `python -m codegen gates`.",
@@ -120,13 +135,12 @@ def render(target: str, profile: str, compiler: str, measured: dict[Kernel, Meas
         "#",
         f"# Gates, passed by {sum(not check(k, measured[k]) for k in kernels)} of {len(kernels)} kernels:",
     ]
-    emulated = any(k.emulated for k in kernels)
-    lines += [f"#   {g.name:11} {g.why}" for g in applicable(emulated)]
-    if emulated:
+    lines += [f"#   {g.name:11} {g.why}" for g in applicable(kernels)]
+    if any(k.emulated for k in kernels):
         lines.append(
             "# FP8 mma.sync is emulated on this target (F2FP and HMMA): registers and instruction mix are not held."
         )
-    lines += ["#", *LEGEND.splitlines(), ""]
+    lines += ["#", *LEGEND.splitlines(), *(SM90A_LEGEND.splitlines() if "sm90a" in families else ()), ""]
     for row in rows:
         lines.append(
             "  ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))])
@@ -151,7 +165,7 @@ def compare(baseline: dict[str, dict[str, float]], fresh: dict[str, dict[str, fl
     changes += [Change(kernel=k, text="is gone", worse=True) for k in sorted(set(baseline) - set(fresh))]
     for kernel in sorted(set(baseline) & set(fresh)):
         for c in COLUMNS:
-            if not c.compared:
+            if not c.compared or c.name not in fresh[kernel]:
                 continue
             old, new = baseline[kernel].get(c.name), fresh[kernel][c.name]
             if old is None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from codegen.arch import REGISTERS_PER_SM, REGISTERS_PER_THREAD
 from codegen.gates.occupancy import ctas_per_sm
 from codegen.gates.subject import Failure, Kernel, Measured
 
@@ -18,6 +19,10 @@ class Gate:
     why: str
     native_only: bool
     check: Callable[[Kernel, Measured], str | None]
+    families: tuple[str, ...] = ("sm89", "sm90a")
+
+    def applies(self, kernel: Kernel) -> bool:
+        return kernel.family in self.families and not (self.native_only and kernel.emulated)
 
 
 def smem_bytes(kernel: Kernel, m: Measured) -> int:
@@ -76,17 +81,47 @@ def _occupancy(kernel: Kernel, m: Measured) -> str | None:
     return None
 
 
-def _qmma(kernel: Kernel, m: Measured) -> str | None:
-    if m.listing.loop is None:
-        return "no loop around matrix instructions"
-    if (have := m.listing.loop.counts.get("QMMA", 0)) != kernel.mma_in_loop:
-        return f"{have} QMMA in the main loop, the tile takes {kernel.mma_in_loop}"
+def _count(opcode: str) -> Callable[[Kernel, Measured], str | None]:
+    """The main loop holds as many of the family's matrix instructions as the generator counted."""
+
+    def check(kernel: Kernel, m: Measured) -> str | None:
+        if m.listing.loop is None:
+            return "no loop around matrix instructions"
+        if (have := m.listing.loop.counts.get(opcode, 0)) != kernel.mma_in_loop:
+            return f"{have} {opcode} in the main loop, the tile takes {kernel.mma_in_loop}"
+        return None
+
+    return check
+
+
+def _tma(kernel: Kernel, m: Measured) -> str | None:
+    counts = m.listing.counts
+    return None if counts.get("UTMALDG") or counts.get("UBLKCP") else "neither UTMALDG nor UBLKCP: tiles come by loads"
+
+
+def launch_registers(threads: int) -> int:
+    """Registers a thread with which one block of so many threads starts, as ptxas rounds them."""
+    return min(REGISTERS_PER_THREAD, REGISTERS_PER_SM // threads // 8 * 8)
+
+
+def _launch(kernel: Kernel, m: Measured) -> str | None:
+    if (have := m.resources.registers) > (most := launch_registers(kernel.threads)):
+        return f"{have} registers a thread > {most}, with which {kernel.threads} threads can start"
     return None
+
+
+def _advice(kernel: Kernel, m: Measured) -> str | None:
+    return "; ".join(m.resources.advice) or None
 
 
 def _hmma(kernel: Kernel, m: Measured) -> str | None:
     count = m.listing.counts.get("HMMA", 0)
     return f"{count} HMMA: a product runs in 16 bits" if count else None
+
+
+def _warp_products(kernel: Kernel, m: Measured) -> str | None:
+    found = {x: n for x in ("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA") if (n := m.listing.counts.get(x, 0))}
+    return ", ".join(f"{n} {x}" for x, n in found.items()) + ": not FP8 warpgroup products" if found else None
 
 
 GATES = (
@@ -98,32 +133,82 @@ GATES = (
         native_only=False,
         check=_smem,
     ),
-    Gate(name="CP-ASYNC", why="tiles are loaded by LDGSTS inside the main loop", native_only=False, check=_cp_async),
+    Gate(
+        name="CP-ASYNC",
+        why="tiles are loaded by LDGSTS inside the main loop",
+        native_only=False,
+        check=_cp_async,
+        families=("sm89",),
+    ),
     Gate(
         name="OCCUPANCY",
         why="as many CTAs an SM as the manifest says, and 2 up to head_dim 128",
         native_only=True,
         check=_occupancy,
+        families=("sm89",),
     ),
     Gate(
         name="QMMA-COUNT",
         why="the main loop has exactly the FP8 matrix instructions that the generator counts for a tile",
         native_only=True,
-        check=_qmma,
+        check=_count("QMMA"),
+        families=("sm89",),
     ),
-    Gate(name="NO-HMMA", why="no product falls back to 16 bits", native_only=True, check=_hmma),
+    Gate(
+        name="NO-HMMA",
+        why="no product falls back to 16 bits",
+        native_only=True,
+        check=_hmma,
+        families=("sm89",),
+    ),
+    Gate(
+        name="TMA",
+        why="tiles are loaded by the copy engine",
+        native_only=True,
+        check=_tma,
+        families=("sm90a",),
+    ),
+    Gate(
+        name="LAUNCH-REGS",
+        why="the registers at launch, before warps trade them, fit one block an SM",
+        native_only=True,
+        check=_launch,
+        families=("sm90a",),
+    ),
+    Gate(
+        name="QGMMA-COUNT",
+        why="the main loop has exactly the FP8 warpgroup products that the generator counts for a tile",
+        native_only=True,
+        check=_count("QGMMA"),
+        families=("sm90a",),
+    ),
+    Gate(
+        name="FP8-ONLY",
+        why="no product runs in 16 bits, as integers, or one warp at a time",
+        native_only=True,
+        check=_warp_products,
+        families=("sm90a",),
+    ),
+    Gate(
+        name="NO-ADVICE",
+        why="ptxas had to serialise no warpgroup products (C7510 to C7514) and saw no other loss",
+        native_only=True,
+        check=_advice,
+        families=("sm90a",),
+    ),
 )
 
 
-def applicable(emulated: bool) -> tuple[Gate, ...]:
-    """The gates of a target; `emulated`: FP8 `mma.sync` is emulated there."""
-    return tuple(g for g in GATES if not (g.native_only and emulated))
+def applicable(kernels: Iterable[Kernel]) -> tuple[Gate, ...]:
+    """The gates that some of the kernels must pass."""
+    held = list(kernels)
+    return tuple(g for g in GATES if any(g.applies(k) for k in held))
 
 
 def check(kernel: Kernel, m: Measured) -> list[Failure]:
     """Every gate that the compiled kernel does not pass."""
     return [
         Failure(gate=g.name, kernel=kernel.id, target=kernel.target, message=message)
-        for g in applicable(kernel.emulated)
-        if (message := g.check(kernel, m)) is not None
+        for g in GATES
+        if g.applies(kernel) and (message := g.check(kernel, m)) is not None
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from codegen.gates import report
@@ -63,9 +63,8 @@ def _ratchet(committed: Path, fresh: str, say: Callable[[str], None]) -> bool:
 
 
 def run(
-    variants: tuple[Variant, ...],
+    chosen: Mapping[str, tuple[Variant, ...]],
     *,
-    archs: tuple[str, ...],
     profile: str,
     jobs: int,
     out: Path,
@@ -73,8 +72,9 @@ def run(
     check_only: bool,
     say: Callable[[str], None],
 ) -> bool:
-    """Measures `variants` on `archs` and returns whether every gate, and with `check_only` the baseline, holds.
+    """Measures the variants chosen for each target and returns whether every gate, and the baseline, holds.
 
+    check_only: compare with the committed report, the baseline, instead of writing it.
     out: work files, and `<out>/gates_<arch>_<profile>.txt`, the fresh report in any case.
     pattern: path of the committed report, with `{arch}` and `{profile}` filled in, written only when all its kernels
     pass; None writes none.
@@ -82,14 +82,14 @@ def run(
     """
     tools = open_toolbox()
     out = out.resolve()
-    results, failures = measure_all(render(variants, archs, out / "generated"), tools, out, jobs, say)
+    results, failures = measure_all(render(chosen, out / "generated"), tools, out, jobs, say)
     for kernel in sorted(results, key=lambda k: (k.target, k.id)):
         failures += check(kernel, results[kernel])
     for failure in failures:
         say(str(failure))
 
     good = not failures
-    for arch in archs:
+    for arch in chosen:
         of_arch = {k: m for k, m in results.items() if k.target == arch}
         if not of_arch:
             continue

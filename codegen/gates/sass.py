@@ -1,4 +1,8 @@
-"""Reads what `nvdisasm -c` prints: opcodes, and the main loop, which is the innermost around the matrix products."""
+"""Reads what `nvdisasm -c` prints: opcodes, and the main loop, which is the innermost around the matrix products.
+
+Kernels with warpgroup products have products outside the loop as well (those of the first tile) and blocks of it
+elsewhere (waits), so there the loop is a natural one of the control flow; in others it is a stretch of addresses.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from codegen.gates.flow import innermost
 from codegen.gates.subject import Listing, Loop
 
 INSTRUCTION_BYTES = 16  # since sm_70
 MATRIX = ("QMMA", "HMMA", "IMMA", "QGMMA", "HGMMA")
+WARPGROUP = ("QGMMA", "HGMMA")
 
 _SECTION = re.compile(r"^\s*\.section\s+\.text\.")
 _LABEL = re.compile(r"^(\.L\w+):")
@@ -99,6 +105,8 @@ def _main_loop(section: _Section) -> Loop | None:
 
     Blocks that the compiler moved behind the loop are not counted: what is wanted is what every tile runs through.
     """
+    if any(opcode in WARPGROUP for opcode in section.opcodes):
+        return _natural_loop(section)
     best: tuple[tuple[int, int], tuple[int, int]] | None = None
     for end, label in section.branches.items():
         start = section.labels.get(label)
@@ -112,6 +120,18 @@ def _main_loop(section: _Section) -> Loop | None:
         return None
     start, end = best[1]
     return Loop(counts=_count(section.opcodes[start : end + 1]), path=_count(_shortest_path(section, start, end)))
+
+
+def _natural_loop(section: _Section) -> Loop | None:
+    """The innermost loop with most warpgroup products."""
+    targets = {here: section.labels.get(label) for here, label in section.branches.items()}
+    products = {i for i, opcode in enumerate(section.opcodes) if opcode in WARPGROUP}
+    found = innermost(len(section.opcodes), targets, section.no_fall, products)
+    if found is None:
+        return None
+    return Loop(
+        counts=_count(section.opcodes[i] for i in found.body), path=_count(section.opcodes[i] for i in found.path)
+    )
 
 
 def parse(text: str) -> Listing:

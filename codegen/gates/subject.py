@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from codegen.arch import TARGETS, family_of
+from codegen.arch import FAMILIES, TARGETS
 from codegen.derive import derive
 from codegen.outputs import kernel_path
 from codegen.render import environment, render_kernel
@@ -16,13 +17,14 @@ from codegen.spec import Variant
 class Kernel:
     """One source file for one target, with the generator's numbers (the manifest's) that the compiled code must keep.
 
-    emulated: whether FP8 `mma.sync` is emulated on the target, so that its instruction mix says nothing.
+    emulated: whether the family is emulated on the target, so that the instruction mix says nothing.
     smem_bytes, smem_limit: dynamic shared memory of a launch and the most a block may have, in bytes.
     mma_in_loop: matrix instructions in the main loop's code, where an inner loop over k steps stands once.
     """
 
     id: str
     target: str
+    family: str
     source: Path
     emulated: bool
     head_dim: int
@@ -56,13 +58,17 @@ class Listing:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What ptxas says of a kernel: registers a thread, the rest in bytes; stack and spills a thread, shared a block."""
+    """What ptxas says of a kernel: registers a thread, the rest in bytes; stack and spills a thread, shared a block.
+
+    advice: its remarks on lost performance, such as warpgroup products that it had to serialise.
+    """
 
     registers: int
     stack: int
     spill_stores: int
     spill_loads: int
     static_smem: int
+    advice: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,24 +99,23 @@ class Failure:
         return f"{self.gate}: {self.target} {self.kernel}: {self.message}"
 
 
-def render(variants: tuple[Variant, ...], targets: tuple[str, ...], folder: Path) -> list[Kernel]:
-    """A Kernel for each variant and target that it serves. Writes the sources that `folder` does not have like that."""
+def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kernel]:
+    """A Kernel for each target and variant chosen for it. Writes the sources that `folder` does not have like that."""
     env = environment()
     kernels = []
-    for v in variants:
+    for v in dict.fromkeys(v for variants in chosen.values() for v in variants):
         source, text = folder / kernel_path(v), render_kernel(v, env)
         if not source.is_file() or source.read_text() != text:
             source.parent.mkdir(parents=True, exist_ok=True)
             source.write_text(text)
         d = derive(v)
-        for target in targets:
-            family = family_of(target)
-            if family.name != v.family:
-                continue
+        family = FAMILIES[v.family]
+        for target in (t for t, variants in chosen.items() if v in variants):
             kernels.append(
                 Kernel(
                     id=v.id,
                     target=target,
+                    family=v.family,
                     source=source,
                     emulated=target in family.emulated,
                     head_dim=v.head_dim,

@@ -54,6 +54,13 @@ using QTile = SmemTile<kTileM, kHeadDim>;
 using KTile = SmemTile<kTileN, kHeadDim>;
 using VTile = SmemTile<kHeadDim, kTileN>;  // V^T
 
+// State of a lane's two rows of one fragment. slope: softmax scale times the descales that a whole row shares; ref: log2
+// weight that O and the sums are relative to; sum: of the quantised P; exact: of the unquantised exponentials (this
+// lane's part).
+struct RowState {
+  float slope[2], ref[2], sum[2], exact[2];
+};
+
 struct SharedStorage {
   alignas(128) uint8_t q[QTile::kBytes];
   alignas(128) uint8_t k[kStages][KTile::kBytes];
@@ -162,8 +169,8 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
         if (min(p.seqlen_k - 1 - key, first_row_last) < kTileN - 1) mask_columns(s[f], last);
         float slope[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r)  // > 0: -inf * 0 would be NaN
-          slope[r] = fmaxf(rows[f].slope[r], 0x1p-24f);
+        for (int r = 0; r < 2; ++r)
+          slope[r] = fminf(fmaxf(rows[f].slope[r], 0x1p-24f), kMaxSlope);
         softmax_linear(s[f], slope, weight[f], exact[f], want_lse);
         pack_p(prob[f], s[f]);
       }
@@ -172,9 +179,10 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
 #pragma unroll
       for (int f = 0; f < kFrags; ++f) {
         float beta[2];
-        weigh(rows[f], weight[f], tile == 0, beta, [&](int r, float x) {
+        weigh(rows[f].ref, weight[f], tile == 0, beta, [&](int r, float x) {
 #pragma unroll
           for (int n = 0; n < kDimBlocks; ++n) o[f][n][2 * r] *= x, o[f][n][2 * r + 1] *= x;
+          rows[f].sum[r] *= x, rows[f].exact[r] *= x;
         });
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -196,16 +204,16 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
     if (next < items) begin(next, turn ^ 1);
 
     const int thread = thread_index();
-    float amax = 0.f;
+    constexpr float* column_descale = nullptr;
+    const float v_descale = p.v_descale[0];
 #pragma unroll
     for (int f = 0; f < kFrags; ++f) {
       const int row = work.row + thread / 32 * kWarpRows + 16 * f + thread % 32 / 4;
-      amax = fmaxf(amax, store_rows<Out>(p, work.batch, work.head, row, o[f], rows[f],
-                                         p.v_descale[0], nullptr,
-                                         1.f));
-      if (want_lse) store_lse(p, work.batch, work.head, row, rows[f]);
+      clear_dead_rows(o[f], rows[f].sum);
+      store_rows<Out>(p, work.batch, work.head, row, o[f], rows[f].sum, v_descale, column_descale, 1.f);
+      if (want_lse) store_lse(p, work.batch, work.head, row, rows[f].exact, rows[f].ref);
+      if (p.amax != nullptr) store_amax(p, row, o[f], rows[f].sum, v_descale, column_descale);
     }
-    if (p.amax != nullptr) store_amax(p.amax, amax);
     if (next >= items) return;
   }
 }

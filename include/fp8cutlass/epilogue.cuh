@@ -30,23 +30,39 @@ struct OutE4m3 {
   }
 };
 
+// What a row's O is multiplied by: 1 / (sum of its quantised P); 0 for a row that saw no key. NaN stays NaN.
+__device__ __forceinline__ float normaliser(float sum, float v_descale) {
+  return sum != 0.f ? __fdividef(v_descale, sum) : 0.f;
+}
+
+// A row that saw no key is 0, even where a NaN in V met its zeros.
+template <int kBlocks>
+__device__ __forceinline__ void clear_dead_rows(float (&o)[kBlocks][4], const float (&sum)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (sum[r] != 0.f) continue;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) o[n][2 * r] = o[n][2 * r + 1] = 0.f;
+  }
+}
+
 // Writes the rows of one 16-row fragment. `row` is the query row of this lane's row 0 (row 1 is 8 below); rows at or
-// past seqlen_q are not written. `v_descale` multiplies every column (null: 1), `column_descale` each its own
-// (null: 1). A row that saw no key (sum 0) becomes 0. Returns the largest |o| this lane wrote, before the output scale.
-template <class Out, int kBlocks>
-__device__ __forceinline__ float store_rows(const ForwardParams& p, int batch, int head, int row,
-                                            const float (&o)[kBlocks][4], const RowState& state, float v_descale,
-                                            const float* column_descale, float out_scale) {
+// past seqlen_q are not written. `v_descale` multiplies every column, `column_descale` each its own (null: 1). Of
+// kShares CTAs that store the same rows, `rank` stores every kShares-th group of 32 columns.
+template <class Out, int kShares = 1, int kBlocks>
+__device__ __forceinline__ void store_rows(const ForwardParams& p, int batch, int head, int row,
+                                           const float (&o)[kBlocks][4], const float (&sum)[2], float v_descale,
+                                           const float* column_descale, float out_scale, int rank = 0) {
   const int t = threadIdx.x % 4;
-  float amax = 0.f;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int i = row + 8 * r;
     if (i >= p.seqlen_q) continue;
-    const float norm = state.sum[r] != 0.f ? __fdividef(v_descale, state.sum[r]) : 0.f;  // NaN sums stay NaN
+    const float norm = normaliser(sum[r], v_descale);
     const int64_t offset = batch * p.o_stride_batch + head * p.o_stride_head + i * p.o_stride_row;
 #pragma unroll
     for (int g = 0; g < kBlocks / 4; ++g) {
+      if (kShares > 1 && g % kShares != rank) continue;
       const int column = 32 * g + 8 * t;
       float x[8];
 #pragma unroll
@@ -58,31 +74,49 @@ __device__ __forceinline__ float store_rows(const ForwardParams& p, int batch, i
 #pragma unroll
         for (int c = 0; c < 8; ++c) x[c] *= column_descale[column + c];
       }
-#pragma unroll
-      for (int c = 0; c < 8; ++c) amax = fmaxf(amax, fabsf(x[c]));
       Out::store(static_cast<uint8_t*>(p.o) + (offset + column) * Out::kBytes, x, out_scale);
     }
   }
-  return amax;
 }
 
-// LSE in natural units from the unquantised sums; all lanes of a quad must call. -inf where no key was seen.
-__device__ __forceinline__ void store_lse(const ForwardParams& p, int batch, int head, int row, const RowState& state) {
+// LSE in natural units from a lane's part of the unquantised sums and their reference; all lanes of a quad must call.
+// -inf where no key was seen.
+__device__ __forceinline__ void store_lse(const ForwardParams& p, int batch, int head, int row, const float (&exact)[2],
+                                          const float (&ref)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float sum = quad_sum(state.exact[r]);
+    const float sum = quad_sum(exact[r]);
     const int i = row + 8 * r;
     if (threadIdx.x % 4 == 0 && i < p.seqlen_q)
-      p.lse[(int64_t(batch) * p.heads + head) * p.seqlen_q + i] =
-          sum == 0.f ? -INFINITY : kLn2 * (state.ref[r] + log2f(sum));
+      p.lse[(int64_t(batch) * p.heads + head) * p.seqlen_q + i] = sum == 0.f ? -INFINITY : kLn2 * (ref[r] + log2f(sum));
   }
 }
 
-// Non-negative floats order like their bits, so an integer maximum serves.
-__device__ __forceinline__ void store_amax(float* to, float amax) {
+// Raises p.amax to the largest |o| that store_rows wrote with the same arguments, before the output scale.
+template <int kShares = 1, int kBlocks>
+__device__ __forceinline__ void store_amax(const ForwardParams& p, int row, const float (&o)[kBlocks][4],
+                                           const float (&sum)[2], float v_descale, const float* column_descale,
+                                           int rank = 0) {
+  float amax = 0.f;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (row + 8 * r >= p.seqlen_q) continue;
+    const float norm = normaliser(sum[r], v_descale);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      if (kShares > 1 && n / 4 % kShares != rank) continue;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = 32 * (n / 4) + 8 * (threadIdx.x % 4) + 2 * (n % 4) + i;
+        const float descale = column_descale != nullptr ? column_descale[column] : 1.f;
+        amax = fmaxf(amax, fabsf(o[n][2 * r + i] * norm * descale));
+      }
+    }
+  }
 #pragma unroll
   for (int lane = 16; lane > 0; lane /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, lane));
-  if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<int*>(to), __float_as_int(amax));
+  // Non-negative floats order like their bits, so an integer maximum serves.
+  if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<int*>(p.amax), __float_as_int(amax));
 }
 
 }  // namespace fp8cutlass

@@ -52,7 +52,6 @@ __device__ __forceinline__ uint32_t half2_max(uint32_t a, uint32_t b) {
 
 __device__ __forceinline__ float half_low(uint32_t a) { return __half2float(__ushort_as_half(uint16_t(a))); }
 __device__ __forceinline__ float half_high(uint32_t a) { return __half2float(__ushort_as_half(uint16_t(a >> 16))); }
-__device__ __forceinline__ uint32_t half2_both(__half x) { return __half_as_ushort(x) * 0x10001u; }
 
 // Four floats to four e4m3 bytes, round to nearest even, saturating at 448; a in the lowest byte.
 __device__ __forceinline__ uint32_t e4m3x4(float a, float b, float c, float d) {

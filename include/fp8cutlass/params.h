@@ -27,6 +27,9 @@ struct ForwardParams {
   const float* q_descale;  // canonical shapes of the scaling mode, contiguous
   const float* k_descale;  // token mode: (B, Hkv, seqlen_k_padded)
   const float* v_descale;
+  // Steps from head to head (B * heads in a row) and from row or block to the next in the descales, 0 where they share
+  // one. Kernels of the sm90a family go by these, those of sm89 by the canonical shapes.
+  int q_descale_head, q_descale_row, k_descale_head, k_descale_block, v_descale_head, v_descale_block;
   const float* out_descale;  // (1,), e4m3 output only: stored = o / out_descale
   void* o;                   // (B, H, Sq, D), strides in elements, last dimension contiguous, 16-byte aligned rows
   int64_t o_stride_batch, o_stride_head, o_stride_row;
@@ -36,6 +39,8 @@ struct ForwardParams {
   int causal_offset;  // key j is visible to row i when j <= i + causal_offset; read by causal variants only
   float scale;        // softmax scale, >= 0
   int sm_count;       // multiprocessors of the device: sizes the persistent grid
+  unsigned*
+      counters;  // two zeroed words, left zeroed, from which the CTAs of kernels that draw take work items; or null
   DiagnosticOutputs diag;
 };
 
@@ -52,6 +57,9 @@ struct VariantEntry {
   OutType out;
   Granularity q, k, v;
   bool diagnostic;
+  int key_block;  // keys that share a block descale of K and V
+  bool coarse;    // reads descales by steps, so that coarser ones serve as well
+  bool draws;     // its CTAs draw work items from ForwardParams::counters
 };
 
 // Defined in the generated registry, in manifest order.

@@ -13,6 +13,9 @@ constexpr float kDeadWeight = -1e30f;  // weight of a tile in which a row sees n
 constexpr float kLog2e = 1.44269504f;
 constexpr float kLn2 = 0.693147181f;
 
+// Slopes are held above zero, as -inf * 0 would be NaN, and finite with every score: 0x1p80 * 65504 is.
+constexpr float kMaxSlope = 0x1p80f;
+
 // ---- scores f32, P = e4m3(2^x) --------------------------------------------------------------------------------------
 
 // Per-token K descales: scores become comparable across the columns of a tile. `descale` points at its column 0.
@@ -86,6 +89,7 @@ __device__ __forceinline__ void pack_p(uint32_t (&p)[kBlocks / 4][4], const floa
 
 constexpr uint32_t kHalf2NegInf = 0xFC00FC00u;   // -inf, -inf
 constexpr uint32_t kHalf2Integer = 0x64006400u;  // 1024, 1024
+constexpr float kHalfMax = 65504.f;
 
 template <int kBlocks>
 __device__ __forceinline__ void mask_columns(uint32_t (&s)[kBlocks][2], const int (&last)[2]) {
@@ -99,29 +103,35 @@ __device__ __forceinline__ void mask_columns(uint32_t (&s)[kBlocks][2], const in
     }
 }
 
-// Slope A and offset B (f16) that send the row maximum f to code 122, and the log-weight in codes (8 an octave). 122
-// instead of 120 because linear interpolation between powers of two is 4% high on average: the maximum is then biased
-// like the rest. B is rounded down, so that f * A + B never exceeds 122; the weight is computed from the rounded A and
-// B, so that rounding them costs no consistency between tiles.
-struct Anchor {
-  uint32_t a, b;  // the same f16 twice
-  float weight;
-};
-__device__ __forceinline__ Anchor anchor(float f, float slope) {
-  constexpr float kTop = 122.f, kHalfMax = 65504.f, kLimit = 65000.f, kMaxCodes = 1e29f;
-  // The maximum in codes; clamped: inf - inf would be NaN.
-  const float x = fminf(fmaxf(f * slope, -kMaxCodes), kMaxCodes);
-  float a = fminf(slope, kHalfMax);
+// Slopes A and offsets B (f16, each twice) that send the row maxima f of a lane's two rows to code 122, and the
+// log-weights in codes (8 an octave). 122 instead of 120 because linear interpolation between powers of two is 4% high
+// on average: the maximum is then biased like the rest. B is lowered by as much as rounding it can raise it, so that
+// f * A + B never exceeds 122; the weight is computed from the rounded A and B, so that rounding them costs no
+// consistency between tiles.
+__device__ __forceinline__ void anchor(const float (&f)[2], const float (&slope)[2], uint32_t (&a)[2], uint32_t (&b)[2],
+                                       float (&weight)[2]) {
+  constexpr float kTop = 122.f, kLimit = 65000.f, kHalfUlp = 0x1p-11f;
+  float limited[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) limited[r] = fminf(slope[r], kHalfMax);
   // Logits beyond 5600 nats: a smaller slope keeps B finite. Neighbouring f16 scores are then 16 codes or more apart,
-  // so the tile stays one-hot in e4m3 to within 2^-2, and tiles are still weighed by the true maximum x.
-  if (fabsf(f * a) > kLimit) a = __fdividef(kLimit, fabsf(f));
-  const __half half_a = __float2half_rn(a);
-  const float rounded_a = __half2float(half_a);
-  const __half half_b = __float2half_rd(fminf(fmaf(-f, rounded_a, kTop), kHalfMax));
-  return {half2_both(half_a), half2_both(half_b), x - fmaf(f, rounded_a, __half2float(half_b))};
+  // so the tile stays one-hot in e4m3 to within 2^-2, and tiles are still weighed by the true maximum.
+  if (fmaxf(fabsf(f[0] * limited[0]), fabsf(f[1] * limited[1])) > kLimit) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      if (fabsf(f[r] * limited[r]) > kLimit) limited[r] = __fdividef(kLimit, fabsf(f[r]));
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    a[r] = fp16x2(limited[r], limited[r]);
+    const float offset = fmaf(-f[r], half_low(a[r]), kTop);
+    const float lowered = fminf(fmaf(-fabsf(offset), kHalfUlp, offset), kHalfMax);
+    b[r] = fp16x2(lowered, lowered);
+    weight[r] = f[r] * slope[r] - fmaf(f[r], half_low(a[r]), half_low(b[r]));
+  }
 }
 
-// slope[r]: logits in codes (1/8 octave) a score unit, > 0.
+// slope[r]: logits in codes (1/8 octave) a score unit, at least 2^-24 (half's smallest), at most kMaxSlope.
 template <int kBlocks>
 __device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const float (&slope)[2], float (&weight)[2],
                                                float (&exact)[2], bool want_exact) {
@@ -136,23 +146,34 @@ __device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const 
   uint32_t rows = half2_max(__byte_perm(m[0], m[1], 0x5410), __byte_perm(m[0], m[1], 0x7632));
   rows = half2_max(rows, __shfl_xor_sync(~0u, rows, 1));
   rows = half2_max(rows, __shfl_xor_sync(~0u, rows, 2));
+  // A row that sees no key has maximum -inf. Any finite one serves as anchor, as -inf scores become code 0 whatever it
+  // is.
+  const float f[2] = {fmaxf(half_low(rows), -kHalfMax), fmaxf(half_high(rows), -kHalfMax)};
+  uint32_t a[2], b[2];
+  anchor(f, slope, a, b, weight);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float f = r ? half_high(rows) : half_low(rows);
-    const bool dead = f == -INFINITY;
-    const Anchor at = anchor(dead ? 0.f : f, slope[r]);
-    weight[r] = dead ? kDeadWeight : at.weight * 0.125f + 7.f;  // code c stands for 2^(c / 8 - 7)
+    // code c stands for 2^(c / 8 - 7)
+    weight[r] = f[r] == -kHalfMax ? kDeadWeight : fmaf(weight[r], 0.125f, 7.f);
     exact[r] = 0.f;
-    for (int turn = unpredicated(want_exact); turn > 0; --turn) {
-      const float octaves = slope[r] * 0.125f, shift = dead ? 0.f : -weight[r];
-#pragma unroll
-      for (int n = 0; n < kBlocks; ++n)
-        exact[r] += exp2_approx(fmaf(half_low(s[n][r]), octaves, shift)) +
-                    exp2_approx(fmaf(half_high(s[n][r]), octaves, shift));
-    }
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) s[n][r] = half2_add(half2_fma_relu(s[n][r], at.a, at.b), kHalf2Integer);
   }
+  for (int turn = unpredicated(want_exact); turn > 0; --turn) {
+    // The loop turns once, but the assembler cannot know: a sum, masked with this zero, ties one step to the next. In
+    // one go it would convert all scores at once, and spill.
+    const uint32_t zero = turn - 1;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+        const uint32_t x = s[n][r] ^ (__float_as_uint(exact[r]) & zero);
+        exact[r] += exp2_approx(fmaf(half_low(x), slope[r] * 0.125f, -weight[r])) +
+                    exp2_approx(fmaf(half_high(x), slope[r] * 0.125f, -weight[r]));
+      }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) s[n][r] = half2_add(half2_fma_relu(s[n][r], a[r], b[r]), kHalf2Integer);
 }
 
 template <int kBlocks>
@@ -168,31 +189,22 @@ __device__ __forceinline__ void pack_p(uint32_t (&p)[kBlocks / 4][4], const uint
 
 // ---- weighing tiles against each other ------------------------------------------------------------------------------
 
-// State of a lane's two rows of one fragment. slope: softmax scale times Q descale, in the unit that the softmax wants;
-// ref: log2 weight that O and the sums are relative to; sum: of the quantised P; exact: of the unquantised exponentials
-// (this lane's part).
-struct RowState {
-  float slope[2], ref[2], sum[2], exact[2];
-};
-
-// beta[r] = 2^(weight - ref). A row's first tile sets the reference; it moves only when a tile outweighs it by more
-// than 2^16, so that O is rescaled rarely and P V, which is below 2^8 * 448 * keys * descale, keeps 2^95 to float32's
-// end. `rescale(r, x)` multiplies the O of row r by x.
+// beta[r] = 2^(weight - ref): what a tile counts against the log2 weight that O and the sums of a row are relative to.
+// A row's first tile sets the reference; it moves only when a tile outweighs it by more than 2^16, so that O is
+// rescaled rarely and P V, which is below 2^8 * 448 * keys * descale, keeps 2^95 to float32's end. `rescale(r, x)`
+// multiplies everything that row r has summed up by x.
 template <class Rescale>
-__device__ __forceinline__ void weigh(RowState& row, const float (&weight)[2], bool first, float (&beta)[2],
+__device__ __forceinline__ void weigh(float (&ref)[2], const float (&weight)[2], bool first, float (&beta)[2],
                                       const Rescale& rescale) {
   constexpr float kMaxRise = 16.f;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (first) row.ref[r] = weight[r];
-    const float rise = weight[r] - row.ref[r];
+    if (first) ref[r] = weight[r];
+    const float rise = weight[r] - ref[r];
     beta[r] = exp2_approx(rise);
     if (rise > kMaxRise) {
-      const float shrink = exp2_approx(-rise);
-      rescale(r, shrink);
-      row.sum[r] *= shrink;
-      row.exact[r] *= shrink;
-      row.ref[r] = weight[r];
+      rescale(r, exp2_approx(-rise));
+      ref[r] = weight[r];
       beta[r] = 1.f;
     }
   }

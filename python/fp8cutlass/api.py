@@ -44,9 +44,9 @@ def attention(
             and float8_e5m2 come with descales. CPU (emulated) or CUDA. Any strides; a last dimension that is not
             contiguous is copied, on CUDA also rows that do not start on multiples of 16 bytes.
         key, value: (B, Hkv, Sk, D) or (B, Sk, Hkv, D), dtype and device of query. D is 1 to 256 and is padded with
-            zeros to the next head dim that has kernels. Sk = 0 gives zeros and an LSE of -inf. ``scaling="block"``
-            sums value in float32 with its descale: max |value| * 2^25 * Sk must stay below 3e38. Other modes apply
-            the descale of value at the end and have no such limit.
+            zeros to the next head dim that has kernels. Sk = 0 gives zeros and an LSE of -inf. ``scaling="block"``,
+            and on Hopper every mode but "token", sums value in float32 with its descale: max |value| * 2^25 * Sk must
+            stay below 3e38. Otherwise the descale of value is applied at the end and there is no such limit.
         attn_mask, dropout_p: not supported; anything but None and 0.0 is refused.
         is_causal: hide from row i every key past ``i`` (``causal_alignment="top_left"``, as SDPA has it) or past
             ``i + Sk - Sq`` (``"bottom_right"``, as FlashAttention has it, refused without is_causal). A row without
@@ -56,8 +56,8 @@ def attention(
         q_descale, k_descale, v_descale: for FP8 operands, and then all three: ``real = fp8 * descale``. A float
             from 2^-126 up, or a float32 tensor: (), (1,), (H,), (B, H) or the finest shape of the scaling mode, with
             the operand's own number of heads. They are not reordered by ``layout``. Values of tensors are not checked.
-        scaling: what shares a descale. ``tensor``, ``head``; ``block``: each row of query, 128 keys; ``token``: each
-            row of query and key, each channel of value.
+        scaling: what shares a descale. ``tensor``, ``head``; ``block``: each row of query, 128 keys (of bf16 and fp16
+            also 192 or 256, the tile of the kernel); ``token``: each row of query and key, each channel of value.
         precision: ``fast`` lets kernels compute P in the code domain where their conditions hold; ``accurate`` never
             does, and excludes pinning one that does. FP8 operands always run accurate: their scores may not fit f16.
         out_dtype: bf16, fp16 or float8_e4m3fn; default the dtype of query, bf16 for FP8 operands.
@@ -67,8 +67,9 @@ def attention(
         return_amax: also return the largest |result| before ``out_descale``, (1,) float32.
         out: the result is copied into it: shape and device of query, dtype of the result, any strides but those of an
             expanded tensor, no gradient, no memory shared with an input (not checked while torch.compile traces).
-        kernel: the id of a variant to run instead of the table's choice. One with ``linear`` softmax takes FP8
-            operands of magnitude 14 at most (``quantize(..., amax=14)``): larger ones may overflow f16 scores.
+        kernel: the id of a variant to run instead of the table's choice; its head_dim may be wider than D. One with
+            ``linear`` softmax takes FP8 operands of magnitude 14 at most (``quantize(..., amax=14)``): larger ones may
+            overflow f16 scores.
         fallback: ``sdpa`` runs torch's attention when the call is well formed but no kernel serves it, and warns once
             for each set of reasons; under torch.compile while the call is traced.
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
 from .errors import NoKernelError, UnsupportedError
-from .manifest import Manifest, Variant, load_manifest, load_table_data
+from .manifest import KEY_BLOCK, Manifest, Variant, load_manifest, load_table_data
 
 CPU_ARCH = "sm89"  # what the emulator stands for
 CPU_SM_COUNT = 58  # of an L4, the card that the sm89 table is made for
-LOAD_TILE = 128  # query rows of a tile in the light/heavy rule, whatever tile the chosen kernel has
+LOAD_TILE = 128  # query rows of a tile when the load is judged, whatever tile the chosen kernel has
 AXES = ("arch", "head_dim", "seqlen", "dtype", "out", "scaling", "causal", "precision", "load")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What the choice of a kernel depends on. ``heads`` counts query heads; lengths are in tokens."""
+    """What the choice of a kernel depends on. ``heads`` counts query heads; lengths are in tokens.
+
+    ``head_dim`` is the caller's, the kernel's may be wider. ``quantised`` operands come with descales per KEY_BLOCK
+    keys, others are quantised for the kernel that is chosen.
+    """
 
     arch: str
     head_dim: int
@@ -32,12 +37,15 @@ class Problem:
     scaling: str
     causal: bool
     precision: str
+    quantised: bool = False
     sm_count: int = CPU_SM_COUNT
 
     @property
     def load(self) -> str:
-        """``light`` when 128-row tiles cannot fill the card twice."""
+        """``few`` 128-row tiles are less than an eighth of the multiprocessors, ``light`` less than two each."""
         tiles = self.batch * self.heads * -(-self.seqlen_q // LOAD_TILE)
+        if 8 * tiles < self.sm_count:
+            return "few"
         return "light" if tiles < 2 * self.sm_count else "heavy"
 
 
@@ -71,10 +79,6 @@ class Table:
         self._seqlen_bounds = [int(str(bound)) for bound in self.axes["seqlen"] if bound is not None]
         self._positions = {name: {value: i for i, value in enumerate(values)} for name, values in self.axes.items()}
 
-    @property
-    def head_dims(self) -> tuple[int, ...]:
-        return tuple(sorted(int(str(value)) for value in self.axes["head_dim"]))
-
     def _position(self, axis: str, value: object) -> int:
         if axis == "seqlen" and isinstance(value, int):
             return bisect_left(self._seqlen_bounds, value)
@@ -91,7 +95,7 @@ class Table:
         return self.decisions[self.cells[number]]
 
     def lookup(self, problem: Problem) -> Decision:
-        """Return the decision for a problem; UnsupportedError when a value lies outside the table's axes."""
+        """Return the decision for a problem whose head_dim is on the axis; UnsupportedError when a value is not."""
         return self.cell(
             arch=problem.arch,
             head_dim=problem.head_dim,
@@ -104,26 +108,11 @@ class Table:
             load=problem.load,
         )
 
-    def over_lengths(
-        self, *, arch: str, head_dim: int, dtype: str, out: str, scaling: str, causal: bool, precision: str
-    ) -> list[Decision]:
-        """Every decision that some length and load can reach, the rest of the problem being fixed."""
+    def over_lengths(self, **values: object) -> list[Decision]:
+        """Every decision that some length and load can reach, the other axes being fixed."""
         unbounded = max(self._seqlen_bounds, default=0) + 1
-        return [
-            self.cell(
-                arch=arch,
-                head_dim=head_dim,
-                seqlen=seqlen,
-                dtype=dtype,
-                out=out,
-                scaling=scaling,
-                causal=causal,
-                precision=precision,
-                load=load,
-            )
-            for seqlen in (*self._seqlen_bounds, unbounded)
-            for load in self.axes["load"]
-        ]
+        lengths, loads = (*self._seqlen_bounds, unbounded), self.axes["load"]
+        return [self.cell(seqlen=seqlen, load=load, **values) for seqlen in lengths for load in loads]
 
 
 @cache
@@ -132,36 +121,69 @@ def load_table(directory: Path) -> Table:
     return Table(directory)
 
 
+def padded_head_dim(head_dim: int, accepted: Sequence[int]) -> int:
+    """The smallest of the kernels' head dims that serves this one by zero padding."""
+    if not 0 < head_dim <= accepted[-1]:
+        kind = NoKernelError if head_dim > 0 else UnsupportedError
+        raise kind(
+            f"head_dim must lie in 1..{accepted[-1]}, got {head_dim}; kernels are for "
+            f"{', '.join(map(str, accepted))}, others are padded up to the next"
+        )
+    return next(served for served in accepted if served >= head_dim)
+
+
 def pinned(manifest: Manifest, problem: Problem, kernel: str) -> Decision:
     """The decision of a caller who names the kernel; UnsupportedError lists every field that does not fit."""
     variant = manifest.find(kernel)
-    wanted = {
-        "kind": "fwd",
-        "head_dim": problem.head_dim,
-        "dtype": problem.dtype,
-        "out": problem.out,
-        "scaling": problem.scaling,
-        "causal": problem.causal,
-    }
+    wanted = {"kind": "fwd", "dtype": problem.dtype, "out": problem.out, "causal": problem.causal}
     wrong = [
         f"kernel={kernel!r} has {name}={getattr(variant, name)!r}, the call needs {name}={value!r}"
         for name, value in wanted.items()
         if getattr(variant, name) != value
     ]
+    if not 0 < problem.head_dim <= variant.head_dim:
+        wrong.append(
+            f"kernel={kernel!r} is for head_dim 1..{variant.head_dim}, the call needs head_dim={problem.head_dim}"
+        )
+    if problem.scaling not in variant.scalings:
+        served = " or ".join(map(repr, variant.scalings))
+        wrong.append(f"kernel={kernel!r} has scaling {served}, the call needs scaling={problem.scaling!r}")
+    if problem.precision == "accurate" and variant.softmax == "linear":
+        wrong.append(
+            f"kernel={kernel!r} has softmax='linear', which precision='accurate' excludes: "
+            "pin a kernel with softmax 'exp2' or ask for precision='fast'"
+        )
+    if not _fits_blocks(variant, problem):
+        wrong.append(
+            f"kernel={kernel!r} has key_block={variant.key_block}, FP8 operands with scaling='block' have a descale "
+            f"per {KEY_BLOCK} keys: pass bf16 or fp16, or scaling='head' or 'tensor'"
+        )
     if wrong:
         raise UnsupportedError(*wrong)
     return Decision(variant=kernel, criterion="pinned by the caller", evidence="none")
+
+
+def _fits_blocks(variant: Variant, problem: Problem) -> bool:
+    """False where the operands come with a descale for other groups of keys than the kernel reads."""
+    return variant.key_block == KEY_BLOCK or not (problem.quantised and problem.scaling == "block")
 
 
 @lru_cache(maxsize=4096)
 def decide(directory: Path, problem: Problem, kernel: str = "") -> tuple[Variant, int, Decision]:
     """Choose the kernel for a problem from the pair of files in ``directory``.
 
-    Returns the variant, its number in an extension built from that manifest, and the decision behind it.
-    Raises UnsupportedError with the table's reason where it holds no kernel.
+    Returns the variant, whose head_dim is that of the problem or wider, its number in an extension built from that
+    manifest, and the decision behind it. Raises UnsupportedError with the table's reason where it holds no kernel.
     """
     manifest = load_manifest(directory)
-    decision = pinned(manifest, problem, kernel) if kernel else load_table(directory).lookup(problem)
+    if kernel:
+        decision = pinned(manifest, problem, kernel)
+    else:
+        table = load_table(directory)
+        key = replace(problem, head_dim=padded_head_dim(problem.head_dim, manifest.head_dims[problem.arch]))
+        decision = table.lookup(key)
+        if decision.variant is not None and not _fits_blocks(manifest.find(decision.variant), problem):
+            decision = table.lookup(replace(key, precision="accurate"))  # of blocks that divide KEY_BLOCK
     if decision.variant is None:
         raise NoKernelError(refusal(problem.arch, manifest.profile, decision.reason))
     return manifest.find(decision.variant), manifest.index[decision.variant], decision

@@ -1,7 +1,8 @@
 """The forward kernels' arithmetic in torch, tile by tile: what CPU tensors run and what every kernel is held to.
 
-The specification is "Numerics of the sm89 family" in docs/architecture.md. Not modelled: the order and width of the
-tensor core's accumulator inside one product, and the last bits of the card's exp2.
+The specification is the section on numerics in docs/architecture.md, which the families share. Not modelled: the order
+and width of the tensor core's accumulator inside one product, the last bits of the card's exp2, and the merge of a
+cluster that splits the keys.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import cast
 
 import torch
 
-from .manifest import KEY_BLOCK, Variant, generated_dir, load_manifest
-from .softmax import E4M3_MAX, softmax_exp2, softmax_linear
+from .manifest import Variant, generated_dir, load_manifest
+from .softmax import E4M3_MAX, MAX_SLOPE, MIN_SLOPE, softmax_exp2, softmax_linear
 
 MMA_K = 32  # products of one FP8 matrix instruction
 # A tile that outweighs the reference by more than 2^16 becomes the reference. O holds up to V * 2^16 * P * keys, with P
@@ -59,7 +60,7 @@ class _Chunk:
     v: torch.Tensor  # (G, Sk, D) float32
     q_slope: torch.Tensor  # (G, R, 1): q_descale * scale * log2(e)
     k_descale: torch.Tensor  # (G, tiles), or (G, Sk) where each token has its own
-    v_tile: torch.Tensor | None  # (G, tiles), where blocks of keys share a V descale
+    v_tile: torch.Tensor | None  # (G, tiles), of a kernel of scaling `block`
     v_column: torch.Tensor  # (G, 1, 1) or (G, 1, D)
     row: torch.Tensor  # (R, 1) position of each row in its sequence
     shared_by: dict[str, str]  # granularity of the descales of q, k and v
@@ -75,6 +76,7 @@ def emulate(
     *,
     variant: Variant,
     scale: float,
+    scaling: str | None = None,
     causal_offset: int = 0,
     out_descale: torch.Tensor | None = None,
     emulated_mma: bool = False,
@@ -85,9 +87,11 @@ def emulate(
 
     Args:
         q: (B, H, Sq, D) FP8, any strides, any device; k and v: (B, Hkv, Sk, D), not packed. Nothing is empty.
-        q_descale, k_descale, v_descale: float32, the canonical shapes of the variant's scaling mode.
-        variant: gives tile sizes, softmax, scaling, causal and output type.
+        q_descale, k_descale, v_descale: float32, the canonical shapes of the scaling mode, blocks of
+            ``variant.key_block`` keys.
+        variant: gives tile sizes, softmax, causal and output type.
         scale: softmax scale, >= 0.
+        scaling: one of the modes that the variant serves; None is its own.
         causal_offset: key j is visible to row i when ``j <= i + causal_offset``; read by causal variants only.
         out_descale: (1,), e4m3 output only: stored = o / out_descale.
         emulated_mma: round f16 scores as the compiler's emulation of FP8 ``mma.sync`` does (sm_90a).
@@ -105,7 +109,11 @@ def emulate(
     parts = []
     for start in range(0, groups, step):
         chunk = _chunk(
-            (q, k, v, q_descale, k_descale, v_descale), variant, scale, slice(start, min(start + step, groups))
+            (q, k, v, q_descale, k_descale, v_descale),
+            variant,
+            scaling or variant.scaling,
+            scale,
+            slice(start, min(start + step, groups)),
         )
         parts.append(_attend(chunk, variant, seqlen_q, causal_offset, emulated_mma, return_lse, diagnostics))
     o, lse, *extra = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
@@ -126,21 +134,21 @@ def emulate(
     return result
 
 
-def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scale: float, part: slice) -> _Chunk:
+def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, scale: float, part: slice) -> _Chunk:
     q, k, v, q_descale, k_descale, v_descale = tensors
     batch, heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k = k.shape[1:3]
     group, groups, device = heads // kv_heads, batch * kv_heads, q.device
     tile_start = torch.arange(0, seqlen_k, variant.tile_n, device=device)
 
-    shared_by = load_manifest(generated_dir()).scaling[variant.scaling]
+    shared_by = load_manifest(generated_dir()).scaling[scaling]
 
     def per_tile(descale: torch.Tensor, granularity: str) -> torch.Tensor:  # (G, tiles)
         if granularity == "tensor":
             return descale.view(1, 1).expand(groups, len(tile_start))
         if granularity == "head":
             return descale.reshape(groups, 1).expand(groups, len(tile_start))
-        return descale.reshape(groups, -1)[:, tile_start // KEY_BLOCK]
+        return descale.reshape(groups, -1)[:, tile_start // variant.key_block]
 
     if shared_by["q"] == "tensor":
         q_rows = q_descale.view(1, 1, 1).expand(groups, group * seqlen_q, 1)
@@ -152,8 +160,8 @@ def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scale: float, pa
     v_tile, v_column = None, torch.ones(groups, 1, 1, device=device)
     if shared_by["v"] == "channel":
         v_column = v_descale.reshape(groups, 1, head_dim)
-    elif shared_by["v"] == "block":
-        v_tile = per_tile(v_descale, "block")[part]
+    elif variant.scaling == "block":  # applied tile by tile, also where it is coarser
+        v_tile = per_tile(v_descale, shared_by["v"])[part]
     else:
         v_column = per_tile(v_descale, shared_by["v"])[:, :1, None]
     octaves = torch.tensor(scale, dtype=torch.float32, device=device) * LOG2E
@@ -225,10 +233,10 @@ def _attend(
             key = torch.arange(start, start + s.shape[2], device=device)
             s = s.masked_fill(key > chunk.row + causal_offset, -torch.inf)
         if linear:
-            slope = (chunk.q_slope * 8.0 * k_descale).clamp_min(2.0**-24)  # not 0: -inf * 0 is NaN
+            slope = (chunk.q_slope * 8.0 * k_descale).clamp(MIN_SLOPE["linear"], MAX_SLOPE)
             p, p_bytes, weight, exact = softmax_linear(s, slope, return_lse)
         else:
-            slope = (chunk.q_slope if k_per_token else chunk.q_slope * k_descale).clamp_min(2.0**-126)
+            slope = (chunk.q_slope if k_per_token else chunk.q_slope * k_descale).clamp(MIN_SLOPE["exp2"], MAX_SLOPE)
             p, p_bytes, weight, exact = softmax_exp2(s, slope, return_lse)
         tile_o = p @ chunk.v[:, part]
         if diagnostics:
@@ -244,7 +252,8 @@ def _attend(
         o = o * shrink + torch.where(visited, factor * tile_o, 0.0)
         row_sum = row_sum * shrink + torch.where(visited, beta * p.sum(-1, keepdim=True), 0.0)
         exact_sum = exact_sum * shrink + torch.where(visited, beta * exact, 0.0)
-    o = o * torch.where(row_sum == 0, 0.0, (1.0 if v_per_channel else chunk.v_column) / row_sum)
+    # A row that saw no key is 0, even where a NaN in V met its zeros.
+    o = torch.where(row_sum == 0, 0.0, o * ((1.0 if v_per_channel else chunk.v_column) / row_sum))
     if v_per_channel:
         o = o * chunk.v_column
     lse = torch.where(exact_sum == 0, -torch.inf, LN2 * (ref + torch.log2(exact_sum)))

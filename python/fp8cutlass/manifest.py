@@ -22,13 +22,17 @@ from typing import Any
 from .errors import UnsupportedError
 
 FORMAT = 1
-KEY_BLOCK = 128  # keys that share a `block` descale; packed V is padded to a multiple of it
+KEY_BLOCK = 128  # keys that share a `block` descale in public tensors; packed V is padded to a multiple of it
 PACKAGE_DIR = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel of the manifest. ``tile_m`` and ``tile_n`` count query rows and keys; ``smem_bytes`` is per CTA."""
+    """One kernel of the manifest. ``tile_m`` and ``tile_n`` count query rows and keys; ``smem_bytes`` is per CTA.
+
+    ``scaling`` is the finest mode that it reads, ``scalings`` are all of them. ``key_block`` keys share a ``block``
+    descale of K and V in what it reads: KEY_BLOCK, or its tile where that does not divide KEY_BLOCK.
+    """
 
     id: str
     family: str
@@ -39,15 +43,20 @@ class Variant:
     warps: int
     stages: int
     scaling: str
+    scalings: tuple[str, ...]
+    key_block: int
     causal: bool
     dtype: str  # "e4m3" or "e5m2"
     out: str  # "bf16", "fp16" or "e4m3"
     softmax: str  # "linear" or "exp2"
     score: str  # accumulator of Q K^T: "f16" or "f32"
+    schedule: str  # how products and softmax overlap: "multistage" (sm89), "pingpong", "overlap" or "serial" (sm90a)
+    cluster: str  # CTAs that share a query tile: "solo", "split2" or "split4"
     profile: str  # the smallest profile that contains the variant
     threads: int
     ctas_per_sm: int
     smem_bytes: int
+    targets: tuple[str, ...]  # architectures that it is compiled for
     file: str
     sha256: str
 
@@ -62,7 +71,7 @@ class Manifest:
     capability: dict[str, tuple[int, int]]  # of the devices that run each architecture's code
     key_block: int
     scaling: dict[str, dict[str, str]]
-    head_dims: tuple[int, ...]
+    head_dims: dict[str, tuple[int, ...]]  # of each architecture, ascending: a caller's is padded up to the next
     variants: tuple[Variant, ...]
     index: dict[str, int]
 
@@ -79,7 +88,9 @@ class Manifest:
 
 
 def _variant(row: dict[str, Any]) -> Variant:
-    return Variant(**{field.name: row[field.name] for field in fields(Variant)})
+    values: dict[str, Any] = {field.name: row[field.name] for field in fields(Variant)}
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return Variant(**values | lists)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -107,7 +118,7 @@ def load_manifest(directory: Path) -> Manifest:
         capability={arch: (major, minor) for arch, (major, minor) in data["capability"].items()},
         key_block=data["key_block"],
         scaling=data["scaling"],
-        head_dims=tuple(data["head_dims"]),
+        head_dims={arch: tuple(dims) for arch, dims in data["head_dims"].items()},
         variants=variants,
         index={variant.id: number for number, variant in enumerate(variants)},
     )

@@ -36,7 +36,7 @@ def quantize(
         dtype: float8_e4m3fn or float8_e5m2.
         amax: the value that a group's maximum is mapped to; 1 to the largest of ``dtype`` (448, 57344), the default.
             14 keeps Q K^T inside f16 up to head_dim 256, which the linear-code kernels need.
-        block: tokens in a block; the kernels read blocks of 128.
+        block: tokens in a block; ``attention`` takes blocks of 128.
 
     Returns:
         ``x_fp8`` of the shape and memory order of ``x``, and the float32 contiguous ``descale`` of shape (1,), (B, H),

@@ -47,20 +47,16 @@ class Request:
 class Plan:
     """A request that has passed every check.
 
-    ``head_dim`` is the kernel's, ``ceil`` of the user's among the table's. ``quantise`` says that query, key and value
-    are bf16 or fp16; ``score_amax`` is then the amax of Q and K. ``scale`` is >= 0, ``flip_q`` says that it was
-    negative. ``precision`` is what the operator is asked for.
+    ``half`` says that query, key and value are bf16 or fp16, which the operator quantises. ``precision`` is what it is
+    asked for.
     """
 
     q: torch.Tensor  # (B, H, Sq, D) view
     k: torch.Tensor  # (B, Hkv, Sk, D) view
     v: torch.Tensor
-    head_dim: int
-    quantise: bool
-    score_amax: float
+    half: bool
     granularity: tuple[str, str, str]
     precision: str
     scale: float
-    flip_q: bool
     causal_offset: int
     out_dtype: torch.dtype

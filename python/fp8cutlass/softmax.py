@@ -18,7 +18,10 @@ EXP2_OFFSET = 8.0  # the row maximum becomes 2^8
 TOP_CODE = 122.0  # the row maximum's code in the linear approximation
 HALF_MAX = 65504.0
 MAX_CODES = 65000.0  # |slope * maximum| beyond this would push the f16 offset out of range
-MAX_WEIGHT_CODES = 1e29  # keeps inf - inf out of the weight
+HALF_ULP = 2.0**-11
+# Slopes lie between these, as -inf * 0 and inf - inf would be NaN; the least depends on the accumulator of the scores.
+MIN_SLOPE = {"linear": 2.0**-24, "exp2": 2.0**-126}
+MAX_SLOPE = 2.0**80
 
 Softmax = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -50,37 +53,33 @@ def softmax_exp2(scores: torch.Tensor, slope: torch.Tensor, want_exact: bool = T
 
 
 def softmax_linear(scores: torch.Tensor, slope: torch.Tensor, want_exact: bool = True) -> Softmax:
-    """P by its e4m3 code for float32 scores that hold f16 values; ``slope`` in codes (1/8 octave) a score unit."""
+    """P by its e4m3 code for float32 scores that hold f16 values; ``slope`` in codes (1/8 octave) a score unit.
+
+    A row that sees no key is anchored on the lowest f16, as its codes are 0 whatever the anchor.
+    """
     top, dead = row_max(scores)
+    top = top.masked_fill(dead, -HALF_MAX)
     a, b, weight_codes = anchor(top, slope)
     u = half_of_sum(scores * a, b).relu()  # scores * a: two f16 values, exact in float32
     code = u.nan_to_num(nan=255.0).round().to(torch.uint8)
-    # Code c stands for 2^(c / 8 - 7).
-    weight = (weight_codes * 0.125 + 7.0).masked_fill(dead, DEAD_WEIGHT)
+    weight = (weight_codes * 0.125 + 7.0).masked_fill(dead, DEAD_WEIGHT)  # code c stands for 2^(c / 8 - 7)
     exact = torch.zeros_like(weight)
     if want_exact:
-        shift = (-weight).masked_fill(dead, 0.0)
-        exact = torch.exp2(fma(scores, slope * 0.125, shift.double())).sum(-1, keepdim=True)
+        exact = torch.exp2(fma(scores, slope * 0.125, -weight.double())).sum(-1, keepdim=True)
     return code.view(torch.float8_e4m3fn).float(), code, weight, exact
 
 
 def anchor(top: torch.Tensor, slope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Slope and offset (f16 values) that send the row maximum to code 122 at most, and the log-weight in codes."""
-    codes = (top * slope).clamp(-MAX_WEIGHT_CODES, MAX_WEIGHT_CODES)
+    """Slope and offset (f16 values) that send the row maximum to code 122 at most, and the log-weight in codes.
+
+    The offset is lowered by half an f16 ulp before it is rounded, so that rounding never raises the maximum's code.
+    """
     capped = slope.clamp(max=HALF_MAX)
     capped = torch.where((top * capped).abs() > MAX_CODES, MAX_CODES / top.abs(), capped)
     a = capped.half().float()
-    b = half_round_down(fma(-top, a, TOP_CODE).clamp(max=HALF_MAX))
-    return a, b, codes - fma(top, a, b.double())
-
-
-def half_round_down(x: torch.Tensor) -> torch.Tensor:
-    """Round float32 to an f16 value toward -inf; the result is float32."""
-    half = x.half()
-    bits = half.view(torch.int16)
-    # Sign and magnitude: one step down is -1 above zero, +1 below it, and the smallest negative number at zero.
-    below = torch.where(half > 0, bits - 1, torch.where(half < 0, bits + 1, torch.full_like(bits, -32767)))
-    return torch.where(half.float() > x, below.view(torch.float16), half).float()
+    offset = fma(-top, a, TOP_CODE)
+    b = fma(-offset.abs(), torch.full_like(offset, HALF_ULP), offset.double()).clamp(max=HALF_MAX).half().float()
+    return a, b, top * slope - fma(top, a, b.double())
 
 
 def half_of_sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

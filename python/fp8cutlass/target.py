@@ -57,9 +57,10 @@ def _device(kind: str, index: int | None) -> torch.device:
 def head_dims(kind: str, index: int | None, shipped: bool) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The head dims that a device has kernels for, ascending; or none, and the reasons."""
     try:
-        return load_table(target(_device(kind, index), shipped=shipped).directory).head_dims, ()
+        at = target(_device(kind, index), shipped=shipped)
     except NoKernelError as error:
         return (), error.reasons
+    return load_manifest(at.directory).head_dims[at.arch], ()
 
 
 @torch.compiler.assume_constant_result
@@ -72,7 +73,7 @@ def granularities(scaling: str) -> tuple[str, str, str]:
 
 
 @torch.compiler.assume_constant_result
-def linear_softmax(
+def unserved(
     kind: str,
     index: int | None,
     shipped: bool,
@@ -82,29 +83,20 @@ def linear_softmax(
     scaling: str,
     causal: bool,
     precision: str,
-    kernel: str,
-) -> tuple[bool, tuple[str, ...]]:
-    """True when every kernel that the call can reach, whatever its lengths, takes f16 scores; and the reasons if there
-    is none to reach.
-
-    Q and K are quantised for it (amax 14) before the lengths decide on the kernel, so a mixture is no use: such a call
-    asks for ``precision="accurate"`` instead.
-    """
+) -> tuple[str, ...]:
+    """The reasons why no kernel serves such a call, whatever its lengths; none if one does."""
     at = target(_device(kind, index), shipped=shipped)
-    if kernel:
-        return load_manifest(at.directory).find(kernel).softmax == "linear", ()
-    return _linear_softmax(at, head_dim, dtype, out, scaling, causal, precision)
+    return _unserved(at, head_dim, dtype, out, scaling, causal, precision)
 
 
 @lru_cache(maxsize=1024)
-def _linear_softmax(
+def _unserved(
     at: Target, head_dim: int, dtype: str, out: str, scaling: str, causal: bool, precision: str
-) -> tuple[bool, tuple[str, ...]]:
-    manifest = load_manifest(at.directory)
+) -> tuple[str, ...]:
     decisions = load_table(at.directory).over_lengths(
         arch=at.arch, head_dim=head_dim, dtype=dtype, out=out, scaling=scaling, causal=causal, precision=precision
     )
-    chosen = [decision.variant for decision in decisions if decision.variant is not None]
-    refusals = dict.fromkeys(refusal(at.arch, manifest.profile, decision.reason) for decision in decisions)
-    linear = all(manifest.find(variant).softmax == "linear" for variant in chosen)
-    return linear, () if chosen else tuple(refusals)
+    if any(decision.variant is not None for decision in decisions):
+        return ()
+    profile = load_manifest(at.directory).profile
+    return tuple(dict.fromkeys(refusal(at.arch, profile, decision.reason) for decision in decisions))

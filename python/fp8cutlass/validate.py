@@ -10,10 +10,9 @@ import torch
 
 from . import descale
 from .errors import NoKernelError, UnsupportedError
-from .operator import DTYPE_NAMES, OUT_NAMES
+from .operator import DTYPE_NAMES, HALF_DTYPES, OUT_NAMES
 from .request import Request
 
-QUANTISED_INSIDE = (torch.bfloat16, torch.float16)
 CHOICES = {
     "layout": ("bhsd", "bshd"),
     "precision": ("fast", "accurate"),
@@ -89,7 +88,7 @@ def check_types(request: Request) -> None:
     """Dtypes and devices of the tensors, and what the output type needs."""
     q, k, v = request.query, request.key, request.value
     wrong = []
-    accepted = (*QUANTISED_INSIDE, *DTYPE_NAMES)
+    accepted = (*HALF_DTYPES, *DTYPE_NAMES)
     for name, x in (("query", q), ("key", k), ("value", v)):
         if x.dtype not in accepted:
             wrong.append(f"{name} has dtype {x.dtype}; accepted are {', '.join(map(str, accepted))}")
@@ -153,16 +152,6 @@ def check_features(request: Request) -> None:
                 wrong.append(f"{name} has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
     if wrong:
         raise NoKernelError(*wrong)
-
-
-def check_head_dim(head_dim: int, accepted: Sequence[int]) -> None:
-    """The kernels' head dims serve every smaller one by zero padding."""
-    if not 0 < head_dim <= accepted[-1]:
-        kind = NoKernelError if head_dim > 0 else UnsupportedError
-        raise kind(
-            f"head_dim must lie in 1..{accepted[-1]}, got {head_dim}; kernels are for "
-            f"{', '.join(map(str, accepted))}, others are padded up to the next"
-        )
 
 
 def check_out(request: Request, out_dtype: torch.dtype) -> None:

@@ -1,0 +1,13 @@
+"""Kernels against their peers on one card, in one run: ``python -m benchmarks --help``.
+
+``shapes`` names the problems, ``data`` makes their tensors and the reference, ``peers`` prepares contenders, ``timing``
+times them, ``grid`` ties these together; ``results`` is the CSV, ``report`` the ratios and tables, ``plot`` the figure,
+``machine`` the stamp that says where numbers come from.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+if importlib.util.find_spec("fp8cutlass") is None:  # a checkout that nobody installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))

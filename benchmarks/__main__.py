@@ -1,0 +1,200 @@
+"""``python -m benchmarks``: measure on a card; draw and tabulate anywhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+import click
+
+from . import plot as plotting
+from . import report
+from .results import FAILED, WRONG, Row, Writer, read
+from .shapes import GRID_HEAD_DIMS, GRID_SEQLENS, SETS, select
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PEER_NAMES = tuple(name for name in report.CONTENDERS if name != report.OWN)
+
+csv_argument = click.argument("csv", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+
+
+@click.group()
+def cli() -> None:
+    """FP8 attention kernels against their peers on one card, in one run."""
+
+
+@cli.command()
+@click.option("--set", "shape_set", type=click.Choice(sorted(SETS)), default="grid", show_default=True)
+@click.option("--head-dim", "head_dims", type=click.Choice([str(d) for d in GRID_HEAD_DIMS]), multiple=True)
+@click.option("--seqlen", "seqlens", type=click.Choice([str(s) for s in GRID_SEQLENS]), multiple=True)
+@click.option("--mask", "masks", type=click.Choice(["full", "causal"]), multiple=True)
+@click.option("--peer", "peer_names", type=click.Choice(PEER_NAMES), multiple=True, help="Only these peers.")
+@click.option("--no-peers", is_flag=True, help="Only our kernels.")
+@click.option("--no-own", is_flag=True, help="Only the peers.")
+@click.option("--kernel", default="", help="Pin a variant by its id instead of asking the dispatch table.")
+@click.option("--all-kernels", is_flag=True, help="Beside the chosen kernel every other one that serves the shape.")
+@click.option("--scaling", default="block", show_default=True, help="Scaling mode of our operands.")
+@click.option("--quick", is_flag=True, help="Shorter replays and fewer of them.")
+@click.option("--budget", type=float, default=360.0, show_default=True, help="Seconds after which no shape is begun.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
+@click.option("--name", default="grid", show_default=True, help="Stem of the files.")
+@click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
+def grid(
+    shape_set: str,
+    head_dims: tuple[str, ...],
+    seqlens: tuple[str, ...],
+    masks: tuple[str, ...],
+    peer_names: tuple[str, ...],
+    no_peers: bool,
+    no_own: bool,
+    kernel: str,
+    all_kernels: bool,
+    scaling: str,
+    quick: bool,
+    budget: float,
+    out: Path | None,
+    name: str,
+    commit: str,
+) -> None:
+    """Measure, and write CSV, tables and plot.
+
+    Ends with 2 where nothing can be measured, with 1 where a contender failed, a result was wrong or time ran out.
+    """
+    begun = time.monotonic()
+    shapes = select(shape_set, head_dims=map(int, head_dims), seqlens=map(int, seqlens), masks=masks)
+    if not shapes:
+        _stop("no shape passes the filters")
+    if no_peers and (no_own or peer_names):
+        _stop("--no-peers leaves nothing to measure with --no-own, and contradicts --peer")
+    if no_own and (kernel or all_kernels):
+        _stop("--no-own contradicts --kernel and --all-kernels")
+    try:
+        import torch
+    except ImportError:
+        _stop("measuring needs torch with CUDA, which is not installed; `table` and `plot` work from a CSV")
+    if not torch.cuda.is_available():
+        _stop("measuring needs a CUDA device and there is none here; `table` and `plot` work from a CSV")
+
+    from . import machine
+    from .grid import QUICK, Settings, run
+    from .peers import PEERS, Own, Peer
+
+    peers: list[Peer] = [] if no_own else [Own(scaling=scaling, kernel=kernel, every=all_kernels)]
+    peers += [] if no_peers else [PEERS[peer] for peer in peer_names or PEER_NAMES]
+    settings = QUICK if quick else Settings()
+    stamp = machine.stamp(commit)
+    stamp["settings"] = f"{settings.replays} replays of {settings.target_us:g} us, scaling {scaling}"
+    stamp |= {peer.name: peer.version() for peer in peers if peer.available() is None}
+    folder = out or RESULTS / machine.card_slug(stamp["card"])
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.csv"
+    rows: list[Row] = []
+    left = len(shapes)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = Writer(file, stamp)
+        for found in run(shapes, peers, settings):
+            writer.write(found)
+            rows += found
+            left -= 1
+            elapsed = time.monotonic() - begun
+            click.echo(f"{elapsed:5.0f} s  {_brief(found)}")
+            if left and elapsed > budget:
+                click.echo(f"{elapsed:.0f} s of {budget:g} s are spent: {left} of {len(shapes)} shapes are left out")
+                break
+    tables = report.markdown(stamp, rows)
+    path.with_suffix(".md").write_text(tables, encoding="utf-8")
+    try:
+        plotting.draw(stamp, rows, path.with_suffix(".png"))
+    except plotting.PlotError as error:
+        click.echo(f"no plot: {error}")
+    click.echo(tables)
+    click.echo(f"{len(rows)} rows in {time.monotonic() - begun:.0f} s: {path}")
+    sys.exit(1 if left or any(row.status in (WRONG, FAILED) for row in rows) else 0)
+
+
+def _stop(reason: str) -> None:
+    click.echo(f"benchmarks: {reason}", err=True)
+    sys.exit(2)
+
+
+def _brief(rows: list[Row]) -> str:
+    """One line about a shape."""
+    best = report.cells(rows).get(rows[0].shape, {})
+    parts = [f"{name} {best[name].median_us:.1f}" for name in report.CONTENDERS if name in best]
+    others = sum(not row.chosen for row in rows)
+    parts += [f"{others} other kernels"] if others else []
+    parts += [f"{row.contender} {row.status}" for row in rows if row.chosen and row.median_us is None]
+    return f"{rows[0].shape.label}, us: {', '.join(parts)}"
+
+
+@cli.command()
+@csv_argument
+def table(csv: Path) -> None:
+    """Print the tables of a CSV."""
+    click.echo(report.markdown(*_read(csv)), nl=False)
+
+
+@cli.command()
+@csv_argument
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Default: beside the CSV, .png.")
+def plot(csv: Path, out: Path | None) -> None:
+    """Draw the figure of a CSV."""
+    path = out or csv.with_suffix(".png")
+    try:
+        plotting.draw(*_read(csv), path)
+    except plotting.PlotError as error:
+        _stop(str(error))
+    click.echo(path)
+
+
+@cli.command()
+@click.argument("csvs", type=click.Path(exists=True, dir_okay=False, path_type=Path), nargs=-1, required=True)
+@click.option("--out", type=click.File("w", encoding="utf-8", lazy=True), default="-", help="Default: standard output.")
+def evidence(csvs: tuple[Path, ...], out: TextIO) -> None:
+    """Rewrite measured kernels (of --all-kernels) for the generator; later CSVs win over earlier ones."""
+    from .evidence import records, write
+
+    write(out, [record for csv in csvs for record in records(*_read(csv))])
+
+
+def _read(csv: Path) -> tuple[dict[str, str], list[Row]]:
+    try:
+        return read(csv)
+    except ValueError as error:
+        _stop(str(error))
+        raise
+
+
+@cli.command()
+@click.option("--head-dim", type=int, required=True)
+@click.option("--seqlen", type=int, default=4096, show_default=True)
+@click.option("--mask", type=click.Choice(["full", "causal"]), default="full", show_default=True)
+@click.option("--kernel", default="", help="Pin a variant by its id instead of asking the dispatch table.")
+def launch(head_dim: int, seqlen: int, mask: str, kernel: str) -> None:
+    """Launch our kernel once on a problem of the grid, for a profiler to look at."""
+    import torch
+
+    from .data import make_data
+    from .peers import Own
+    from .shapes import TOKENS, WIDTH, square
+
+    shape = square(TOKENS // seqlen, WIDTH // head_dim, seqlen, head_dim, mask == "causal")
+    (contender,) = Own(kernel=kernel).prepare(make_data(shape))
+    contender.launch()
+    torch.cuda.synchronize()
+    click.echo(f"{shape.label}: {contender.kernel}")
+
+
+@cli.command()
+def machine() -> None:
+    """Print the stamp of this machine as JSON."""
+    from .machine import stamp
+
+    click.echo(json.dumps(stamp(), indent=2))
+
+
+if __name__ == "__main__":
+    cli(prog_name="python -m benchmarks")

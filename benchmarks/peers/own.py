@@ -1,0 +1,139 @@
+"""This package's kernels, chosen, quantised for and launched as its operator does it, without its outer layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from fp8cutlass import __version__, extension
+from fp8cutlass.errors import UnsupportedError
+from fp8cutlass.launch import Call, quantised, score_amax
+from fp8cutlass.manifest import KEY_BLOCK, Variant, load_manifest
+from fp8cutlass.operator import choose
+from fp8cutlass.pack import pack_v
+from fp8cutlass.target import Target, target
+
+from ..data import Data
+from .base import Contender, Refused
+
+OUT_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a kernel reads: FP8 bytes of Q (B, H, Sq, D), K (B, Hkv, Sk, D) and packed V (B, Hkv, D, Sk_pad), and their
+    descales."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_descale: torch.Tensor
+    k_descale: torch.Tensor
+    v_descale: torch.Tensor
+
+
+def make_operands(data: Data, variant: Variant, at: Target, scaling: str) -> Operands:
+    """Quantise bf16 for a kernel and pack V: what stands between a caller's tensors and the launch."""
+    options = (None, OUT_DTYPE, scaling, "fast", data.shape.causal, 0, data.scale, False, False, variant.id)
+    half = Call(data.q, data.k, data.v, None, None, None, *options)
+    call = quantised(half, variant, load_manifest(at.directory).scaling[scaling])
+    if call.q_descale is None or call.k_descale is None or call.v_descale is None:
+        raise TypeError("quantised operands come without descales")
+    k_descale = call.k_descale
+    if scaling == "token":  # read in whole tiles; the keys past Sk are masked
+        k_descale = F.pad(k_descale, (0, -call.k.shape[2] % KEY_BLOCK), value=1.0)
+    q, k, v = (x.view(torch.uint8) for x in (call.q, call.k, pack_v(call.v)))
+    return Operands(q, k, v, call.q_descale, k_descale, call.v_descale)
+
+
+def launcher(number: int, operands: Operands, out: torch.Tensor, scale: float) -> Callable[[], torch.Tensor]:
+    """One call of variant ``number`` that writes ``out``, without LSE and amax."""
+    o = operands
+    arguments = (number, o.q, o.k, o.v, o.q_descale, o.k_descale, o.v_descale, None, out, None, None, scale, 0)
+
+    def launch() -> torch.Tensor:
+        torch.ops.fp8cutlass_C.forward(*arguments)
+        return out
+
+    return launch
+
+
+class Own:
+    """``kernel`` pins a variant; ``every`` adds all built kernels that serve the shape beside the chosen one."""
+
+    name = "fp8cutlass"
+    precision = "fp8"
+
+    def __init__(self, *, scaling: str = "block", kernel: str = "", every: bool = False) -> None:
+        self._scaling, self._kernel, self._every = scaling, kernel, every
+
+    def available(self) -> str | None:
+        try:
+            target(torch.device("cuda"))
+            extension.load()
+        except UnsupportedError as error:
+            return "; ".join(error.reasons)
+        return None
+
+    def version(self) -> str:
+        return f"fp8cutlass {__version__}"
+
+    def prepare(self, data: Data) -> list[Contender]:
+        at = target(data.q.device)
+        try:
+            chosen, number = self._choose(data, at, self._kernel)
+        except UnsupportedError as error:
+            raise Refused("; ".join(error.reasons)) from error
+        out = torch.empty_like(data.q, dtype=OUT_DTYPE)
+        made: dict[tuple[float, int], Operands] = {}  # kernels that read the same operands share them
+
+        def contender(variant: Variant, number: int) -> Contender:
+            first = variant.id == chosen.id
+
+            def quantise() -> Operands:
+                return make_operands(data, variant, at, self._scaling)
+
+            key = (score_amax(variant), variant.key_block)
+            if key not in made:
+                made[key] = quantise()
+            return Contender(
+                self.name,
+                self.precision,
+                launcher(number, made[key], out, data.scale),
+                quantise if first else None,
+                kernel=variant.id,
+                chosen=first,
+            )
+
+        others = self._others(data, at, chosen) if self._every else []
+        return [contender(*kernel) for kernel in [(chosen, number), *others]]
+
+    def _choose(self, data: Data, at: Target, kernel: str) -> tuple[Variant, int]:
+        variant, number, _ = choose(
+            at,
+            data.q,
+            data.k,
+            out_dtype=OUT_DTYPE,
+            scaling=self._scaling,
+            causal=data.shape.causal,
+            precision="fast",
+            kernel=kernel,
+        )
+        if variant.head_dim != data.shape.head_dim:
+            raise UnsupportedError(f"{variant.id} would need head_dim {data.shape.head_dim} to be padded")
+        return variant, number
+
+    def _others(self, data: Data, at: Target, chosen: Variant) -> list[tuple[Variant, int]]:
+        """Every other built forward kernel of the card's own family that serves the shape; where that family has none,
+        of any family."""
+        serving = []
+        for variant in load_manifest(at.directory).variants:
+            try:
+                serving.append(self._choose(data, at, variant.id))
+            except UnsupportedError:  # another head_dim, mask, output or scaling
+                continue
+        native = [kernel for kernel in serving if kernel[0].family == at.arch]
+        return [kernel for kernel in native or serving if kernel[0].id != chosen.id]

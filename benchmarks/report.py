@@ -1,0 +1,208 @@
+"""Ratios against the peers of the same run, and the tables in markdown."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .results import OK, UNAVAILABLE, Row
+from .shapes import GRID_HEAD_DIMS, GRID_SEQLENS, HISTORY, Shape
+
+OWN = "fp8cutlass"
+FP8_PEERS = ("fa3_fp8", "cudnn_fp8")
+BF16_PEERS = ("fa3_bf16", "cudnn_bf16", "fa2_bf16")
+CONTENDERS = (OWN, *FP8_PEERS, *BF16_PEERS)  # the order of every table and legend
+
+TARGETS = {64: (1.8, 1.4), 128: (1.4, 1.15), 256: (1.12, 1.0)}  # head_dim: geometric mean and minimum of the ratio
+HISTORY_TARGET_US = 6.0
+
+Cell = dict[str, Row]  # contender -> its row
+
+
+def cells(rows: Iterable[Row]) -> dict[Shape, Cell]:
+    """The measured rows of each shape: those whose output was right, of our kernels the chosen one."""
+    found: dict[Shape, Cell] = defaultdict(dict)
+    for row in rows:
+        if row.status == OK and row.chosen:
+            found[row.shape][row.contender] = row
+    return dict(found)
+
+
+def best_peer(cell: Mapping[str, Row], peers: Sequence[str] = FP8_PEERS) -> Row | None:
+    """The fastest of the peers that ran."""
+    ran = [cell[name] for name in peers if name in cell]
+    return min(ran, key=lambda row: row.median_us or math.inf, default=None)
+
+
+def ratio(cell: Mapping[str, Row], peers: Sequence[str] = FP8_PEERS) -> float | None:
+    """How many times faster ours is than the fastest of ``peers``; None where either is missing."""
+    own, peer = cell.get(OWN), best_peer(cell, peers)
+    if own is None or peer is None or not own.median_us or not peer.median_us:
+        return None
+    return peer.median_us / own.median_us
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """exp of the mean logarithm; ValueError for no values, or one that is not positive."""
+    if not values or min(values) <= 0:
+        raise ValueError(f"the geometric mean needs positive values, got {list(values)}")
+    return math.exp(math.fsum(math.log(value) for value in values) / len(values))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The grid cells of a head_dim against its target. ``complete`` when all cells have ours and every FP8 peer."""
+
+    head_dim: int
+    mean: float
+    minimum: float
+    worst: Shape
+    count: int
+    complete: bool
+
+    @property
+    def met(self) -> bool:
+        mean, minimum = TARGETS[self.head_dim]
+        return self.complete and self.mean >= mean and self.minimum >= minimum
+
+
+def verdicts(rows: Iterable[Row]) -> list[Verdict]:
+    """One verdict for each head_dim with a ratio."""
+    by_shape = cells(rows)
+    found = []
+    for head_dim in GRID_HEAD_DIMS:
+        mine = {shape: cell for shape, cell in by_shape.items() if shape.in_grid and shape.head_dim == head_dim}
+        ratios = {shape: value for shape, cell in mine.items() if (value := ratio(cell)) is not None}
+        if not ratios:
+            continue
+        full = sum(all(name in cell for name in (OWN, *FP8_PEERS)) for cell in mine.values())
+        worst = min(ratios, key=ratios.__getitem__)
+        values = list(ratios.values())
+        found.append(
+            Verdict(head_dim, geometric_mean(values), min(values), worst, len(values), full == 2 * len(GRID_SEQLENS))
+        )
+    return found
+
+
+def _table(header: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" + " ---: |" * (len(header) - 1)]
+    return lines + ["| " + " | ".join(line) + " |" for line in body]
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def short(seqlen: int) -> str:
+    """A sequence length as tables and axes write it: 512, 16k."""
+    return f"{seqlen // 1024}k" if seqlen >= 1024 and seqlen % 1024 == 0 else str(seqlen)
+
+
+def _line(label: str, row: Sequence[Cell], value: Callable[[Cell], float | None], digits: int = 0) -> list[str] | None:
+    """A table line, or None where it would be empty."""
+    texts = [_number(value(cell), digits) for cell in row]
+    return [label, *texts] if any(texts) else None
+
+
+def _of(contender: str, read: Callable[[Row], float | None]) -> Callable[[Cell], float | None]:
+    return lambda cell: read(cell[contender]) if contender in cell else None
+
+
+def _with_quantisation(row: Row) -> float | None:
+    total = row.with_quantisation_us
+    return None if total is None else row.shape.tflops(total)
+
+
+def _grid_tables(by_shape: Mapping[Shape, Cell]) -> list[str]:
+    lines: list[str] = []
+    groups = sorted({(shape.head_dim, shape.causal) for shape in by_shape if shape.in_grid})
+    for head_dim, causal in groups:
+        shapes = sorted(s for s in by_shape if s.in_grid and (s.head_dim, s.causal) == (head_dim, causal))
+        row = [by_shape[shape] for shape in shapes]
+        body = [_line(name, row, _of(name, lambda r: r.tflops)) for name in CONTENDERS]
+        body.append(_line("**ours / better FP8 peer**", row, ratio, 2))
+        body.append(_line("ours / best bf16", row, lambda cell: ratio(cell, BF16_PEERS), 2))
+        body += [_line(f"{n}, quantisation included", row, _of(n, _with_quantisation)) for n in (OWN, *FP8_PEERS)]
+        body.append(_line(f"{OWN}, us", row, _of(OWN, lambda r: r.median_us), 1))
+        body.append(_line("quantisation and packing, us", row, _of(OWN, lambda r: r.quantise_us), 1))
+        mask = "causal" if causal else "full"
+        lines += ["", f"### head_dim {head_dim}, {mask}, useful TFLOPS", ""]
+        lines += _table(["", *(short(shape.seqlen_k) for shape in shapes)], [line for line in body if line])
+    return lines
+
+
+def _other_table(by_shape: Mapping[Shape, Cell]) -> list[str]:
+    shapes = sorted(shape for shape in by_shape if not shape.in_grid)
+    if not shapes:
+        return []
+    body = [
+        [shape.label, *(_number(_of(name, lambda r: r.median_us)(by_shape[shape]), 2) for name in CONTENDERS)]
+        for shape in shapes
+    ]
+    return ["", "### other shapes (batch, heads, seqlen, head_dim), us", "", *_table(["", *CONTENDERS], body)]
+
+
+def _verdict_table(rows: Sequence[Row]) -> list[str]:
+    body = []
+    for verdict in verdicts(rows):
+        mean, minimum = TARGETS[verdict.head_dim]
+        state = "met" if verdict.met else "missed" if verdict.complete else "incomplete"
+        body.append(
+            [
+                str(verdict.head_dim),
+                f"{verdict.mean:.3f}",
+                f"{mean:g}",
+                f"{verdict.minimum:.3f}",
+                f"{minimum:g}",
+                f"{short(verdict.worst.seqlen_k)} {verdict.worst.mask}",
+                str(verdict.count),
+                state,
+            ]
+        )
+    lines: list[str] = []
+    if body:
+        header = ["head_dim", "geometric mean", "target", "minimum", "target", "worst cell", "cells", ""]
+        lines += ["", "### ours / better of the FP8 peers", "", *_table(header, body)]
+    history = cells(rows).get(HISTORY, {}).get(OWN)
+    if history is not None and history.median_us is not None:
+        state = "met" if history.median_us <= HISTORY_TARGET_US else "missed"
+        lines += ["", f"{HISTORY.label}: {history.median_us:.2f} us, target {HISTORY_TARGET_US:g} us: {state}"]
+    return lines
+
+
+def _quality_table(rows: Sequence[Row]) -> list[str]:
+    """The largest error and spread of each contender, and what did not count."""
+    body = []
+    for name in CONTENDERS:
+        mine = [row for row in rows if row.contender == name and row.status != UNAVAILABLE]
+        errors = [row.error for row in mine if row.error is not None]
+        spreads = [row.spread for row in mine if row.spread is not None]
+        if errors or spreads:
+            worst = _number(max(errors, default=None), 4)
+            body.append([name, worst, _number(100 * max(spreads), 1) + "%" if spreads else ""])
+    lines = []
+    if body:
+        header = ["", "largest relative L2 error", "largest (max - min) / median of the times"]
+        lines += ["", "### outputs and times", "", *_table(header, body)]
+    excluded: dict[tuple[str, str, str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.status != OK:
+            excluded[row.contender, row.kernel, row.status, row.reason].append(row)
+    for (name, kernel, status, reason), group in excluded.items():
+        where = group[0].shape.label if len(group) == 1 else f"{len(group)} shapes"
+        lines += ["", f"{name}{' ' + kernel if kernel else ''}: {status} on {where}: {reason}"]
+    return lines
+
+
+def markdown(stamp: Mapping[str, str], rows: Sequence[Row]) -> str:
+    """All tables of a run, under the stamp that says where it ran."""
+    by_shape = cells(rows)
+    clocks = sorted(row.clock_mhz for row in rows if row.clock_mhz is not None)
+    lines = [f"## Attention on {stamp.get('card', 'an unnamed card')}", ""]
+    lines += [f"* {name}: {value}" for name, value in stamp.items()]
+    if clocks:
+        lines.append(f"* clock under load: {clocks[0]:.0f} to {clocks[-1]:.0f} MHz")
+    lines += _verdict_table(rows) + _grid_tables(by_shape) + _other_table(by_shape) + _quality_table(rows)
+    return "\n".join(lines) + "\n"

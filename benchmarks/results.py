@@ -1,0 +1,118 @@
+"""Rows of a run and their CSV: a stamp in comment lines, then one row for each contender of each shape."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TextIO
+
+from .shapes import Shape
+
+OK, WRONG, FAILED, UNAVAILABLE = STATUSES = ("ok", "wrong", "failed", "unavailable")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found about one contender on one shape; numbers are None where nothing was measured.
+
+    Times are microseconds of one launch. ``spread`` is (max - min) / median over the replays. ``quantise_us`` makes
+    ready operands from bf16. ``error`` is the relative L2 error of the timed launches' output against float32.
+    ``clock_mhz`` and ``power_w`` are those of the shape's run, shared by its contenders.
+    """
+
+    shape: Shape
+    contender: str
+    precision: str  # "fp8" or "bf16"
+    status: str
+    reason: str = ""
+    kernel: str = ""
+    chosen: bool = True
+    launches: int | None = None
+    replays: int | None = None
+    median_us: float | None = None
+    min_us: float | None = None
+    spread: float | None = None
+    quantise_us: float | None = None
+    error: float | None = None
+    clock_mhz: float | None = None
+    power_w: float | None = None
+
+    @property
+    def tflops(self) -> float | None:
+        return None if self.median_us is None else self.shape.tflops(self.median_us)
+
+    @property
+    def with_quantisation_us(self) -> float | None:
+        if self.median_us is None or self.quantise_us is None:
+            return None
+        return self.median_us + self.quantise_us
+
+
+_SHAPE = tuple(field.name for field in fields(Shape))
+_REST = tuple(field.name for field in fields(Row) if field.name != "shape")
+COLUMNS = (*_SHAPE, *_REST, "tflops")
+_TEXT = ("contender", "precision", "status", "reason", "kernel")
+_FLAGS = ("causal", "chosen")
+_COUNTS = ("launches", "replays", *(name for name in _SHAPE if name not in _FLAGS))
+
+
+def _format(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(int(value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _parse(name: str, text: str) -> Any:
+    if name in _TEXT:
+        return text
+    if name in _FLAGS:
+        return bool(int(text))
+    if text == "":
+        return None
+    return int(text) if name in _COUNTS else float(text)
+
+
+class Writer:
+    """Writes the stamp and then rows as they come, so that a run that is cut off leaves what it had."""
+
+    def __init__(self, file: TextIO, stamp: Mapping[str, str]) -> None:
+        self._file = file
+        for name, value in stamp.items():
+            file.write(f"# {name}: {' '.join(value.split())}\n")
+        self._csv = csv.writer(file, lineterminator="\n")
+        self._csv.writerow(COLUMNS)
+        file.flush()
+
+    def write(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            values = [getattr(row.shape, name) for name in _SHAPE]
+            values += [getattr(row, name) for name in (*_REST, "tflops")]
+            self._csv.writerow([_format(value) for value in values])
+        self._file.flush()
+
+
+def read(path: Path) -> tuple[dict[str, str], list[Row]]:
+    """Return the stamp and the rows of a CSV; ValueError where its columns are not these."""
+    stamp: dict[str, str] = {}
+    with path.open(encoding="utf-8", newline="") as file:
+        lines = file.readlines()
+    body = [line for line in lines if not line.startswith("#")]
+    for line in lines[: len(lines) - len(body)]:
+        name, _, value = line[1:].partition(":")
+        stamp[name.strip()] = value.strip()
+    reader = csv.DictReader(body)
+    if tuple(reader.fieldnames or ()) != COLUMNS:
+        raise ValueError(f"{path}: columns {reader.fieldnames}, expected {list(COLUMNS)}")
+    rows = []
+    for record in reader:
+        parsed = {name: _parse(name, record[name]) for name in COLUMNS}
+        shape = Shape(**{name: parsed[name] for name in _SHAPE})
+        row = Row(shape=shape, **{name: parsed[name] for name in _REST})
+        if row.status not in STATUSES:
+            raise ValueError(f"{path}: status {row.status!r}, expected one of {', '.join(STATUSES)}")
+        rows.append(row)
+    return stamp, rows

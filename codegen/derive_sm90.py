@@ -1,0 +1,134 @@
+"""What follows from the axes of an sm90a variant: shared memory, registers of each role, warpgroup instructions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from codegen.arch import FAMILIES
+from codegen.derived import Derived
+from codegen.scaling import GRANULARITY
+from codegen.spec import Cluster, Schedule, Softmax, Variant
+
+PRODUCER_THREADS = 128  # one more warpgroup, which only loads
+ROWS_PER_WARPGROUP = 64
+ONES = 8  # columns of the product with ones that gives the row sums; the width of the narrowest product
+SWIZZLE_ALIGNMENT = 1_024  # bytes: where a tile that TMA writes with a swizzle may begin
+CONTROL_BYTES = 1_024  # work items and barriers
+EXACT_BYTES = 16  # a thread: two rows' sums of unquantised exponentials, of the item and of the tile
+ITEM_SLOTS = 4  # work items and their rows' slopes that are known at a time
+MERGE_STATE = 16  # floats a row that the CTAs of a cluster exchange beside its O: Part in merge.cuh
+WIDE_HEAD_DIM = 128  # beyond it a product of P V with all columns does not fit the registers beside O
+
+# Registers a thread after setmaxnreg, by the number of warpgroups that compute: together no more than the launch has.
+# One alone needs no setmaxnreg, and what it is held to is below the 255 that a thread can have.
+CONSUMER_REGISTERS = {1: 240, 2: 232, 3: 160}
+PRODUCER_REGISTERS = {1: 24, 2: 40, 3: 32}
+
+# Registers beside accumulators: row state, addresses, loop counters, and what the compiler wants for alignment.
+STATE_OVERLAPPED = 22  # pingpong and overlap, where all accumulators live at once
+STATE_SERIAL = 18
+STATE_TOKEN = 4  # a scale for each key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sm90Derived(Derived):
+    """Sizes in bytes unless they say otherwise.
+
+    value_stage: all of a tile's V with its ones rows.
+    parts, part_columns: P V is computed in this many products of so many columns, part 0 with ONES more.
+    merge_bytes: what the CTAs of a cluster exchange, laid over the stages of K and V; 0 for one CTA alone.
+    """
+
+    warpgroups: int
+    value_stage: int
+    query_buffers: int
+    descale_slots: int
+    parts: int
+    part_columns: int
+    merge_bytes: int
+    stream_bytes: int  # stages of K and V together
+    consumer_registers: int
+    producer_registers: int
+
+
+def row_pitch(head_dim: int) -> int:
+    """Bytes from row to row of Q and K in shared memory. 96 are no swizzle width: they take 128."""
+    return 128 if head_dim == 96 else head_dim
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def parts(head_dim: int) -> int:
+    """Products that share the columns of P V."""
+    return 2 if head_dim > WIDE_HEAD_DIM else 1
+
+
+def estimate_registers(v: Variant) -> int:
+    """Registers a thread that computes needs in the main loop."""
+    output = v.head_dim // 2
+    product = (v.head_dim // parts(v.head_dim) + ONES) // 2
+    scores = v.tile_n // (4 if v.softmax is Softmax.LINEAR else 2)
+    prob = v.tile_n // 8
+    token = STATE_TOKEN if GRANULARITY[v.scaling].k == "token" else 0
+    if v.schedule is Schedule.SERIAL:
+        return output + max(scores, prob + product) + STATE_SERIAL + token
+    return output + product + scores + prob + STATE_OVERLAPPED + token
+
+
+def _smem(v: Variant, query_buffers: int, value_stage: int, descale_slots: int) -> tuple[tuple[str, int], ...]:
+    pitch = row_pitch(v.head_dim)
+    sizes = [
+        (f"{query_buffers} x Q", query_buffers * v.tile_m * pitch),
+        (f"{v.stages} x K", v.stages * v.tile_n * pitch),
+        (f"{v.stages} x V", v.stages * value_stage),
+    ]
+    if descale_slots:
+        sizes.append((f"{descale_slots} x K descales", descale_slots * 4 * v.tile_n))
+    sizes.append(("sums for the LSE", EXACT_BYTES * 32 * v.warps))
+    sizes.append(("slopes", ITEM_SLOTS * 4 * v.tile_m))
+    sizes.append(("work items and barriers", CONTROL_BYTES))
+    total = sum(size for _, size in sizes)
+    if padding := _up(total, SWIZZLE_ALIGNMENT) - total:
+        sizes.append(("padding", padding))
+    return tuple(sizes)
+
+
+@cache
+def derive(v: Variant) -> Sm90Derived:
+    family = FAMILIES[v.family]
+    value_stage = _up(v.tile_n * (v.head_dim + ONES), SWIZZLE_ALIGNMENT)
+    descale_slots = v.stages if GRANULARITY[v.scaling].k == "token" else 0
+    # A second Q is loaded while the first is still in use. The CTAs of a cluster have one item.
+    buffers = 2 if v.cluster is Cluster.SOLO else 1
+    smem = _smem(v, buffers, value_stage, descale_slots)
+    if buffers == 2 and sum(size for _, size in smem) > family.smem_per_block:
+        buffers = 1
+        smem = _smem(v, buffers, value_stage, descale_slots)
+    products = parts(v.head_dim)
+    mma = -(-v.head_dim // 32) + products * v.tile_n // 32
+    consumer = CONSUMER_REGISTERS.get(v.warpgroups, 0)
+    return Sm90Derived(
+        threads=32 * v.warps + PRODUCER_THREADS,
+        rows_per_warp=v.tile_m // v.warps,
+        smem_parts=smem,
+        smem_bytes=sum(size for _, size in smem),
+        registers=estimate_registers(v),
+        register_limit=consumer,
+        ctas_per_sm=1,
+        ctas_limit="choice",
+        mma_per_tile=mma,
+        mma_in_loop=mma,
+        warpgroups=v.warpgroups,
+        value_stage=value_stage,
+        query_buffers=buffers,
+        descale_slots=descale_slots,
+        parts=products,
+        part_columns=v.head_dim // products,
+        merge_bytes=0 if v.cluster is Cluster.SOLO else 4 * v.tile_m * (v.head_dim + MERGE_STATE),
+        stream_bytes=v.stages * (v.tile_n * row_pitch(v.head_dim) + value_stage),
+        consumer_registers=consumer,
+        producer_registers=PRODUCER_REGISTERS.get(v.warpgroups, 0),
+    )

@@ -1,0 +1,25 @@
+"""What every family derives from the axes of a variant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Derived:
+    """registers: an estimate of what a thread of the main loop needs; register_limit: what it may have."""
+
+    threads: int
+    rows_per_warp: int
+    smem_parts: tuple[tuple[str, int], ...]
+    smem_bytes: int
+    registers: int
+    register_limit: int
+    ctas_per_sm: int
+    ctas_limit: str
+    mma_per_tile: int  # matrix instructions a warp (sm90a: a warpgroup) issues for one KV tile
+    mma_in_loop: int  # of which so many stand in the main loop's code; fewer where the k steps of Q K^T are a loop
+
+    @property
+    def smem_sum(self) -> str:
+        return " + ".join(f"{name} {size:,}" for name, size in self.smem_parts) + f" = {self.smem_bytes:,}"

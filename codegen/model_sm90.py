@@ -1,0 +1,79 @@
+"""A cycle model of the sm90a family. It ranks variants where no measurement exists; nothing it says is a measurement.
+
+One CTA an SM walks its tiles; its warpgroups share the tensor cores and the issue slots. The rates were measured one by
+one on an H200. The constants that no microbenchmark gives were fitted to 84 times of whole kernels there (head_dim 64
+and 128, pingpong and overlap, 512 to 16,384 keys, with and without mask), which the model then meets within 14%.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from codegen.arch import Card
+from codegen.cost import Cost, Shape
+from codegen.derive_sm90 import ONES, derive
+from codegen.spec import Cluster, Scaling, Schedule, Softmax, Variant
+
+LAUNCH_US = 2.0
+FILL_CYCLES = 1_500  # from the launch to the first product: descriptors, first loads
+L2_LATENCY = 800  # cycles from a load's issue to its data, loaded L2
+L2_BYTES_PER_CYCLE = 32  # what an SM gets when all of them read
+MUFU_PER_CYCLE = 16
+ISSUE_PER_CYCLE = 128  # thread instructions an SM issues a cycle
+ALONE_CYCLES = 14  # by which a matrix instruction is late when no other warpgroup issues any
+
+# Thread instructions for one element of S: scale, maximum, exponential or code, conversion.
+ELEMENT_INSTRUCTIONS = {Softmax.EXP2: 6.5, Softmax.LINEAR: 3.6}
+TOKEN_INSTRUCTIONS = 1.0
+MASK_INSTRUCTIONS = 4.0
+
+# Fitted. Of the shorter of products and softmax, this part does not run under the longer.
+EXPOSED = {Schedule.PINGPONG: 0.4, Schedule.OVERLAP: 0.4, Schedule.SERIAL: 0.5}
+TURN_CYCLES = 300  # a tile's barriers, waits for products, and scalar work on rows
+# An item's epilogue and first tile; what of it the next item's loads and products do not hide.
+ITEM_CYCLES = {Schedule.PINGPONG: 1_000, Schedule.OVERLAP: 1_200, Schedule.SERIAL: 2_000}
+MERGE_CYCLES = 2_000  # of a cluster: exchange through distributed shared memory, two cluster barriers
+
+
+@cache
+def _visited(tile_m: int, tile_n: int, shape: Shape) -> float:
+    """KV tiles of an item, on average over the query tiles; a causal item ends with the tile of its last row."""
+    tiles = -(-shape.seqlen_k // tile_n)
+    if not shape.causal:
+        return tiles
+    ahead = shape.seqlen_k - shape.seqlen_q
+    last = [min(shape.seqlen_q, row + tile_m) for row in range(0, shape.seqlen_q, tile_m)]
+    return sum(min(tiles, -(-max(keys + ahead, 0) // tile_n)) for keys in last) / max(1, len(last))
+
+
+def cost(v: Variant, shape: Shape, card: Card) -> Cost:
+    d = derive(v)
+    elements = v.tile_m * v.tile_n
+    score_rate = card.fp8_f16 if v.softmax is Softmax.LINEAR else card.fp8_f32
+    tensor = 2 * elements * v.head_dim / score_rate + 2 * elements * (v.head_dim + ONES) / card.fp8_f32
+    if d.warpgroups == 1:
+        tensor += ALONE_CYCLES * d.mma_per_tile
+    per_element = ELEMENT_INSTRUCTIONS[v.softmax] + (TOKEN_INSTRUCTIONS if v.scaling is Scaling.TOKEN else 0.0)
+    promotion = v.tile_m * (v.head_dim + ONES)  # one FMA for each element of O
+    issue = (elements * per_element + promotion) / ISSUE_PER_CYCLE
+    mufu = elements / MUFU_PER_CYCLE if v.softmax is Softmax.EXP2 else 0.0
+    l2 = 2 * v.tile_n * v.head_dim / L2_BYTES_PER_CYCLE
+    softmax = max(issue, mufu)
+    exposed = 1.0 if v.schedule is Schedule.SERIAL and d.warpgroups == 1 else EXPOSED[v.schedule]
+    tile_cycles = max(max(tensor, softmax) + exposed * min(tensor, softmax) + TURN_CYCLES, l2)
+    # A load is issued stages - 1 tiles ahead.
+    tile_cycles += max(0.0, L2_LATENCY - (v.stages - 1) * tile_cycles)
+
+    tiles = _visited(v.tile_m, v.tile_n, shape)
+    item = ITEM_CYCLES[v.schedule] + (MASK_INSTRUCTIONS * elements / ISSUE_PER_CYCLE if shape.causal else 0.0)
+    if v.cluster is not Cluster.SOLO:
+        tiles = max(1.0, -(-tiles // v.cluster.ctas))
+        item += MERGE_CYCLES
+    items = -(-shape.seqlen_q // v.tile_m) * shape.batch_heads
+    waves = -(-items // (card.sms // v.cluster.ctas))
+    return Cost(
+        us=LAUNCH_US + (FILL_CYCLES + waves * (tiles * tile_cycles + item)) / (card.clock * 1e3),
+        terms=(("tensor", tensor), ("issue", issue), ("MUFU", mufu), ("L2", l2)),
+        resident=1,
+        waves=waves,
+    )

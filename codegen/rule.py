@@ -1,0 +1,117 @@
+"""What a rule is, the symbols its condition may use, and the rules that all families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from codegen.arch import FAMILIES
+from codegen.derived import Derived
+from codegen.expr import Env, Expr, Symbol
+from codegen.spec import Dtype, Out, Scaling, Softmax, Variant
+
+FP16_MAX = 65_504
+QK_AMAX = 14  # = 448 / 32, so the largest element stays exact in e4m3; d * 14 * 14 must fit f16
+
+# Symbols that both languages know. The right-hand side is how a kernel spells the number.
+HEAD_DIM = Symbol("head_dim", "kHeadDim")
+TILE_M = Symbol("tile_m", "kTileM")
+TILE_N = Symbol("tile_n", "kTileN")
+WARPS = Symbol("warps", "kWarps")
+WARP_ROWS = Symbol("rows_per_warp", "kWarpRows")  # sm89
+CTAS = Symbol("ctas_per_sm", "kCtasPerSm")  # sm89
+SMEM = Symbol("smem_bytes", "int(sizeof(SharedStorage))")
+SCORE_REGS = Symbol("score_regs", "kScoreRegs")  # of four scores: 2 for f16, 4 for f32
+
+
+def environment(v: Variant, d: Derived) -> Env:
+    return {
+        "head_dim": v.head_dim,
+        "tile_m": v.tile_m,
+        "tile_n": v.tile_n,
+        "warps": v.warps,
+        "rows_per_warp": d.rows_per_warp,
+        "ctas_per_sm": d.ctas_per_sm,
+        "smem_bytes": d.smem_bytes,
+        "score_regs": 2 if v.softmax is Softmax.LINEAR else 4,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """`condition` must hold (it becomes a static_assert); or `refuses` returns whether to reject.
+
+    `of_choice`: the verdict depends on nothing that a rival could have otherwise (tile, stages, schedule, cluster), so
+    no rival repairs what the rule rejects.
+    """
+
+    name: str
+    why: str
+    explain: Callable[[Variant, Derived], str]
+    condition: Expr | None = None
+    refuses: Callable[[Variant, Derived], bool] | None = None
+    of_choice: bool = False
+
+    def broken(self, v: Variant, d: Derived) -> bool:
+        if self.condition is not None:
+            return not self.condition.value(environment(v, d))
+        return self.refuses is not None and self.refuses(v, d)
+
+
+def smem_rule(family: str, code: str) -> Rule:
+    """code: how the compiler calls the target whose limit it is."""
+    limit = FAMILIES[family].smem_per_block
+    return Rule(
+        name="SMEM",
+        why=f"shared memory a block can have on {code}",
+        condition=SMEM <= limit,
+        explain=lambda v, d: f"{d.smem_sum} > {limit:,}",
+    )
+
+
+LINEAR_RANGE = Rule(
+    name="LINEAR-RANGE",
+    why=f"f16 scores of operands quantised to amax {QK_AMAX} must not overflow",
+    condition=SCORE_REGS.equals(4) | (HEAD_DIM * (QK_AMAX * QK_AMAX) <= FP16_MAX),
+    explain=lambda v, d: f"{v.head_dim} x {QK_AMAX} x {QK_AMAX} = {v.head_dim * QK_AMAX**2:,} > {FP16_MAX:,}",
+    of_choice=True,
+)
+
+REGISTERS = Rule(
+    name="REGISTERS",
+    why="more registers than a thread can have would spill",
+    refuses=lambda v, d: d.registers > d.register_limit,
+    explain=lambda v, d: f"about {d.registers} registers a thread > {d.register_limit}",
+)
+
+LINEAR_E5M2 = Rule(
+    name="LINEAR-E5M2",
+    why="e5m2 operands arrive with any range; their f16 scores could overflow",
+    refuses=lambda v, d: v.softmax is Softmax.LINEAR and v.dtype is Dtype.E5M2,
+    explain=lambda v, d: "linear softmax needs f16 scores, e5m2 reaches 57,344",
+    of_choice=True,
+)
+
+LINEAR_TOKEN = Rule(
+    name="LINEAR-TOKEN",
+    why="the code is linear in one score with one slope a row; a K descale for each key would need f32 scores",
+    refuses=lambda v, d: v.softmax is Softmax.LINEAR and v.scaling is Scaling.TOKEN,
+    explain=lambda v, d: "linear softmax has one slope a row and tile, token scaling one a key",
+    of_choice=True,
+)
+
+E5M2_OUT = Rule(
+    name="E5M2-OUT",
+    why="who stores in e5m2 computes in 16 bits; an e4m3 output belongs to an e4m3 pipeline",
+    refuses=lambda v, d: v.dtype is Dtype.E5M2 and v.out is Out.E4M3,
+    explain=lambda v, d: "e4m3 output of e5m2 operands is not offered (bf16 and fp16 are)",
+    of_choice=True,
+)
+
+E4M3_OUT_TOKEN = Rule(
+    name="E4M3-OUT-TOKEN",
+    why="an e4m3 output belongs to a pipeline with static scales, which are not one a token",
+    refuses=lambda v, d: v.out is Out.E4M3 and v.scaling is Scaling.TOKEN,
+    explain=lambda v, d: "e4m3 output with token scaling is not offered (tensor, head and block are)",
+    of_choice=True,
+)

@@ -1,0 +1,126 @@
+"""The rules of the sm90a family, in the order in which they are asked."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from codegen.derive_sm90 import ROWS_PER_WARPGROUP, WIDE_HEAD_DIM, Sm90Derived
+from codegen.derived import Derived
+from codegen.expr import lift
+from codegen.rule import (
+    E4M3_OUT_TOKEN,
+    E5M2_OUT,
+    LINEAR_E5M2,
+    LINEAR_RANGE,
+    LINEAR_TOKEN,
+    REGISTERS,
+    SCORE_REGS,
+    TILE_M,
+    TILE_N,
+    WARPS,
+    Rule,
+    smem_rule,
+)
+from codegen.scaling import KEY_BLOCK
+from codegen.spec import Cluster, Dtype, Kind, Out, Scaling, Schedule, Softmax, Tile, Variant
+
+HEAD_DIM_CHOICES = (64, 96, 128, 192, 256)  # rows that TMA swizzles over 64 or 128 bytes
+SPLIT_ROWS = (64, 128)  # a split serves problems with few rows
+SPLIT_SCHEDULES = (Schedule.SERIAL,)
+
+# What the estimate admits and nvcc 13.0 was seen to spill (None: any): accumulators of wgmma are whole blocks of
+# neighbouring registers, and at the limit the blocks leave gaps. The gates find what is missing here.
+SPILLS: tuple[tuple[int, Tile, Softmax, Schedule, Out | None], ...] = (
+    (96, Tile(m=128, n=256, warps=8), Softmax.LINEAR, Schedule.PINGPONG, Out.E4M3),
+    (128, Tile(m=64, n=128, warps=4), Softmax.EXP2, Schedule.OVERLAP, None),
+    (128, Tile(m=128, n=64, warps=8), Softmax.EXP2, Schedule.PINGPONG, None),
+    (256, Tile(m=128, n=128, warps=8), Softmax.EXP2, Schedule.SERIAL, None),
+)
+
+
+def _merge(d: Derived) -> tuple[int, int]:
+    """Bytes that the CTAs of a cluster exchange, and bytes that they have for it."""
+    sm90 = cast(Sm90Derived, d)
+    return sm90.merge_bytes, sm90.stream_bytes
+
+
+def _split_refused(v: Variant) -> bool:
+    offered = v.tile_m in SPLIT_ROWS and v.kind is Kind.FWD and v.schedule in SPLIT_SCHEDULES
+    return v.cluster is not Cluster.SOLO and not offered
+
+
+SM90A_RULES = (
+    LINEAR_RANGE,
+    LINEAR_E5M2,
+    LINEAR_TOKEN,
+    Rule(
+        name="E5M2-TOKEN",
+        why="e5m2 reaches attention from caches and gradients that carry one scale a tensor, head or block",
+        refuses=lambda v, d: v.dtype is Dtype.E5M2 and v.scaling is Scaling.TOKEN,
+        explain=lambda v, d: "token scaling of e5m2 operands is not offered (tensor, head and block are)",
+        of_choice=True,
+    ),
+    E5M2_OUT,
+    E4M3_OUT_TOKEN,
+    Rule(
+        name="HEAD-DIM",
+        why="TMA writes rows of 64 or of 128 bytes without bank conflicts; only 96 is padded to one of them",
+        refuses=lambda v, d: v.head_dim not in HEAD_DIM_CHOICES,
+        explain=lambda v, d: f"head_dim {v.head_dim} is none of {', '.join(map(str, HEAD_DIM_CHOICES))}",
+    ),
+    Rule(
+        name="WARPGROUP-ROWS",
+        why="a warpgroup of four warps owns the 64 rows of its matrix instructions",
+        condition=TILE_M.equals(WARPS * (ROWS_PER_WARPGROUP // 4)),
+        explain=lambda v, d: f"{v.tile_m} rows for {v.warps} warps, which own {16 * v.warps}",
+    ),
+    Rule(
+        name="KEY-STEPS",
+        why="V lies in shared memory in rows of 64 or 128 keys, and one matrix instruction has at most 256 columns",
+        condition=(TILE_N % 64).equals(0) & (TILE_N <= 256),
+        explain=lambda v, d: f"tile_n {v.tile_n} is no multiple of 64 up to 256",
+    ),
+    Rule(
+        name="EXP2-KEYS",
+        why=f"FP8 operands come with descales for {KEY_BLOCK} keys, and what takes them must not straddle two",
+        condition=SCORE_REGS.equals(2) | (lift(KEY_BLOCK) % TILE_N).equals(0),
+        explain=lambda v, d: f"exp2 softmax serves blocks of {KEY_BLOCK} keys, which {v.tile_n} does not divide",
+    ),
+    Rule(
+        name="PINGPONG-ALONE",
+        why="warpgroups that take turns are at least two",
+        refuses=lambda v, d: v.schedule is Schedule.PINGPONG and v.warpgroups < 2,
+        explain=lambda v, d: f"{v.warpgroups} warpgroup has nobody to take turns with",
+    ),
+    Rule(
+        name="WIDE-SERIAL",
+        why=f"beyond head_dim {WIDE_HEAD_DIM} the two halves of P V use the same registers one after the other",
+        refuses=lambda v, d: v.head_dim > WIDE_HEAD_DIM and v.schedule is not Schedule.SERIAL,
+        explain=lambda v, d: f"{v.schedule} has no registers for two products of head_dim {v.head_dim}",
+    ),
+    Rule(
+        name="SPLIT-TILE",
+        why="a split serves problems with too few rows for the card, and its CTAs do not take turns",
+        refuses=lambda v, d: _split_refused(v),
+        explain=lambda v, d: (
+            f"offered to forward kernels with {' or '.join(map(str, SPLIT_ROWS))} rows "
+            f"and schedule {' or '.join(map(str, SPLIT_SCHEDULES))}"
+        ),
+    ),
+    smem_rule("sm90a", "sm_90a"),
+    Rule(
+        name="MERGE-BYTES",
+        why="what the CTAs of a cluster exchange lies where the stages of K and V were",
+        refuses=lambda v, d: _merge(d)[0] > _merge(d)[1],
+        explain=lambda v, d: "{:,} bytes to merge > {:,} of all stages".format(*_merge(d)),
+    ),
+    REGISTERS,
+    Rule(
+        name="SPILLS",
+        why="the compiler was seen to spill it",
+        refuses=lambda v, d: any(
+            (v.head_dim, v.tile, v.softmax, v.schedule) == seen[:4] and seen[4] in (None, v.out) for seen in SPILLS
+        ),
+        explain=lambda v, d: f"about {d.registers} registers a thread fit, but the blocks of accumulators do not",
+    ),
+)

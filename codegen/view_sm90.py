@@ -1,0 +1,71 @@
+"""What the sm90a template may ask about a variant beyond its axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from codegen.derive_sm90 import ONES, derive
+from codegen.scaling import GRANULARITY, key_block
+from codegen.spec import Dtype, Schedule, Softmax, Variant
+from codegen.view import OUT_POLICY, summary, symbol
+
+_SCHEDULE = {
+    Schedule.PINGPONG: "warpgroups take turns on the tensor cores; while one multiplies, the others do their softmax.",
+    Schedule.OVERLAP: "Q K^T of the next tile is issued before P V of this one, and its softmax runs under that P V.",
+    Schedule.SERIAL: "a warpgroup finishes a tile before the next; others fill the tensor cores meanwhile.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelView:
+    symbol: str
+    summary: str
+    schedule_text: str
+    warpgroups: int
+    threads: int
+    q_buffers: int
+    split: int
+    parts: int
+    loader_registers: int
+    compute_registers: int
+    smem_sum: str
+    smem_bytes: int
+    mma_scores: str
+    mma_values: str
+    mma_rest: str
+    mma_comment: str
+    ones: str
+    out_policy: str
+    k_granularity: str
+    v_granularity: str
+    key_block: int
+
+
+def kernel_view(v: Variant) -> KernelView:
+    d = derive(v)
+    grain = GRANULARITY[v.scaling]
+    operand = "E4M3" if v.dtype is Dtype.E4M3 else "E5M2"
+    score = "F16" if v.softmax is Softmax.LINEAR else "F32"
+    return KernelView(
+        symbol=symbol(v.id),
+        summary=summary(v),
+        schedule_text=_SCHEDULE[v.schedule],
+        warpgroups=d.warpgroups,
+        threads=d.threads,
+        q_buffers=d.query_buffers,
+        split=v.cluster.ctas,
+        parts=d.parts,
+        loader_registers=d.producer_registers,
+        compute_registers=d.consumer_registers,
+        smem_sum=f"{d.smem_sum} bytes",
+        smem_bytes=d.smem_bytes,
+        mma_scores=f"MMA_64x{v.tile_n}x32_{score}{operand}{operand}_SS_TN",
+        mma_values=f"MMA_64x{d.part_columns + ONES}x32_F32E4M3{operand}_RS_TN",
+        mma_rest=f"MMA_64x{d.part_columns}x32_F32E4M3{operand}_RS_TN",
+        mma_comment=f"{d.mma_per_tile} of these a warpgroup and KV tile",
+        ones="0x38383838" if v.dtype is Dtype.E4M3 else "0x3C3C3C3C",
+        out_policy=OUT_POLICY[v.out],
+        k_granularity=grain.k,
+        v_granularity=grain.v,
+        key_block=key_block(v),
+    )

@@ -1,0 +1,72 @@
+// Synchronisation that C++ has no name for: mbarriers (with memory clobbers, which CuTe's wrappers lack), named
+// barriers of two warpgroups, registers moved between warpgroups, and the wait for the grid before this one.
+#pragma once
+
+#include <cstdint>
+#include <cute/arch/util.hpp>
+
+namespace fp8cutlass::sm90 {
+
+using Barrier = uint64_t;
+
+__device__ __forceinline__ void init(Barrier& barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)), "r"(arrivals));
+}
+
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Makes ordinary stores to shared memory visible to wgmma and the copy engine.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void wait(Barrier& barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void arrive(Barrier& barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)) : "memory");
+}
+
+// The same for the threads that say so; no branch, which would cost the compiler its uniform registers.
+__device__ __forceinline__ void arrive_if(Barrier& barrier, bool says) {
+  asm volatile(
+      "{\n.reg .pred says;\n"
+      "setp.ne.s32 says, %1, 0;\n"
+      "@says mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
+      "r"(int(says))
+      : "memory");
+}
+
+// Arrives, and holds the barrier until the copy engine has written `bytes`.
+__device__ __forceinline__ void arrive_expect(Barrier& barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
+// Named barriers of two warpgroups: one waits for its turn, the other passes it on. Barrier 0 is __syncthreads.
+__device__ __forceinline__ void wait_turn(int warpgroup) {
+  asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
+}
+__device__ __forceinline__ void pass_turn(int warpgroup) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(1 + warpgroup) : "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Programmatic dependent launch: until here the kernel may run beside the one that writes its operands.
+__device__ __forceinline__ void wait_for_operands() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+}  // namespace fp8cutlass::sm90

@@ -1,0 +1,108 @@
+// Host side of an sm_90a launch: tensor maps for the copy engine, then the persistent grid or the clusters.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "fp8cutlass/params.h"
+#include "fp8cutlass/sm90/work.h"
+
+namespace fp8cutlass::sm90 {
+
+// What a kernel gets. A coordinate is multiplied by its step: 0 where a dimension is expanded (stride 0), for which
+// tensor maps have no word.
+struct KernelParams {
+  CUtensorMap q, k, v;
+  ForwardParams p;
+  Order order;
+  int q_head_step, q_batch_step, k_head_step, k_batch_step;
+};
+
+// cuTensorMapEncodeTiled of the driver that is loaded; null where it has none.
+inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    const cudaError_t status =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
+#endif
+    if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) entry = nullptr;
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+  }();
+  return encoder;
+}
+
+// A map of a tensor of bytes; false where strides or sizes are none that a map can have: `dims` and `strides` (bytes,
+// from dimension 1 on) innermost first. A copy is a box of box_width x box_rows bytes; what lies outside of the tensor
+// arrives as zeros.
+template <int kRank>
+bool encode(CUtensorMap& map, const void* base, const int64_t (&dims)[kRank], const int64_t (&strides)[kRank - 1],
+            int box_width, int box_rows, int swizzle) {
+  cuuint64_t dim[kRank], stride[kRank - 1];
+  cuuint32_t box[kRank], step[kRank];
+  for (int i = 0; i < kRank; ++i) {
+    dim[i] = cuuint64_t(dims[i]);
+    box[i] = i == 0 ? box_width : i == 1 ? box_rows : 1;
+    step[i] = 1;
+    if (i > 0) stride[i - 1] = strides[i - 1] == 0 ? 16 : cuuint64_t(strides[i - 1]);  // 0: a dimension of size 1
+  }
+  return tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kRank, const_cast<void*>(base), dim, stride, box,
+                              step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                              swizzle == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// Q or K: (D, S, H, B), of which expanded dimensions are given to the map with size 1.
+template <class Tile>
+bool encode_rows(CUtensorMap& map, const void* base, int tokens, int heads, int batch, int64_t row, int64_t head,
+                 int64_t batch_stride, int& head_step, int& batch_step, int box_rows) {
+  if (row == 0 && tokens > 1) return false;  // one row for all: no map can say so
+  head_step = head != 0, batch_step = batch_stride != 0;
+  return encode<4>(map, base, {Tile::kRowBytes, tokens, head_step ? heads : 1, batch_step ? batch : 1},
+                   {row, head, batch_stride}, Tile::kWidth, box_rows, Tile::kWidth);
+}
+
+// kSplit > 1: one cluster of kSplit CTAs an item, not persistent.
+template <class QTile, class KTile, class VTile, int kParts, int kSplit, bool kCausal>
+int launch(void (*kernel)(KernelParams), int threads, int smem_bytes, const ForwardParams& p, CUstream_st* stream) {
+  constexpr int kHeadDim = QTile::kRowBytes;
+  const int64_t items = work_items(p, QTile::kRows);
+  if (items == 0) return cudaSuccess;
+  // Item numbers, and the rows and keys of a tile past the end, are 32-bit in the kernel.
+  constexpr int kTilePastEnd = 256;
+  if (items * kSplit + p.sm_count > INT32_MAX || p.seqlen_q > INT32_MAX - kTilePastEnd ||
+      p.seqlen_k > INT32_MAX - kTilePastEnd || (kCausal && int64_t(p.seqlen_q) + p.seqlen_k > INT32_MAX - kTilePastEnd))
+    return cudaErrorInvalidValue;
+  if (tensor_map_encoder() == nullptr) return cudaErrorNotSupported;
+  KernelParams params{};
+  params.p = p;
+  params.order = work_order<QTile::kRows, kHeadDim, kCausal>(p);
+  const int64_t keys = p.seqlen_k_padded;
+  if (!encode_rows<QTile>(params.q, p.q, p.seqlen_q, p.heads, p.batch, p.q_stride_row, p.q_stride_head,
+                          p.q_stride_batch, params.q_head_step, params.q_batch_step, QTile::kRows) ||
+      !encode_rows<KTile>(params.k, p.k, p.seqlen_k, p.kv_heads, p.batch, p.k_stride_row, p.k_stride_head,
+                          p.k_stride_batch, params.k_head_step, params.k_batch_step, KTile::kRows) ||
+      !encode<3>(params.v, p.v, {keys, kHeadDim, int64_t(p.batch) * p.kv_heads}, {keys, keys * kHeadDim}, VTile::kWidth,
+                 kHeadDim / kParts, VTile::kWidth))
+    return cudaErrorInvalidPitchValue;
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {kSplit, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(kSplit > 1 ? items * kSplit : items < p.sm_count ? items : p.sm_count));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = kSplit > 1 ? 2 : 1;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace fp8cutlass::sm90

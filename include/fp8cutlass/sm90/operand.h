@@ -1,0 +1,36 @@
+// Operands of wgmma in shared memory: where TMA puts a byte, and what the matrix descriptors say about it.
+#pragma once
+
+#include <cstdint>
+#include <cute/config.hpp>
+
+namespace fp8cutlass::sm90 {
+
+// kRows rows of kRowBytes bytes, K-major, cut into blocks as wide as the swizzle: block b holds bytes
+// [b * kWidth, (b + 1) * kWidth) of all rows, one row after the other. 96-byte rows (head_dim 96) lie in 128 bytes, of
+// which TMA fills the last 32 with zeros and nobody reads them.
+template <int kRows_, int kRowBytes_>
+struct OperandTile {
+  static constexpr int kRows = kRows_, kRowBytes = kRowBytes_;
+  static constexpr int kWidth = kRowBytes % 128 == 0 || kRowBytes == 96 ? 128 : 64;
+  static constexpr int kBlocks = (kRowBytes + kWidth - 1) / kWidth;
+  static constexpr int kBlockBytes = kRows * kWidth;
+  static constexpr int kBytes = kBlocks * kBlockBytes;
+  static constexpr int kSteps = kRowBytes / 32;  // k32 steps of a product over the rows' bytes
+  static_assert(kRowBytes % 64 == 0 || kRowBytes == 96, "rows are whole swizzle widths");
+  static_assert(kRows % 8 == 0, "a swizzle pattern is 8 rows");
+
+  // Descriptors count in 16 bytes. From the descriptor of row 0 to that of `row` (a multiple of 8), k step `step`:
+  CUTE_HOST_DEVICE static constexpr uint64_t advance(int row, int step) {
+    constexpr int kStepsPerBlock = kWidth / 32;
+    return (step / kStepsPerBlock * kBlockBytes + row * kWidth + step % kStepsPerBlock * 32) / 16;
+  }
+
+  // The descriptor of a tile at this shared-memory address: swizzle mode, and 8 rows from pattern to pattern.
+  CUTE_HOST_DEVICE static constexpr uint64_t descriptor(uint32_t address) {
+    constexpr uint64_t kSwizzleMode = kWidth == 128 ? 1 : 2;
+    return uint64_t(address >> 4) | uint64_t(1) << 16 | uint64_t(8 * kWidth / 16) << 32 | kSwizzleMode << 62;
+  }
+};
+
+}  // namespace fp8cutlass::sm90

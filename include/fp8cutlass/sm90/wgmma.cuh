@@ -1,0 +1,57 @@
+// The two matrix products of a warpgroup (64 query rows) on one KV tile, as asynchronous wgmma.
+//
+// Accumulators are those of m16n8 per warp: lane = 4 * group + t holds rows group and group + 8 of its warp's 16 and
+// columns 2t, 2t + 1 of each n8 block; so softmax.cuh and epilogue.cuh work on them as they are, and packed P is the A
+// operand of P V.
+#pragma once
+
+#include <cstdint>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <type_traits>
+#include <utility>
+
+namespace fp8cutlass::sm90 {
+
+using cute::SM90::GMMA::ScaleOut;
+
+template <class Atom, class Reg, size_t... kIndex, class... Operand>
+__device__ __forceinline__ void fma(std::index_sequence<kIndex...>, ScaleOut scale, Reg* d, const Operand&... operand) {
+  Atom::fma(operand..., d[kIndex]..., scale);
+}
+
+// d = A B for the first product of a chain, d += A B for the others.
+template <class Atom, class Reg, class... Operand>
+__device__ __forceinline__ void multiply(Reg* d, bool first, const Operand&... operand) {
+  constexpr size_t kRegs = std::extent<typename Atom::CRegisters>::value;
+  fma<Atom>(std::make_index_sequence<kRegs>(), first ? ScaleOut::Zero : ScaleOut::One, d, operand...);
+}
+
+// S = Q K^T from shared memory. `q` is the descriptor of this warpgroup's first row.
+template <class Atom, class QTile, class KTile, class Acc, int kBlocks, int kRegs>
+__device__ __forceinline__ void issue_scores(Acc (&s)[kBlocks][kRegs], uint64_t q, uint64_t k) {
+#pragma unroll
+  for (int step = 0; step < QTile::kSteps; ++step)
+    multiply<Atom>(&s[0][0], step == 0, q + QTile::advance(0, step), k + KTile::advance(0, step));
+}
+
+// T = P V^T for the rows of V^T from `row` on, as many as the atom is wide; P comes from registers.
+template <class Atom, class VTile, int kBlocks, int kSteps>
+__device__ __forceinline__ void issue_values(float (&t)[kBlocks][4], const uint32_t (&p)[kSteps][4], uint64_t v,
+                                             int row = 0) {
+  static_assert(std::extent<typename Atom::CRegisters>::value <= kBlocks * 4);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    multiply<Atom>(&t[0][0], step == 0, p[step][0], p[step][1], p[step][2], p[step][3], v + VTile::advance(row, step));
+}
+
+// Registers that a wgmma reads or writes while it runs: no access may move across this point. Without it the compiler
+// moves copies between the products and then has to wait after each of them.
+template <class Reg, int kBlocks, int kRegs>
+__device__ __forceinline__ void fence(Reg (&x)[kBlocks][kRegs]) {
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+    for (int i = 0; i < kRegs; ++i) cute::warpgroup_fence_operand(x[n][i]);
+}
+
+}  // namespace fp8cutlass::sm90

@@ -1,0 +1,190 @@
+"""From operands and a chosen kernel to its outputs: quantise for the kernel, pad to its head_dim, then emulate on the
+CPU or launch on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+
+from . import extension
+from .emulator import emulate
+from .manifest import KEY_BLOCK, Variant
+from .pack import pack_v
+from .quantize import FP8_MAX, SCORE_AMAX, V_AMAX, quantize
+
+ALIGNMENT = 16  # bytes of one vector access
+
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The operators' arguments, in the order of the schema of attention_fp8.
+
+    q is (B, H, Sq, D), k and v are (B, Hkv, Sk, D), of one type, any strides: FP8 with a descale each, or bf16 or fp16
+    without. ``precision="fast"`` asserts of FP8 operands that the scores fit f16, which holds when Q and K were
+    quantised with amax 14. ``kernel`` pins a variant by its id; "" leaves the choice to the table.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_descale: torch.Tensor | None
+    k_descale: torch.Tensor | None
+    v_descale: torch.Tensor | None
+    out_descale: torch.Tensor | None
+    out_dtype: torch.dtype
+    scaling: str
+    precision: str
+    causal: bool
+    causal_offset: int
+    scale: float
+    return_lse: bool
+    return_amax: bool
+    kernel: str
+
+
+def is_seq_major(x: torch.Tensor) -> bool:
+    """True for a (B, H, S, D) view of memory in the order (B, S, H, D)."""
+    return x.shape[1] > 1 and x.shape[2] > 1 and x.stride(1) < x.stride(2)
+
+
+def empty_rows(q: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate (B, H, Sq, head_dim), dense in q's memory order, (B, H, S, D) or (B, S, H, D)."""
+    batch, heads, seqlen_q, _ = q.shape
+    if is_seq_major(q):
+        return q.new_empty((batch, seqlen_q, heads, head_dim), dtype=dtype).transpose(1, 2)
+    return q.new_empty((batch, heads, seqlen_q, head_dim), dtype=dtype)
+
+
+def empty_outputs(call: Call) -> Outputs:
+    """Allocate the outputs: ``out`` (B, H, Sq, D), dense in q's memory order; ``lse`` (B, H, Sq) and ``amax`` (1,)
+    float32, or (0,) where not wanted."""
+    q = call.q
+    lse = q.new_empty(q.shape[:3] if call.return_lse else (0,), dtype=torch.float32)
+    amax = q.new_empty((1 if call.return_amax else 0,), dtype=torch.float32)
+    return empty_rows(q, q.shape[3], call.out_dtype), lse, amax
+
+
+def score_amax(variant: Variant) -> float:
+    """What bf16 and fp16 Q and K are quantised to for a kernel: its scores must fit their accumulator."""
+    return SCORE_AMAX if variant.softmax == "linear" else FP8_MAX[torch.float8_e4m3fn]
+
+
+def quantised(call: Call, variant: Variant, granularity: Mapping[str, str]) -> Call:
+    """The call on bf16 or fp16 operands as one on the e4m3 operands and descales that the kernel reads."""
+    block, amax = variant.key_block, score_amax(variant)
+    q, q_descale = quantize(call.q, granularity=granularity["q"], amax=amax)
+    k, k_descale = quantize(call.k, granularity=granularity["k"], amax=amax, block=block)
+    v, v_descale = quantize(call.v, granularity=granularity["v"], amax=V_AMAX, block=block)
+    return replace(call, q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+
+
+def run(call: Call, variant: Variant, number: int, outputs: Outputs) -> None:
+    """Run one kernel and fill ``outputs``.
+
+    The operands are FP8, with descales of one of the modes that the variant serves, in blocks of its ``key_block``; no
+    dimension is empty. ``number`` is the variant's in the extension.
+    """
+    missing = variant.head_dim - call.q.shape[3]
+    q, k, v = (_padded(x, missing) for x in (call.q, call.k, call.v))
+    if call.scale < 0:  # the sign bit of FP8, exact
+        q = (q.view(torch.uint8) ^ 0x80).view(q.dtype)
+    # Only attention_half leaves descales out, and it quantises before it comes here.
+    descales = [cast(torch.Tensor, d) for d in (call.q_descale, call.k_descale, call.v_descale)]
+    if call.scaling == "token" and missing:  # a descale for each channel of V
+        descales[2] = F.pad(descales[2], (0, missing), value=1.0)
+    if q.is_cuda:
+        _launch(call, number, variant.head_dim, (q, k, v), descales, outputs)
+    else:
+        _emulate(call, variant, (q, k, v), descales, outputs)
+
+
+def _padded(x: torch.Tensor, missing: int) -> torch.Tensor:
+    """Append ``missing`` zero columns, keep the memory order (B, S, H, D) or (B, H, S, D), and make the last dimension
+    contiguous by a copy where it is not."""
+    if missing:
+        raw = x.view(torch.uint8)
+        if is_seq_major(x):
+            return F.pad(raw.transpose(1, 2), (0, missing)).transpose(1, 2).view(x.dtype)
+        return F.pad(raw, (0, missing)).view(x.dtype)
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a contiguous copy where its rows do not start on multiples of 16 bytes or are all the same row, for
+    which tensor maps have no word. A dimension of size 1 may have any stride."""
+    if x.shape[2] > 1 and x.stride(2) == 0:
+        return x.clone(memory_format=torch.contiguous_format)
+    strides = (stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1)
+    if x.data_ptr() % ALIGNMENT == 0 and all(stride * x.element_size() % ALIGNMENT == 0 for stride in strides):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """FP8 viewed as uint8, for what is not defined on FP8; anything else as it is."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def _emulate(
+    call: Call,
+    variant: Variant,
+    operands: tuple[torch.Tensor, ...],
+    descales: list[torch.Tensor],
+    outputs: Outputs,
+) -> None:
+    result = emulate(
+        *operands,
+        *descales,
+        variant=variant,
+        scale=abs(call.scale),
+        scaling=call.scaling,
+        causal_offset=call.causal_offset,
+        out_descale=call.out_descale,
+        return_lse=call.return_lse,
+    )
+    out, lse, amax = outputs
+    out.copy_(result.out[..., : out.shape[3]])
+    if call.return_lse:
+        lse.copy_(result.lse)
+    if call.return_amax:
+        amax.copy_(result.amax)
+
+
+def _launch(
+    call: Call,
+    number: int,
+    head_dim: int,
+    operands: tuple[torch.Tensor, ...],
+    descales: list[torch.Tensor],
+    outputs: Outputs,
+) -> None:
+    q, k, v = operands
+    q_descale, k_descale, v_descale = descales
+    if call.scaling == "token":  # read in whole tiles; the keys past Sk are masked
+        k_descale = F.pad(k_descale, (0, -k.shape[2] % KEY_BLOCK), value=1.0)
+    out, lse, amax = outputs
+    wide = out if out.shape[3] == head_dim else empty_rows(out, head_dim, out.dtype)
+    extension.load()
+    torch.ops.fp8cutlass_C.forward(
+        number,
+        aligned(q).view(torch.uint8),
+        aligned(k).view(torch.uint8),
+        pack_v(v).view(torch.uint8),
+        q_descale,
+        k_descale,
+        v_descale,
+        call.out_descale,
+        as_bytes(wide),
+        lse if call.return_lse else None,
+        amax.zero_() if call.return_amax else None,
+        abs(call.scale),
+        call.causal_offset,
+    )
+    if wide is not out:
+        as_bytes(out).copy_(as_bytes(wide)[..., : out.shape[3]])

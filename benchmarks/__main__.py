@@ -175,14 +175,21 @@ def _read(csv: Path) -> tuple[dict[str, str], list[Row]]:
 @click.option("--kernel", default="", help="Pin a variant by its id instead of asking the dispatch table.")
 def launch(head_dim: int, seqlen: int, mask: str, kernel: str) -> None:
     """Launch our kernel once on a problem of the grid, for a profiler to look at."""
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        _stop("a launch needs torch with CUDA, which is not installed")
+    if not torch.cuda.is_available():
+        _stop("a launch needs a CUDA device and there is none here")
     from .data import make_data
     from .peers import Own
     from .shapes import TOKENS, WIDTH, square
 
+    own = Own(kernel=kernel)
+    if (reason := own.available()) is not None:
+        _stop(reason)
     shape = square(TOKENS // seqlen, WIDTH // head_dim, seqlen, head_dim, mask == "causal")
-    (contender,) = Own(kernel=kernel).prepare(make_data(shape))
+    (contender,) = own.prepare(make_data(shape))
     contender.launch()
     torch.cuda.synchronize()
     click.echo(f"{shape.label}: {contender.kernel}")

@@ -253,8 +253,9 @@ def test_evidence_for_the_generator(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_grid_without_a_card_says_so() -> None:
-    found = CliRunner().invoke(cli, ["grid"])
+@pytest.mark.parametrize("command", [("grid",), ("launch", "--head-dim", "64")], ids=lambda c: c[0])
+def test_what_needs_a_card_says_so(command: tuple[str, ...]) -> None:
+    found = CliRunner().invoke(cli, command)
     assert found.exit_code == 2
     assert "needs a CUDA device" in found.output and "Traceback" not in found.output
 

@@ -71,13 +71,7 @@ def grid(
         _stop("--no-peers leaves nothing to measure with --no-own, and contradicts --peer")
     if no_own and (kernel or all_kernels):
         _stop("--no-own contradicts --kernel and --all-kernels")
-    try:
-        import torch
-    except ImportError:
-        _stop("measuring needs torch with CUDA, which is not installed; `table` and `plot` work from a CSV")
-    if not torch.cuda.is_available():
-        _stop("measuring needs a CUDA device and there is none here; `table` and `plot` work from a CSV")
-
+    _need_card("measuring", "; `table` and `plot` work from a CSV")
     from . import machine
     from .grid import QUICK, Settings, run
     from .peers import PEERS, Own, Peer
@@ -118,6 +112,15 @@ def grid(
 def _stop(reason: str) -> None:
     click.echo(f"benchmarks: {reason}", err=True)
     sys.exit(2)
+
+
+def _need_card(what: str, instead: str = "") -> None:
+    try:
+        import torch
+    except ImportError:
+        _stop(f"{what} needs torch with CUDA, which is not installed{instead}")
+    if not torch.cuda.is_available():
+        _stop(f"{what} needs a CUDA device and there is none here{instead}")
 
 
 def _brief(rows: list[Row]) -> str:
@@ -175,12 +178,9 @@ def _read(csv: Path) -> tuple[dict[str, str], list[Row]]:
 @click.option("--kernel", default="", help="Pin a variant by its id instead of asking the dispatch table.")
 def launch(head_dim: int, seqlen: int, mask: str, kernel: str) -> None:
     """Launch our kernel once on a problem of the grid, for a profiler to look at."""
-    try:
-        import torch
-    except ImportError:
-        _stop("a launch needs torch with CUDA, which is not installed")
-    if not torch.cuda.is_available():
-        _stop("a launch needs a CUDA device and there is none here")
+    _need_card("a launch")
+    import torch
+
     from .data import make_data
     from .peers import Own
     from .shapes import TOKENS, WIDTH, square

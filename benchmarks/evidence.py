@@ -6,31 +6,12 @@ import csv
 from collections.abc import Iterable, Mapping
 from typing import TextIO
 
+from codegen.evidence import COLUMNS
 from codegen.spec import parse_id
 
 from .report import OWN
 from .results import OK, Row
 
-COLUMNS = (
-    "head_dim",
-    "seqlen_q",
-    "seqlen_k",
-    "batch",
-    "heads",
-    "kv_heads",
-    "causal",
-    "softmax",
-    "tile",
-    "stages",
-    "schedule",
-    "cluster",
-    "us",
-    "min_us",
-    "card",
-    "clock_mhz",
-    "toolchain",
-    "commit",
-)
 _KEY = COLUMNS[: COLUMNS.index("us")]
 # The columns do not name these, so only kernels with these values are evidence.
 MEASURED_AT = {"scaling": "block", "dtype": "e4m3", "out": "bf16"}

@@ -11,8 +11,8 @@ from fp8cutlass import extension, supports
 from fp8cutlass.emulator import OUT_DTYPES, Diagnostics
 from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.launch import Call, empty_outputs, run
-from fp8cutlass.manifest import KEY_BLOCK, Manifest, Variant, generated_dir, load_manifest
-from fp8cutlass.pack import pack_v
+from fp8cutlass.manifest import Manifest, Variant, generated_dir, load_manifest
+from fp8cutlass.pack import pack_v, pad_token_descale
 
 
 def built_manifest() -> Manifest:
@@ -99,7 +99,7 @@ def diagnose(
     tiles = -(-k.shape[2] // variant.tile_n)
     keys = tiles * variant.tile_n
     if variant.scaling == "token":
-        k_descale = torch.nn.functional.pad(k_descale, (0, -k.shape[2] % KEY_BLOCK), value=1.0)
+        k_descale = pad_token_descale(k_descale)
     wrote: dict[str, Any] = {
         "scores": torch.full((batch, heads, seqlen_q, keys), -torch.inf, device="cuda"),
         "p": torch.zeros((batch, heads, seqlen_q, keys), dtype=torch.uint8, device="cuda"),

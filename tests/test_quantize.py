@@ -13,7 +13,7 @@ from reference import randn
 
 from fp8cutlass import quantize
 from fp8cutlass.descale import canonical_shape
-from fp8cutlass.pack import pack_v, unpack_v
+from fp8cutlass.pack import pack_v, pad_token_descale, unpack_v
 from fp8cutlass.quantize import FP8_MAX, GRANULARITIES, dequantize
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -224,3 +224,11 @@ def test_pack_v_takes_any_strides() -> None:
 def test_pack_v_refuses_other_head_dims() -> None:
     with pytest.raises(ValueError, match="head_dim"):
         pack_v(torch.zeros(1, 1, 16, 40).to(E4M3))
+
+
+@pytest.mark.parametrize("keys", [1, 127, 128, 129])
+def test_pad_token_descale_appends_ones_to_whole_tiles(keys: int) -> None:
+    descale = torch.rand(2, 3, keys) + 2.0
+    padded = pad_token_descale(descale)
+    assert padded.shape == (2, 3, 128 if keys <= 128 else 256)
+    assert torch.equal(padded[..., :keys], descale) and bool((padded[..., keys:] == 1.0).all())

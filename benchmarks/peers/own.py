@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from fp8cutlass import __version__, extension
 from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.launch import Call, quantised, score_amax
-from fp8cutlass.manifest import KEY_BLOCK, Variant, load_manifest
+from fp8cutlass.manifest import Variant, load_manifest
 from fp8cutlass.operator import choose
-from fp8cutlass.pack import pack_v
+from fp8cutlass.pack import pack_v, pad_token_descale
 from fp8cutlass.target import Target, target
 
 from ..data import Data
@@ -43,8 +42,8 @@ def make_operands(data: Data, variant: Variant, at: Target, scaling: str) -> Ope
     if call.q_descale is None or call.k_descale is None or call.v_descale is None:
         raise TypeError("quantised operands come without descales")
     k_descale = call.k_descale
-    if scaling == "token":  # read in whole tiles; the keys past Sk are masked
-        k_descale = F.pad(k_descale, (0, -call.k.shape[2] % KEY_BLOCK), value=1.0)
+    if scaling == "token":
+        k_descale = pad_token_descale(k_descale)
     q, k, v = (x.view(torch.uint8) for x in (call.q, call.k, pack_v(call.v)))
     return Operands(q, k, v, call.q_descale, k_descale, call.v_descale)
 

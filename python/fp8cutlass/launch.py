@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from . import extension
 from .emulator import emulate
-from .manifest import KEY_BLOCK, Variant
-from .pack import pack_v
+from .manifest import Variant
+from .pack import pack_v, pad_token_descale
 from .quantize import FP8_MAX, SCORE_AMAX, V_AMAX, quantize
 
 ALIGNMENT = 16  # bytes of one vector access
@@ -166,8 +166,8 @@ def _launch(
 ) -> None:
     q, k, v = operands
     q_descale, k_descale, v_descale = descales
-    if call.scaling == "token":  # read in whole tiles; the keys past Sk are masked
-        k_descale = F.pad(k_descale, (0, -k.shape[2] % KEY_BLOCK), value=1.0)
+    if call.scaling == "token":
+        k_descale = pad_token_descale(k_descale)
     out, lse, amax = outputs
     wide = out if out.shape[3] == head_dim else empty_rows(out, head_dim, out.dtype)
     extension.load()

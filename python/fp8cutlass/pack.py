@@ -1,6 +1,6 @@
-"""The order in which the kernels read V: transposed, keys and columns permuted, padded to 128 keys.
+"""What the kernels read by the tile of 128 keys: V, transposed, keys and columns permuted, and K's token descales.
 
-A pure permutation of bytes (docs/architecture.md gives the reasons for the order):
+Packing V is a pure permutation of bytes (docs/architecture.md gives the reasons for the order):
 
 * key ``8 h + 2 t + c`` of each 16 keys (h < 2, t < 4, c < 2) is stored at position ``4 t + 2 h + c``;
 * column ``8 a + 2 b + c`` of each 32 columns (a < 4, b < 4, c < 2) is stored in row ``8 b + 2 a + c``.
@@ -29,6 +29,14 @@ def pack_v(v: torch.Tensor) -> torch.Tensor:
     split = raw.reshape(batch, heads, padded // 16, 2, 4, 2, head_dim // 32, 4, 4, 2)
     packed = split.permute(0, 1, 6, 8, 7, 9, 2, 4, 3, 5).reshape(batch, heads, head_dim, padded)
     return packed.contiguous().view(v.dtype)
+
+
+def pad_token_descale(k_descale: torch.Tensor) -> torch.Tensor:
+    """Extend K's descales of `token` scaling, float32 (B, Hkv, Sk), with ones to whole tiles, ceil(Sk / 128) * 128.
+
+    The kernels read them by the tile, and mask the keys past Sk.
+    """
+    return F.pad(k_descale, (0, -k_descale.shape[2] % KEY_BLOCK), value=1.0)
 
 
 def unpack_v(packed: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from reference import (
 )
 
 from fp8cutlass import attention
+from fp8cutlass.accuracy.inputs import outliers
 from fp8cutlass.emulator import emulate
 from fp8cutlass.manifest import KEY_BLOCK, Manifest, Variant, generated_dir, load_manifest
 
@@ -103,28 +104,20 @@ def test_blocks_of_a_kernel_reach_their_keys() -> None:
     assert torch.equal(got[0, 0, :, 0].float(), v_descale[0, 0, ask // block])
 
 
-# Relative L2 against the original operands on randn (1, 8, 512, 64), and the gate of 1.25 times it.
-LOSS = {"tensor": 0.0528, "head": 0.0529, "block": 0.0530, "token": 0.0511}
-
-
 @pytest.mark.parametrize("precision", ["fast", "accurate"])
-@pytest.mark.parametrize("scaling", list(LOSS))
+@pytest.mark.parametrize("scaling", ["tensor", "head", "block", "token"])
 def test_what_the_user_loses(scaling: str, precision: str) -> None:
+    """Tighter than the gates of the accuracy table, which hold for other seeds too."""
     q, k, v = (randn(1, 8, 512, 64, seed=seed) for seed in range(3))
     got = attention(q, k, v, scaling=scaling, precision=precision)
     want = attention64(q, k, v, 0.125).out
-    assert 0.03 <= relative_l2(got, want) <= min(1.25 * LOSS[scaling], 0.056)
+    assert 0.03 <= relative_l2(got, want) <= 0.056
     assert min_row_cosine(got, want) >= 0.99
 
 
 def test_what_the_user_loses_on_outliers() -> None:
     """N(0, 1) + N(0, 100) * Bernoulli(0.001): finer scales pay, and P adds its 3.5% to what the operands lose."""
-    generator = torch.Generator().manual_seed(7)
-    q, k, v = (
-        x + 10 * torch.randn(x.shape, generator=generator) * (torch.rand(x.shape, generator=generator) < 0.001)
-        for x in (randn(1, 8, 512, 64, seed=seed).float() for seed in range(3))
-    )
-    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    q, k, v = outliers((1, 8, 512, 64))
     want = attention64(q, k, v, 0.125).out
     loss = {}
     for scaling in ("tensor", "head", "block", "token"):

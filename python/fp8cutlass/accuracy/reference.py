@@ -35,9 +35,12 @@ def attention64(
     repeat = q.shape[1] // k.shape[1]
     k64, v64 = (x.double().repeat_interleave(repeat, 1) for x in (k, v))
     logits = scale * (q.double() @ k64.transpose(-1, -2))
-    seen = visible(q.shape[2], k.shape[2], causal_offset, q.device)
-    largest = float(logits[..., seen].abs().max()) if bool(seen.any()) else 0.0
-    logits = logits.masked_fill(~seen, -torch.inf)
+    if causal_offset is None:
+        largest = max(float(logits.amax()), -float(logits.amin())) if logits.numel() else 0.0
+    else:
+        seen = visible(q.shape[2], k.shape[2], causal_offset, q.device)
+        largest = float(logits[..., seen].abs().max()) if bool(seen.any()) else 0.0
+        logits = logits.masked_fill_(~seen, -torch.inf)
     lse = logits.logsumexp(-1)
-    probabilities = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    probabilities = logits.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
     return Reference(probabilities @ v64, lse, probabilities, v64, largest)

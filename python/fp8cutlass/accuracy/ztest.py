@@ -53,15 +53,21 @@ class ZTest:
         return missed + ([] if self.rms >= floor else [f"rms {self.rms:.3g} < {floor}"])
 
 
+def deviation(reference: Reference, softmax: str, out_dtype: torch.dtype) -> torch.Tensor:
+    """Standard deviation of every element of the output, (B, H, Sq, D) float64: each P rounded by its share, at least
+    by the step of the smallest e4m3, and the result rounded to ``out_dtype``."""
+    a, v, r = reference.probabilities, reference.values, reference.out
+    step = 2.0**-9 * 2.0 ** -P_OFFSET[softmax] * a.amax(-1, keepdim=True) / math.sqrt(12)
+    variance = torch.maximum(P_ERROR[softmax] * a, step) ** 2 @ v**2
+    variance += (OUT_ULP[out_dtype] * r) ** 2 / 3
+    return variance.clamp_min(1e-300).sqrt()
+
+
 def z_scores(
     out: torch.Tensor, reference: Reference, softmax: str, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """z of every element of ``out`` (B, H, Sq, D), float64. The arguments are those of ``z_test``."""
-    a, v, r = reference.probabilities, reference.values, reference.out
-    step = 2.0**-9 * 2.0 ** -P_OFFSET[softmax] * a.amax(-1, keepdim=True) / math.sqrt(12)
-    variance = torch.maximum(P_ERROR[softmax] * a, step) ** 2 @ v**2
-    variance += (OUT_ULP[out_dtype or out.dtype] * r) ** 2 / 3
-    return (out.double() - r) / variance.clamp_min(1e-300).sqrt()
+    return (out.double() - reference.out) / deviation(reference, softmax, out_dtype or out.dtype)
 
 
 def summarise(z: torch.Tensor, out: torch.Tensor) -> ZTest:

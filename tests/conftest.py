@@ -15,6 +15,7 @@ for folder in (ROOT / "tests", ROOT / "python", ROOT):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+from edges import EdgeCases  # noqa: E402
 from outcomes import mutants_line  # noqa: E402
 
 from fp8cutlass import extension  # noqa: E402
@@ -27,6 +28,16 @@ if torch.cuda.is_available() and extension.find_library() is None and CI_LIBRARY
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers fill the cores
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--edge-table``."""
+    parser.addoption("--edge-table", metavar="FILE", help="write what became of each edge case (tests/edge_cases.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The plugin that follows the edge cases."""
+    config.pluginmanager.register(EdgeCases(config), "edge-cases")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

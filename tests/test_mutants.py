@@ -87,6 +87,7 @@ def test_a_kernel_that_is_not_fp8_is_refused_by_the_floor_alone() -> None:
     assert p.z(better).refusals() == [] and len(p.refusals(better)) == 1
 
 
+@pytest.mark.edge(9)
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 def test_a_nan_is_refused(softmax: str) -> None:
     p = problem(softmax, 512)

@@ -79,6 +79,14 @@ def test_the_operands_of_the_z_test_are_those_of_the_kernel(mode: Mode, precisio
     assert torch.equal(attention(q, k, v, precision=precision, **mode.arguments), want)
 
 
+def test_the_figures_are_documented() -> None:
+    """docs/accuracy.md has the figures of every mode, in their order."""
+    text = (Path(__file__).resolve().parent.parent / "docs" / "accuracy.md").read_text()
+    table = text[text.index("## What the user loses") : text.index("## The z-test")]
+    rows = [line.strip("|").split("|")[1:] for line in table.splitlines() if "| ." in line]
+    assert [tuple(float(cell) for cell in row) for row in rows] == [mode.figures for mode in MODES]
+
+
 def test_head_by_head_is_the_whole() -> None:
     q, k, v = normal((2, 3, 40, 64))
     assert torch.allclose(exact(q, k, v), attention64(q, k, v, 0.125).out, rtol=1e-12, atol=1e-14)

@@ -192,9 +192,10 @@ def test_the_first_calls_of_a_process_at_once() -> None:
 @pytest.mark.edge(49)
 @both
 def test_a_pinned_kernel_gives_a_row_the_same_bits_anywhere(precision: str) -> None:
-    """In another batch, and among other queries of its sequence, where descales do not mix rows."""
-    q, k, v = (randn(5, 4, s, 64, seed=s) for s in (70, 300, 301))
-    v = v[:, :, :300]
+    """In another batch, and among other queries of its sequence, where descales do not mix rows. Small integers, whose
+    sums are exact, as the order of a sum is the CPU library's."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randint(-2, 3, (5, 4, s, 64), generator=generator).bfloat16() for s in (70, 300, 300))
     pinned = {"kernel": kernel(q, k, v, precision=precision), "precision": precision}
     all_of_it = attention(q, k, v, **pinned)
     alone = attention(q[2:3], k[2:3], v[2:3], **pinned)

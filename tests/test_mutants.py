@@ -96,6 +96,37 @@ def test_a_nan_is_refused(softmax: str) -> None:
     assert len(p.refusals(out)) >= 4
 
 
+def grown(z: torch.Tensor) -> torch.Tensor:
+    """Every error a third larger."""
+    return z * 1.3
+
+
+def spike(z: torch.Tensor) -> torch.Tensor:
+    """One element at 8 deviations."""
+    return z.index_put(tuple(torch.tensor([i]) for i in (0, 1, 300, 5)), torch.tensor(8.0).double())
+
+
+def rough_row(z: torch.Tensor) -> torch.Tensor:
+    """One row of twice the error that theory allows."""
+    return torch.cat([z[:, :, :7], torch.where(z[:, :, 7:8] > 0, 2.0, -2.0), z[:, :, 8:]], 2)
+
+
+def drift(z: torch.Tensor) -> torch.Tensor:
+    """Every element a twentieth of a deviation too large, as sums that lose their last bits are."""
+    return z + 0.05
+
+
+@pytest.mark.parametrize(
+    ("change", "gate"),
+    [(grown, "rms"), (spike, "max"), (rough_row, "row_rms"), (drift, "mean")],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_no_gate_is_covered_by_the_others(change: Callable[[torch.Tensor], torch.Tensor], gate: str) -> None:
+    p = problem("exp2", 512)
+    z = (p.clean.double() - p.exact) / p.sigma
+    assert [text.split()[0] for text in p.refusals(p.exact + change(z) * p.sigma)] == [gate]
+
+
 # Tolerances that are published for FP8 attention, in our words, and the mutants that they let live at 4096 keys.
 Tolerance = Callable[[Problem, torch.Tensor, torch.Tensor], bool]
 
@@ -118,23 +149,24 @@ def mean_square(p: Problem, out: torch.Tensor, exact: torch.Tensor) -> bool:
     return float((out - exact).square().mean()) < 1.0
 
 
-SUBTLE = ("last tile dropped", "descale off by 5%", "saturating P", "one fragment wrong", "one element wrong")
+LOCAL = {"one fragment wrong", "one element wrong"}
+ALIKE = {mutant.name for mutant in MUTANTS if not mutant.rising}  # of one problem
 
 
 @pytest.mark.parametrize(
     ("tolerance", "survivors"),
     [
-        (twice_a_plain_fp8, ("zeros", "mean of V", *SUBTLE)),
-        (absolute_and_relative, tuple(name for name in SUBTLE if name != "saturating P")),
-        (mean_square, tuple(mutant.name for mutant in MUTANTS if not mutant.rising)),
+        (twice_a_plain_fp8, ALIKE - {"no 1/sqrt(d)"}),
+        (absolute_and_relative, LOCAL | {"first tile dropped", "last tile dropped", "descale off by 5%"}),
+        (mean_square, ALIKE),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_why_not_a_tolerance(tolerance: Tolerance, survivors: tuple[str, ...]) -> None:
-    """Each of these kernels is broken, and none of these tolerances sees it."""
+def test_why_not_a_tolerance(tolerance: Tolerance, survivors: set[str]) -> None:
+    """Each of these kernels is broken, and none of these tolerances sees it (docs/accuracy.md)."""
     p = problem("exp2", 4096)
-    outputs = {mutant.name: mutant.output(p) for mutant in MUTANTS if mutant.name in survivors}
-    assert [name for name, out in outputs.items() if not tolerance(p, out, p.exact)] == []
+    outputs = {mutant.name: mutant.output(p) for mutant in MUTANTS if mutant.name in ALIKE}
+    assert {name for name, out in outputs.items() if tolerance(p, out, p.exact)} == survivors
     assert all(p.refusals(out) for out in outputs.values())
 
 

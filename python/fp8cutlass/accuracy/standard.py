@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..api import attention
@@ -24,7 +24,7 @@ class Mode:
     name: str
     arguments: Mapping[str, Any]
     figures: tuple[float, ...]
-    peer: bool = field(default=False)  # torch's own attention in bf16, which says that the measurement is sound
+    peer: bool = False  # torch's own attention in bf16, which says that the measurement is sound
 
     def figure(self, inputs: str, shape: Shape) -> float:
         """The figure of a column."""

@@ -1,10 +1,11 @@
-"""Import paths, threads, the manifest, and the skip of tests that need a card."""
+"""Import paths, threads, the manifest, the skip of tests that need a card, and what is said at the end of a session."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 for folder in (ROOT / "tests", ROOT / "python", ROOT):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+from edges import EdgeCases  # noqa: E402
+from outcomes import mutants_line  # noqa: E402
 
 from fp8cutlass import extension  # noqa: E402
 from fp8cutlass.manifest import Manifest, generated_dir, load_manifest  # noqa: E402
@@ -26,6 +30,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers fill the cores
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--edge-table``."""
+    parser.addoption("--edge-table", metavar="FILE", help="write what became of each edge case (tests/edge_cases.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The plugin that follows the edge cases."""
+    config.pluginmanager.register(EdgeCases(config), "edge-cases")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip ``gpu`` tests where there is no card or nothing built for it, and say which."""
     reason = None
@@ -36,6 +50,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason is not None and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """One line for the mutants that ran; `-q` shows it too."""
+    line = mutants_line(terminalreporter.stats)
+    if line is not None:
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

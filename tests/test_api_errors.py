@@ -40,6 +40,10 @@ def fp8_call(**changes: Any) -> dict[str, Any]:
     return {"query": fp8(), "key": fp8(), "value": fp8()} | DESCALES | changes
 
 
+HEAD_DIM, GROUPED, MISMATCH = pytest.mark.edge(23), pytest.mark.edge(24), pytest.mark.edge(25)
+DTYPE, OUT, DEVICE = pytest.mark.edge(26), pytest.mark.edge(33), pytest.mark.edge(37)
+DESCALE_VALUE, DESCALE_SHAPE, FEATURE = pytest.mark.edge(50), pytest.mark.edge(55), pytest.mark.edge(56)
+
 SHARED = bf16()
 REFUSED = [
     # options
@@ -65,73 +69,115 @@ REFUSED = [
     (call(query=bf16(4, 16, 64)), ["query", "4 dimensions", "(4, 16, 64)"]),
     (call(value=bf16(1, 1, 4, 16, 64)), ["value", "4 dimensions"]),
     (call(key=[1.0]), ["key", "torch.Tensor", "list"]),
-    (call(key=bf16(2, 4, 16, 64)), ["query and key", "batch size", "1 and 2", "key (2, 4, 16, 64)"]),
-    (call(key=bf16(1, 4, 16, 32)), ["query and key", "head_dim", "64 and 32"]),
-    (call(value=bf16(1, 4, 16, 32)), ["query and value", "head_dim", "64 and 32"]),
-    (call(value=bf16(1, 4, 17, 64)), ["key and value", "tokens", "16 and 17"]),
-    (call(value=bf16(1, 2, 16, 64)), ["key and value", "heads", "4 and 2"]),
+    pytest.param(
+        call(key=bf16(2, 4, 16, 64)), ["query and key", "batch size", "1 and 2", "key (2, 4, 16, 64)"], marks=MISMATCH
+    ),
+    pytest.param(call(key=bf16(1, 4, 16, 32)), ["query and key", "head_dim", "64 and 32"], marks=MISMATCH),
+    pytest.param(call(value=bf16(1, 4, 16, 32)), ["query and value", "head_dim", "64 and 32"], marks=MISMATCH),
+    pytest.param(call(value=bf16(1, 4, 17, 64)), ["key and value", "tokens", "16 and 17"], marks=MISMATCH),
+    pytest.param(call(value=bf16(1, 2, 16, 64)), ["key and value", "heads", "4 and 2"], marks=MISMATCH),
     (call(key=bf16(1, 2, 16, 64), value=bf16(1, 2, 16, 64)), ["enable_gqa=True", "4 heads", "2"]),
-    (call(key=bf16(1, 3, 16, 64), value=bf16(1, 3, 16, 64), enable_gqa=True), ["multiple", "4 and 3"]),
-    (call(key=bf16(1, 0, 16, 64), value=bf16(1, 0, 16, 64), enable_gqa=True), ["multiple", "4 and 0"]),
-    (call(**{n: bf16(1, 4, 16, 257) for n in ("query", "key", "value")}), ["head_dim", "1..256", "257", "32, 64, 96"]),
-    (call(**{n: bf16(1, 4, 16, 0) for n in ("query", "key", "value")}), ["head_dim", "1..256", "got 0"]),
-    (call(**{n: bf16(1, 16, 4, 512) for n in ("query", "key", "value")}, layout="bshd"), ["head_dim", "512"]),
+    pytest.param(
+        call(key=bf16(1, 3, 16, 64), value=bf16(1, 3, 16, 64), enable_gqa=True), ["multiple", "4 and 3"], marks=GROUPED
+    ),
+    pytest.param(
+        call(key=bf16(1, 0, 16, 64), value=bf16(1, 0, 16, 64), enable_gqa=True), ["multiple", "4 and 0"], marks=GROUPED
+    ),
+    pytest.param(
+        call(**{n: bf16(1, 4, 16, 257) for n in ("query", "key", "value")}),
+        ["head_dim", "1..256", "257", "32, 64, 96"],
+        marks=HEAD_DIM,
+    ),
+    pytest.param(
+        call(**{n: bf16(1, 4, 16, 0) for n in ("query", "key", "value")}),
+        ["head_dim", "1..256", "got 0"],
+        marks=HEAD_DIM,
+    ),
+    pytest.param(
+        call(**{n: bf16(1, 16, 4, 512) for n in ("query", "key", "value")}, layout="bshd"),
+        ["head_dim", "512"],
+        marks=HEAD_DIM,
+    ),
     # dtypes
-    (call(query=bf16().float()), ["query", "torch.float32", "torch.bfloat16", "torch.float8_e5m2"]),
-    (call(query=bf16().double()), ["query", "torch.float64"]),
-    (call(value=bf16().half()), ["one dtype", "value torch.float16"]),
-    (fp8_call(key=fp8(dtype=E5M2)), ["one dtype", "query torch.float8_e4m3fn", "key torch.float8_e5m2"]),
-    (fp8_call(query=fp8().view(torch.uint8)), ["query", "torch.uint8"]),
-    (fp8_call(key=bf16().to(torch.float8_e4m3fnuz)), ["key", "float8_e4m3fnuz"]),
-    (fp8_call(key=bf16().to(torch.float8_e5m2fnuz)), ["key", "float8_e5m2fnuz"]),
+    pytest.param(
+        call(query=bf16().float()), ["query", "torch.float32", "torch.bfloat16", "torch.float8_e5m2"], marks=DTYPE
+    ),
+    pytest.param(call(query=bf16().double()), ["query", "torch.float64"], marks=DTYPE),
+    pytest.param(call(value=bf16().half()), ["one dtype", "value torch.float16"], marks=DTYPE),
+    pytest.param(
+        fp8_call(key=fp8(dtype=E5M2)), ["one dtype", "query torch.float8_e4m3fn", "key torch.float8_e5m2"], marks=DTYPE
+    ),
+    pytest.param(fp8_call(query=fp8().view(torch.uint8)), ["query", "torch.uint8"], marks=DTYPE),
+    pytest.param(fp8_call(key=bf16().to(torch.float8_e4m3fnuz)), ["key", "float8_e4m3fnuz"], marks=DTYPE),
+    pytest.param(fp8_call(key=bf16().to(torch.float8_e5m2fnuz)), ["key", "float8_e5m2fnuz"], marks=DTYPE),
     (call(out_dtype=torch.float32), ["out_dtype", "torch.float32", "torch.float16"]),
     (call(out_dtype=E5M2), ["out_dtype", "torch.float8_e5m2"]),
     # devices
-    (call(key=bf16().to("meta")), ["key", "meta", "cpu"]),
+    pytest.param(call(key=bf16().to("meta")), ["key", "meta", "cpu"], marks=DEVICE),
     (call(**{n: bf16().to("meta") for n in ("query", "key", "value")}), ["meta", "cpu and cuda"]),
     # descales
     (fp8_call(q_descale=None), ["q_descale is missing", "(1, 4, 16)"]),
     (fp8_call(k_descale=None, v_descale=None), ["k_descale is missing", "v_descale is missing", "(1, 4, 1)"]),
     (call(q_descale=1.0), ["q_descale", "FP8", "torch.bfloat16"]),
-    (fp8_call(q_descale=0.0), ["q_descale", ">= 2^-126", "0.0"]),
-    (fp8_call(k_descale=-1.0), ["k_descale", ">= 2^-126", "-1.0"]),
-    (fp8_call(q_descale=1e-46), ["q_descale", ">= 2^-126", "1e-46"]),
-    (fp8_call(k_descale=1e-40), ["k_descale", ">= 2^-126", "1e-40"]),
-    (fp8_call(v_descale=1e39), ["v_descale", "finite", "1e+39"]),
-    (fp8_call(v_descale=math.inf), ["v_descale", "finite", "inf"]),
-    (fp8_call(v_descale=math.nan), ["v_descale", "finite", "nan"]),
+    pytest.param(fp8_call(q_descale=0.0), ["q_descale", ">= 2^-126", "0.0"], marks=DESCALE_VALUE),
+    pytest.param(fp8_call(k_descale=-1.0), ["k_descale", ">= 2^-126", "-1.0"], marks=DESCALE_VALUE),
+    pytest.param(fp8_call(q_descale=1e-46), ["q_descale", ">= 2^-126", "1e-46"], marks=DESCALE_VALUE),
+    pytest.param(fp8_call(k_descale=1e-40), ["k_descale", ">= 2^-126", "1e-40"], marks=DESCALE_VALUE),
+    pytest.param(fp8_call(v_descale=1e39), ["v_descale", "finite", "1e+39"], marks=DESCALE_VALUE),
+    pytest.param(fp8_call(v_descale=math.inf), ["v_descale", "finite", "inf"], marks=DESCALE_VALUE),
+    pytest.param(fp8_call(v_descale=math.nan), ["v_descale", "finite", "nan"], marks=DESCALE_VALUE),
     (fp8_call(v_descale="1"), ["v_descale", "float", "str"]),
-    (fp8_call(k_descale=torch.ones(3)), ["k_descale", "(3,)", "(1, 4, 1)", "(4,)"]),
-    (fp8_call(k_descale=torch.ones(1, 4, 2)), ["k_descale", "(1, 4, 2)", "(1, 4, 1)"]),
-    (fp8_call(q_descale=torch.ones(1, 4, 16, 1)), ["q_descale", "(1, 4, 16, 1)"]),
-    (fp8_call(scaling="tensor", q_descale=torch.ones(4)), ["q_descale", "one descale per tensor", "(1,)"]),
-    (fp8_call(scaling="head", v_descale=torch.ones(1, 4, 64)), ["v_descale", "one descale per head", "(1, 4)"]),
-    (fp8_call(scaling="token", v_descale=torch.ones(1, 4, 16)), ["v_descale", "one descale per channel", "(1, 4, 64)"]),
+    pytest.param(fp8_call(k_descale=torch.ones(3)), ["k_descale", "(3,)", "(1, 4, 1)", "(4,)"], marks=DESCALE_SHAPE),
+    pytest.param(fp8_call(k_descale=torch.ones(1, 4, 2)), ["k_descale", "(1, 4, 2)", "(1, 4, 1)"], marks=DESCALE_SHAPE),
+    pytest.param(fp8_call(q_descale=torch.ones(1, 4, 16, 1)), ["q_descale", "(1, 4, 16, 1)"], marks=DESCALE_SHAPE),
+    pytest.param(
+        fp8_call(scaling="tensor", q_descale=torch.ones(4)),
+        ["q_descale", "one descale per tensor", "(1,)"],
+        marks=DESCALE_SHAPE,
+    ),
+    pytest.param(
+        fp8_call(scaling="head", v_descale=torch.ones(1, 4, 64)),
+        ["v_descale", "one descale per head", "(1, 4)"],
+        marks=DESCALE_SHAPE,
+    ),
+    pytest.param(
+        fp8_call(scaling="token", v_descale=torch.ones(1, 4, 16)),
+        ["v_descale", "one descale per channel", "(1, 4, 64)"],
+        marks=DESCALE_SHAPE,
+    ),
     (fp8_call(q_descale=torch.ones(1, dtype=torch.float64)), ["q_descale", "float32", "float64"]),
-    (fp8_call(q_descale=torch.ones(1, device="meta")), ["q_descale", "meta", "cpu"]),
+    pytest.param(fp8_call(q_descale=torch.ones(1, device="meta")), ["q_descale", "meta", "cpu"], marks=DEVICE),
     (call(out_dtype=E4M3), ["out_descale"]),
     (call(out_descale=1.0), ["out_descale", "float8_e4m3fn", "None"]),
-    (call(out_dtype=E4M3, out_descale=0.0), ["out_descale", "[2^-126, 2^126]", "0.0"]),
-    (call(out_dtype=E4M3, out_descale=1e-40), ["out_descale", "[2^-126, 2^126]", "1e-40"]),
-    (call(out_dtype=E4M3, out_descale=3e38), ["out_descale", "[2^-126, 2^126]", "3e+38"]),
-    (call(out_dtype=E4M3, out_descale=math.nan), ["out_descale", "nan"]),
-    (call(out_dtype=E4M3, out_descale=torch.ones(2)), ["out_descale", "(2,)", "(1,)"]),
+    pytest.param(call(out_dtype=E4M3, out_descale=0.0), ["out_descale", "[2^-126, 2^126]", "0.0"], marks=DESCALE_VALUE),
+    pytest.param(
+        call(out_dtype=E4M3, out_descale=1e-40), ["out_descale", "[2^-126, 2^126]", "1e-40"], marks=DESCALE_VALUE
+    ),
+    pytest.param(
+        call(out_dtype=E4M3, out_descale=3e38), ["out_descale", "[2^-126, 2^126]", "3e+38"], marks=DESCALE_VALUE
+    ),
+    pytest.param(call(out_dtype=E4M3, out_descale=math.nan), ["out_descale", "nan"], marks=DESCALE_VALUE),
+    pytest.param(call(out_dtype=E4M3, out_descale=torch.ones(2)), ["out_descale", "(2,)", "(1,)"], marks=DESCALE_SHAPE),
     # features
-    (call(attn_mask=torch.ones(16, 16, dtype=torch.bool)), ["attn_mask"]),
-    (call(dropout_p=0.1), ["dropout_p", "0.1"]),
-    (call(query=bf16().requires_grad_()), ["query", "requires_grad"]),
-    (call(value=bf16().requires_grad_()), ["value", "requires_grad"]),
-    (fp8_call(k_descale=torch.ones(1, requires_grad=True)), ["k_descale", "requires_grad"]),
+    pytest.param(call(attn_mask=torch.ones(16, 16, dtype=torch.bool)), ["attn_mask"], marks=FEATURE),
+    pytest.param(call(dropout_p=0.1), ["dropout_p", "0.1"], marks=FEATURE),
+    pytest.param(call(query=bf16().requires_grad_()), ["query", "requires_grad"], marks=FEATURE),
+    pytest.param(call(value=bf16().requires_grad_()), ["value", "requires_grad"], marks=FEATURE),
+    pytest.param(fp8_call(k_descale=torch.ones(1, requires_grad=True)), ["k_descale", "requires_grad"], marks=FEATURE),
     # out=
-    (call(out=[1]), ["out", "list"]),
-    (call(out=bf16(1, 4, 17, 64)), ["out", "(1, 4, 17, 64)", "(1, 4, 16, 64)"]),
-    (call(out=bf16().half()), ["out", "torch.float16", "torch.bfloat16"]),
-    (call(out=bf16().to("meta")), ["out", "meta", "cpu"]),
-    (call(out=bf16().requires_grad_()), ["out", "requires_grad"]),
-    (call(out=bf16().requires_grad_(), dropout_p=0.5, fallback="sdpa"), ["out", "requires_grad"]),
-    (call(out=torch.empty(1, 1, 16, 64, dtype=torch.bfloat16).expand(1, 4, 16, 64)), ["out", "expanded"]),
-    (call(query=SHARED, out=SHARED), ["out shares its memory with query"]),
-    (call(value=SHARED, out=SHARED.view_as(SHARED)), ["out shares its memory with value"]),
+    pytest.param(call(out=[1]), ["out", "list"], marks=OUT),
+    pytest.param(call(out=bf16(1, 4, 17, 64)), ["out", "(1, 4, 17, 64)", "(1, 4, 16, 64)"], marks=OUT),
+    pytest.param(call(out=bf16().half()), ["out", "torch.float16", "torch.bfloat16"], marks=OUT),
+    pytest.param(call(out=bf16().to("meta")), ["out", "meta", "cpu"], marks=OUT),
+    pytest.param(call(out=bf16().requires_grad_()), ["out", "requires_grad"], marks=OUT),
+    pytest.param(
+        call(out=bf16().requires_grad_(), dropout_p=0.5, fallback="sdpa"), ["out", "requires_grad"], marks=OUT
+    ),
+    pytest.param(
+        call(out=torch.empty(1, 1, 16, 64, dtype=torch.bfloat16).expand(1, 4, 16, 64)), ["out", "expanded"], marks=OUT
+    ),
+    pytest.param(call(query=SHARED, out=SHARED), ["out shares its memory with query"], marks=OUT),
+    pytest.param(call(value=SHARED, out=SHARED.view_as(SHARED)), ["out shares its memory with value"], marks=OUT),
 ]
 
 
@@ -147,6 +193,7 @@ def test_refused(arguments: dict[str, Any], words: list[str]) -> None:
     assert all(reason in explain(**arguments) for reason in caught.value.reasons)
 
 
+@pytest.mark.edge(56)
 @pytest.mark.parametrize("unknown", ["softcap", "window_size", "smooth_k", "hadamard", "mask"])
 @pytest.mark.parametrize("function", [attention, supports, explain])
 def test_unknown_keyword(function: Any, unknown: str) -> None:
@@ -172,6 +219,7 @@ def test_signature_is_sdpas_and_requests() -> None:
     ]
 
 
+@pytest.mark.edge(56)
 def test_no_grad_lifts_the_refusal() -> None:
     q = bf16().requires_grad_()
     with torch.no_grad():
@@ -180,6 +228,7 @@ def test_no_grad_lifts_the_refusal() -> None:
         assert attention(**call(out=out)) is out
 
 
+@pytest.mark.edge(50)
 @pytest.mark.parametrize("value", [2.0**-126, 2.0**126])
 def test_descales_at_their_limits(value: float) -> None:
     """Neither the descale nor its inverse vanishes: V of that size comes back, and output of that size fits."""
@@ -188,6 +237,7 @@ def test_descales_at_their_limits(value: float) -> None:
     assert bool(want.float().any()) and torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
+@pytest.mark.edge(58)
 def test_checks_survive_python_O() -> None:
     """SageAttention#19: asserts vanish under -O; these checks do not."""
     code = (

@@ -266,6 +266,7 @@ def fake_card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, ...]) -> N
 CUDA0 = torch.device("cuda", 0)
 
 
+@pytest.mark.edge(22)
 def test_a_missing_library_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FP8CUTLASS_LIBRARY", raising=False)
     monkeypatch.setattr(extension, "PACKAGE_DIR", tmp_path)
@@ -279,6 +280,7 @@ def test_a_wrong_library_path_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_p
         extension.load()
 
 
+@pytest.mark.edge(22)
 @pytest.mark.parametrize(
     ("capability", "archs", "message"),
     [

@@ -1,5 +1,5 @@
-"""The emulator against float64: the z-test of every variant of the manifest's smaller profiles, sizes and masks, and
-the mutants that show that the gates can fail. Probes of extreme inputs: test_probes.py."""
+"""The emulator against float64: the z-test of every variant of the manifest's smaller profiles, sizes and masks. Probes
+of extreme inputs: test_probes.py; broken kernels that the z-test refuses: test_mutants.py."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from reference import (
 )
 
 from fp8cutlass import attention
+from fp8cutlass.accuracy.inputs import outliers
 from fp8cutlass.emulator import emulate
 from fp8cutlass.manifest import KEY_BLOCK, Manifest, Variant, generated_dir, load_manifest
 
@@ -73,6 +74,7 @@ def test_a_kernel_of_scaling_block_takes_coarser_descales(softmax: str, scaling:
     assert z_test(got.out, attention64(*x.real, 0.125), softmax).refusals() == []
 
 
+@pytest.mark.edge(8)
 @pytest.mark.parametrize("family", ["sm89", "sm90a"])
 @pytest.mark.parametrize("softmax", ["linear", "exp2"])
 def test_a_tile_of_which_a_row_sees_nothing_has_no_weight(family: str, softmax: str) -> None:
@@ -103,28 +105,20 @@ def test_blocks_of_a_kernel_reach_their_keys() -> None:
     assert torch.equal(got[0, 0, :, 0].float(), v_descale[0, 0, ask // block])
 
 
-# Relative L2 against the original operands on randn (1, 8, 512, 64), and the gate of 1.25 times it.
-LOSS = {"tensor": 0.0528, "head": 0.0529, "block": 0.0530, "token": 0.0511}
-
-
 @pytest.mark.parametrize("precision", ["fast", "accurate"])
-@pytest.mark.parametrize("scaling", list(LOSS))
+@pytest.mark.parametrize("scaling", ["tensor", "head", "block", "token"])
 def test_what_the_user_loses(scaling: str, precision: str) -> None:
+    """Tighter than the gates of the accuracy table, which hold for other seeds too."""
     q, k, v = (randn(1, 8, 512, 64, seed=seed) for seed in range(3))
     got = attention(q, k, v, scaling=scaling, precision=precision)
     want = attention64(q, k, v, 0.125).out
-    assert 0.03 <= relative_l2(got, want) <= min(1.25 * LOSS[scaling], 0.056)
+    assert 0.03 <= relative_l2(got, want) <= 0.056
     assert min_row_cosine(got, want) >= 0.99
 
 
 def test_what_the_user_loses_on_outliers() -> None:
     """N(0, 1) + N(0, 100) * Bernoulli(0.001): finer scales pay, and P adds its 3.5% to what the operands lose."""
-    generator = torch.Generator().manual_seed(7)
-    q, k, v = (
-        x + 10 * torch.randn(x.shape, generator=generator) * (torch.rand(x.shape, generator=generator) < 0.001)
-        for x in (randn(1, 8, 512, 64, seed=seed).float() for seed in range(3))
-    )
-    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    q, k, v = outliers((1, 8, 512, 64))
     want = attention64(q, k, v, 0.125).out
     loss = {}
     for scaling in ("tensor", "head", "block", "token"):
@@ -134,32 +128,6 @@ def test_what_the_user_loses_on_outliers() -> None:
         loss[scaling] = relative_l2(attention(q, k, v, scaling=scaling, precision="accurate"), want)
         assert loss[scaling] <= math.hypot(operands_lose, 0.035)
     assert loss["tensor"] > loss["head"] > loss["block"] > loss["token"]
-
-
-MUTANTS = {
-    "zeros": lambda o: torch.zeros_like(o),
-    "one element by one sigma": lambda o: o.index_put(
-        tuple(torch.tensor([i]) for i in (0, 1, 7, 9)), o[0, 1, 7, 9] + o.std()
-    ),
-    "one fragment": lambda o: torch.cat([o[:, :, :16, :8].flip(2), o[:, :, :16, 8:]], 3).clone(),
-    "two rows swapped": lambda o: o[:, :, [1, 0, *range(2, o.shape[2])]],
-    "a NaN": lambda o: o.index_fill(2, torch.tensor([3]), torch.nan),
-    "descale 20% off": lambda o: o * 1.2,
-}
-
-
-@pytest.mark.parametrize("mutant", list(MUTANTS))
-@pytest.mark.parametrize("softmax", ["linear", "exp2"])
-def test_mutants_of_the_output_die(mutant: str, softmax: str) -> None:
-    variant = pick(head_dim=64, softmax=softmax, causal=False)
-    x = operands_of(variant, *(randn(1, 2, s, 64, seed=s) for s in (130, 400, 400)))
-    got = emulate(*x.fp8, *x.descales, variant=variant, scale=0.125).out.float()
-    want = attention64(*x.real, 0.125)
-    assert z_test(got, want, softmax, torch.bfloat16).refusals() == []
-    changed = MUTANTS[mutant](got)
-    if mutant == "one fragment":
-        changed = torch.cat([changed, got[:, :, 16:]], 2)
-    assert z_test(changed, want, softmax, torch.bfloat16).refusals()
 
 
 @pytest.mark.parametrize("softmax", ["linear", "exp2"])
@@ -220,6 +188,7 @@ def test_any_size(seqlen_q: int, seqlen_k: int, ratio: int, mask: str | None, sc
         assert float((lse - want.lse)[:, :, live].abs().max()) < 0.6
 
 
+@pytest.mark.edge(7, 8)
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (5, 200), (200, 5), (128, 128), (129, 127), (64, 65)])
 @pytest.mark.parametrize("precision", ["fast", "accurate"])
@@ -236,7 +205,8 @@ def test_causal_alignments(alignment: str, seqlen_q: int, seqlen_k: int, precisi
     assert torch.allclose(got[0, 0, :, :seqlen_k].float(), share.float(), rtol=2.0**-7, atol=0)
 
 
-@pytest.mark.parametrize("ratio", [2, 3, 8])
+@pytest.mark.edge(24)
+@pytest.mark.parametrize("ratio", [2, 3, 5, 7, 8, 16])
 def test_gqa_is_repeated_heads(ratio: int) -> None:
     q, k, v = randn(2, 2 * ratio, 70, 64, seed=1), randn(2, 2, 90, 64, seed=2), randn(2, 2, 90, 64, seed=3)
     got = attention(q, k, v, enable_gqa=True, scaling="token")

@@ -564,6 +564,7 @@ def test_check_of_a_selection_needs_its_own_baseline() -> None:
     assert result.exit_code == 1 and "--report" in result.output
 
 
+@pytest.mark.edge(59)
 @pytest.mark.parametrize("arch", TARGETS)
 def test_the_release_report_was_read_from_the_committed_sources(arch: str) -> None:
     """`make test` compiles the ci profile only; README rests on the release report, so it must not go stale unseen."""

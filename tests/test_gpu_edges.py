@@ -36,6 +36,7 @@ def check(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
 LENGTHS = (1, 2, 3, 7, 9, 12, 31, 63, 64, 65, 127, 128, 129, 257, 1023)
 
 
+@pytest.mark.edge(3)
 @pytest.mark.parametrize("seqlen_q", LENGTHS)
 def test_lengths(seqlen_q: int) -> None:
     for seqlen_k in LENGTHS:
@@ -46,6 +47,7 @@ def test_lengths(seqlen_q: int) -> None:
         assert relative_l2(out, reference.out) <= 0.08, (seqlen_q, seqlen_k)
 
 
+@pytest.mark.edge(1, 2)
 def test_bytes_beyond_the_tails() -> None:
     """NaN bytes behind Q, K and V, and poison around O: bitwise the clean result, and no byte outside O written."""
     clean = [x.to(torch.float8_e4m3fn) for x in qkv(2, 2, 2, 130, 77, 64)]
@@ -63,6 +65,7 @@ def test_bytes_beyond_the_tails() -> None:
     assert torch.equal(got, expected) and bool((room[:, :, 130:] == 7.0).all())
 
 
+@pytest.mark.edge(4, 5)
 def test_empty() -> None:
     q, k, v = qkv(2, 4, 4, 33, 0, 64)
     out, lse = fp8cutlass.attention(q, k, v, return_lse=True)
@@ -72,6 +75,7 @@ def test_empty() -> None:
         assert fp8cutlass.attention(x, x, x).shape == shape
 
 
+@pytest.mark.edge(6, 7, 8)
 @pytest.mark.parametrize("alignment", ("top_left", "bottom_right"))
 @pytest.mark.parametrize("lengths", ((100, 300), (300, 100), (257, 257), (1, 500), (500, 1)))
 def test_causal(lengths: tuple[int, int], alignment: str) -> None:
@@ -87,6 +91,7 @@ def test_causal(lengths: tuple[int, int], alignment: str) -> None:
         check(out, q, k, v, offset)
 
 
+@pytest.mark.edge(11)
 def test_extreme_logits() -> None:
     q, k, v = qkv(1, 2, 2, 64, 300, 64)
     for shift in (-1e3, 1e3):
@@ -97,6 +102,7 @@ def test_extreme_logits() -> None:
     assert float((out - 1).abs().max()) <= 2**-8
 
 
+@pytest.mark.edge(13)
 @pytest.mark.parametrize("precision", ("fast", "accurate"))
 @pytest.mark.parametrize("seqlen_k", (2048, 131072))
 def test_one_hot_key_and_thousands_far_below(seqlen_k: int, precision: str) -> None:
@@ -113,6 +119,7 @@ def test_one_hot_key_and_thousands_far_below(seqlen_k: int, precision: str) -> N
     assert abs(float(out.mean()) - share) <= 0.04
 
 
+@pytest.mark.edge(14)
 @pytest.mark.parametrize("precision", ("fast", "accurate"))
 def test_uniform_attention_and_constant_v(precision: str) -> None:
     for seqlen_k in (77, 4096, 131072):
@@ -121,6 +128,7 @@ def test_uniform_attention_and_constant_v(precision: str) -> None:
         assert float((fp8cutlass.attention(q, k, v, precision=precision) - 3).abs().max()) <= 3 * 2**-8
 
 
+@pytest.mark.edge(16)
 def test_mean_of_values_at_length() -> None:
     """V ~ N(1, 1), 131,072 keys: a 13-bit accumulator over a whole row is off by half; bf16 rounding alone is 0.17%.
 
@@ -140,6 +148,7 @@ def test_mean_of_values_at_length() -> None:
     assert abs(float((fine.double() - attention64(q, k, real, 0.125).out).mean())) <= 4e-6 * block
 
 
+@pytest.mark.edge(15)
 @pytest.mark.parametrize("precision", ("fast", "accurate"))
 def test_one_hot(precision: str) -> None:
     """Row i attends to key permutation[i] alone: the row of V, to the rounding of V."""
@@ -154,6 +163,7 @@ def test_one_hot(precision: str) -> None:
     assert torch.allclose(out.float(), expected.float(), rtol=2**-7, atol=0)
 
 
+@pytest.mark.edge(12)
 @pytest.mark.parametrize("precision", ("fast", "accurate"))
 def test_maximum_rises_in_every_tile(precision: str) -> None:
     q, k, v = qkv(1, 2, 2, 128, 2048, 64)
@@ -167,6 +177,7 @@ def test_maximum_rises_in_every_tile(precision: str) -> None:
     assert float((ones - 1).abs().max()) <= 2**-8
 
 
+@pytest.mark.edge(16)
 def test_needle_at_tile_boundaries() -> None:
     seqlen_k = 131072
     _, k, v = qkv(1, 1, 1, 1, seqlen_k, 64)
@@ -182,6 +193,7 @@ def test_needle_at_tile_boundaries() -> None:
     assert float((out[0, 0].float() / expected - 1).abs().max()) <= 0.07  # one block's V scale: e4m3 steps
 
 
+@pytest.mark.edge(18)
 def test_strides_beyond_two_to_the_31() -> None:
     """A view whose rows lie 2^24 bytes apart: 200 rows span more than 2^31 bytes."""
     room = torch.empty(200 * (1 << 24), dtype=torch.uint8, device="cuda")
@@ -195,11 +207,13 @@ def test_strides_beyond_two_to_the_31() -> None:
     assert torch.equal(fp8cutlass.attention(*views, **options), fp8cutlass.attention(*small, **options))
 
 
+@pytest.mark.edge(20)
 def test_more_heads_than_a_grid_dimension() -> None:
     q, k, v = qkv(700, 100, 100, 3, 5, 32)
     check(fp8cutlass.attention(q, k, v), q, k, v)
 
 
+@pytest.mark.edge(23)
 @pytest.mark.parametrize("head_dim", (8, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256))
 def test_head_dims_by_padding(head_dim: int) -> None:
     q, k, v = qkv(1, 2, 2, 300, 500, head_dim)
@@ -210,12 +224,14 @@ def test_head_dims_by_padding(head_dim: int) -> None:
     assert relative_l2(out, attention64(q, k, v, head_dim**-0.5).out) <= limit
 
 
+@pytest.mark.edge(24)
 @pytest.mark.parametrize("ratio", (1, 3, 5, 7, 8, 16))
 def test_grouped_queries(ratio: int) -> None:
     q, k, v = qkv(2, 2 * ratio, 2, 90, 140, 64)
     check(fp8cutlass.attention(q, k, v, enable_gqa=True), q, k, v)
 
 
+@pytest.mark.edge(28, 29, 30, 31)
 def test_strides_and_alignment() -> None:
     """Transposed views, slices of a packed qkv, gaps, odd strides and bases: bitwise equal to contiguous operands."""
     packed = randn(2, 130, 3, 4, 64, seed=11, device="cuda").to(torch.float8_e4m3fn)
@@ -232,6 +248,7 @@ def test_strides_and_alignment() -> None:
     assert torch.equal(fp8cutlass.attention(single, k[:1, :1], v[:1, :1], **options)[0, 0], expected[0, 0])
 
 
+@pytest.mark.edge(34)
 def test_results_are_separate_and_fully_written() -> None:
     q, k, v = qkv(1, 4, 4, 130, 200, 64)
     first = fp8cutlass.attention(q, k, v)
@@ -258,6 +275,7 @@ def test_two_threads() -> None:
     assert len(results) == 4 and all(torch.equal(r, results[0]) for r in results)
 
 
+@pytest.mark.edge(40, 41)
 def test_streams() -> None:
     q, k, v = qkv(2, 8, 8, 700, 700, 64)
     expected = fp8cutlass.attention(q, k, v)
@@ -272,6 +290,7 @@ def test_streams() -> None:
     assert all(torch.equal(r, expected) for r in results)
 
 
+@pytest.mark.edge(42)
 def test_graph_replayed_with_new_values() -> None:
     q, k, v = qkv(2, 8, 2, 333, 444, 64)
     side = torch.cuda.Stream()
@@ -290,12 +309,14 @@ def test_graph_replayed_with_new_values() -> None:
         assert torch.equal(captured, fp8cutlass.attention(*fresh, enable_gqa=True, is_causal=True))
 
 
+@pytest.mark.edge(44)
 def test_repeatable() -> None:
     q, k, v = qkv(2, 16, 16, 1000, 1000, 64)
     first = fp8cutlass.attention(q, k, v)
     assert all(torch.equal(fp8cutlass.attention(q, k, v), first) for _ in range(1000))
 
 
+@pytest.mark.edge(57)
 def test_compile() -> None:
     q, k, v = qkv(3, 4, 4, 100, 130, 64)
     compiled = torch.compile(lambda *x: fp8cutlass.attention(*x), fullgraph=True, backend="aot_eager")
@@ -331,6 +352,7 @@ def test_the_projects_own_problem() -> None:
         check(fp8cutlass.attention(q, k, v, precision=precision), q, k, v)
 
 
+@pytest.mark.edge(36, 38)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
 def test_another_card_than_the_current_one() -> None:
     """Both ways round, with a kernel that opts in to more than 48 KB of shared memory, which is set for each device."""

@@ -119,6 +119,7 @@ def one_of_each(*axes: str) -> list[Variant]:
     return list({tuple(getattr(v, axis) for axis in axes): v for v in reversed(VARIANTS)}.values())
 
 
+@pytest.mark.edge(44)
 @pytest.mark.parametrize("variant", one_of_each("family", "head_dim", "schedule", "cluster"), ids=lambda v: v.id)
 def test_a_thousand_runs_give_the_same_bits(variant: Variant) -> None:
     """More work items than CTAs and more tiles than stages, so that a race between turns has its chance."""

@@ -44,6 +44,7 @@ def half_arguments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /, **chang
     return tuple(({"q": q, "k": k, "v": v} | OPTIONS | changes).values())
 
 
+@pytest.mark.edge(57)
 @pytest.mark.parametrize("order", ["bhsd", "bshd"])
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, E4M3])
 def test_opcheck(order: str, out: torch.dtype) -> None:
@@ -56,6 +57,7 @@ def test_opcheck(order: str, out: torch.dtype) -> None:
     torch.library.opcheck(attention_fp8, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
 
 
+@pytest.mark.edge(57)
 @pytest.mark.parametrize("order", ["bhsd", "bshd"])
 @pytest.mark.parametrize("head_dim", [64, 40])
 @pytest.mark.parametrize("scaling", ["block", "token"])
@@ -68,6 +70,7 @@ def test_opcheck_of_the_operator_that_quantises(order: str, head_dim: int, scali
     torch.library.opcheck(attention_half, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
 
 
+@pytest.mark.edge(57)
 @torch._dynamo.config.patch(error_on_recompile=True)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_without_graph_breaks(backend: str) -> None:
@@ -157,6 +160,7 @@ def strided_views(x: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.edge(27, 28)
 @pytest.mark.parametrize("view", ["transposed", "gap", "last", "shifted", "slice of qkv"])
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 def test_strides_do_not_change_a_bit(view: str, kind: str) -> None:
@@ -175,6 +179,7 @@ def test_strides_do_not_change_a_bit(view: str, kind: str) -> None:
         assert torch.equal(got, want) and got.stride(3) == 1
 
 
+@pytest.mark.edge(28, 29)
 def test_expanded_keys_and_absurd_strides_of_size_1() -> None:
     q, k, v = operands(batch=1, seqlen=33)
     k, v = (x[:, :1] for x in (k, v))
@@ -184,6 +189,7 @@ def test_expanded_keys_and_absurd_strides_of_size_1() -> None:
     assert torch.equal(attention(odd, k, v, enable_gqa=True), want)
 
 
+@pytest.mark.edge(31)
 def test_aligned_copies_only_what_it_must() -> None:
     base = torch.zeros(2, 4, 33, 64, dtype=torch.uint8)
     assert aligned(base) is base
@@ -197,6 +203,7 @@ def test_aligned_copies_only_what_it_must() -> None:
         assert copy is not x and copy.data_ptr() % 16 == 0 and copy.is_contiguous() and torch.equal(copy, x)
 
 
+@pytest.mark.edge(23)
 @pytest.mark.parametrize("head_dim", [1, 8, 31, 33, 40, 60, 72, 80, 96, 100, 136, 160, 200, 256])
 @pytest.mark.parametrize("scaling", ["block", "token"])
 def test_padded_head_dims(head_dim: int, scaling: str) -> None:
@@ -213,6 +220,7 @@ def test_padded_head_dims(head_dim: int, scaling: str) -> None:
     assert relative_l2(got, exact.out) < (0.1 if head_dim == 1 else 0.075)  # 96 numbers make a rough mean
 
 
+@pytest.mark.edge(5)
 @pytest.mark.parametrize(("batch", "heads", "seqlen"), [(0, 2, 5), (2, 0, 5), (2, 2, 0)])
 def test_nothing_to_do(batch: int, heads: int, seqlen: int) -> None:
     x = torch.empty(batch, heads, seqlen, 64, dtype=torch.bfloat16)
@@ -221,6 +229,7 @@ def test_nothing_to_do(batch: int, heads: int, seqlen: int) -> None:
         assert out.shape == x.shape and lse.shape == x.shape[:3] and amax.tolist() == [0.0]
 
 
+@pytest.mark.edge(4)
 @pytest.mark.parametrize("out", [torch.bfloat16, E4M3])
 def test_no_keys(out: torch.dtype) -> None:
     q, k = randn(2, 3, 5, 64, seed=1), torch.empty(2, 3, 0, 64, dtype=torch.bfloat16)
@@ -242,6 +251,7 @@ def test_out_is_filled_and_returned() -> None:
     assert attention(q, k, v, out=columns) is columns and torch.equal(columns, out)
 
 
+@pytest.mark.edge(34)
 def test_results_are_independent() -> None:
     """No output lives in a buffer that is kept between calls: a second one leaves the first result alone."""
     first = attention(*operands())
@@ -261,6 +271,7 @@ def test_what_is_returned() -> None:
     assert len(attention(q, k, v, return_lse=True, return_amax=True)) == 3
 
 
+@pytest.mark.edge(53)
 def test_fp8_output_saturates_and_amax_is_before_the_scale() -> None:
     q, k, v = operands()
     want = attention(q, k, v, out_dtype=torch.float16).float()

@@ -38,6 +38,7 @@ def test_constant_v(constant: float, scaling: str, precision: str) -> None:
     assert float((got.double() / float(v[0, 0, 0, 0]) - 1).abs().max()) <= 2.0**-8
 
 
+@pytest.mark.edge(13)
 @modes
 @pytest.mark.parametrize(("others", "nats"), [(2047, -7.0), (4095, -5.0), (4095, -12.0)])
 def test_one_hot_key_among_thousands(others: int, nats: float, scaling: str, precision: str) -> None:
@@ -62,6 +63,7 @@ def test_mass_in_many_small_keys(scaling: str, precision: str) -> None:
     assert relative_l2(got[..., :1], want[..., :1]) <= 0.02
 
 
+@pytest.mark.edge(15)
 @modes
 def test_one_hot_attention_is_the_row_of_v(scaling: str, precision: str) -> None:
     """Row i attends to key (7 i) mod S alone: the output is that row of the dequantised V, rounded to bf16."""
@@ -85,6 +87,7 @@ def test_one_hot_attention_is_the_row_of_v(scaling: str, precision: str) -> None
     assert bool(((got.float() - want).abs() <= 2.0**-8 * want.abs() * 1.01).all())
 
 
+@pytest.mark.edge(10, 11)
 @modes
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("size", [6e4, 1e6, 8e6])
@@ -103,6 +106,7 @@ def test_enormous_logits(size: float, sign: float, scaling: str, precision: str)
     assert float((lse - want.lse).abs().max()) <= 1e-4 + 2.0**-12 * want.max_score
 
 
+@pytest.mark.edge(12)
 @modes
 @pytest.mark.parametrize("span", [20.0, 400.0])
 def test_rising_maximum(span: float, scaling: str, precision: str) -> None:
@@ -162,6 +166,7 @@ def test_the_size_of_the_inputs_does_not_matter(factor: float, scaling: str, pre
     assert relative_l2(got.double() / factor, plain) <= 0.02
 
 
+@pytest.mark.edge(51)
 @modes
 def test_all_zero_inputs(scaling: str, precision: str) -> None:
     x = torch.zeros(1, 2, 140, 64, dtype=torch.bfloat16)
@@ -175,6 +180,7 @@ def poisoned(x: torch.Tensor, *where: int, value: float = math.nan) -> torch.Ten
     return y
 
 
+@pytest.mark.edge(54)
 @modes
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nan_in_a_query_row_stays_there(value: float, scaling: str, precision: str) -> None:
@@ -189,6 +195,7 @@ def test_nan_in_a_query_row_stays_there(value: float, scaling: str, precision: s
     assert torch.equal(got[rest], finite[rest])
 
 
+@pytest.mark.edge(54)
 @modes
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_nan_in_a_key_reaches_the_rows_that_see_it_and_no_other_tile(side: str, scaling: str, precision: str) -> None:
@@ -207,6 +214,7 @@ def test_nan_in_a_key_reaches_the_rows_that_see_it_and_no_other_tile(side: str, 
         assert torch.equal(got[0, 0, :300], want[0, 0, :300])
 
 
+@pytest.mark.edge(6)
 @pytest.mark.parametrize("precision", ["fast", "accurate"])
 def test_fully_masked_rows_before_the_first_key(precision: str) -> None:
     """bottom_right with more queries than keys: the mean of V would be wrong (onnxruntime#28904)."""

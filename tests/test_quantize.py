@@ -74,6 +74,7 @@ def test_blocks_are_independent() -> None:
         assert torch.equal(alone_descale, descale[:, :, block])
 
 
+@pytest.mark.edge(51)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_all_zero(granularity: str) -> None:
     """Zeros get descale 1 (kernels-community#680 made NaN of them)."""
@@ -81,6 +82,7 @@ def test_all_zero(granularity: str) -> None:
     assert bool((descale == 1).all()) and bool((x8.float() == 0).all())
 
 
+@pytest.mark.edge(52)
 @pytest.mark.parametrize("magnitude", [1e-45, 1e-41, 2e-38, 1e-36, 3e38])
 def test_extreme_magnitudes(magnitude: float) -> None:
     """448 / amax must not overflow (TransformerEngine#786), nor amax / 448 underflow."""
@@ -101,6 +103,7 @@ def test_extreme_magnitudes_at_the_smallest_amax(magnitude: float) -> None:
     assert bool(((back - magnitude).abs() <= 2.0**-10 * 2.0**-126 + 2.0**-4 * magnitude).all())
 
 
+@pytest.mark.edge(54)
 @pytest.mark.parametrize("granularity", ["tensor", "head", "block"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_non_finite_values_stay_where_they_are(granularity: str, dtype: torch.dtype) -> None:

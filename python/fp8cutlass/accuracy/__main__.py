@@ -1,0 +1,3 @@
+from .command import accuracy
+
+accuracy(prog_name="python -m fp8cutlass.accuracy")

@@ -1,0 +1,89 @@
+"""Is the algorithm inside its theory? Every element against float64 on the dequantised operands, in units of the
+standard deviation that the rounding of P and of the output give it.
+
+A relative L2 of the whole tensor cannot ask this: it forgives one wrong fragment, a dropped tile of many, and, where
+the tolerance is a few percent of the largest value, an output of zeros. tests/test_mutants.py shows what is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .reference import Reference
+
+# Standard deviation of the relative rounding error of P: 0.0255 for a rounded e4m3; the linear code adds the error of
+# interpolating 2^x inside an octave, 19% in all.
+P_ERROR = {"exp2": 0.0255, "linear": 0.0255 * 1.19}
+P_OFFSET = {"exp2": 8.0, "linear": math.log2(320.0)}  # log2 of the P of a row maximum: 2^8, and code 122
+OUT_ULP = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float8_e4m3fn: 2.0**-4}
+
+LIMITS = {"rms": 1.10, "max": 7.0, "row_rms": 1.8, "mean": 0.03}
+FLOOR = 0.2  # rms on normal inputs: what is closer to float64 did not compute in FP8
+
+
+@dataclass
+class ZTest:
+    """z = (o - r) / sigma over all elements. Gates: rms <= 1.10, max <= 7, row_rms <= 1.8, |mean| <= 0.03 (S <= 8k).
+
+    They are stated for many rows of 64 columns or more. The mean of few elements scatters by itself, so its gate is
+    never below four standard errors; the rms of a shorter row does, by four standard errors more than that of 64.
+    """
+
+    elements: int  # in rows that differ: equal rows are one observation
+    columns: int
+    rms: float
+    max: float
+    row_rms: float
+    mean: float
+
+    def limits(self) -> dict[str, float]:
+        """The upper gate of each figure."""
+        scatter = max(0.0, 4 / math.sqrt(2 * self.columns) - 4 / math.sqrt(128))
+        mean = max(LIMITS["mean"], 4 / math.sqrt(self.elements))
+        return LIMITS | {"row_rms": LIMITS["row_rms"] + scatter, "mean": mean}
+
+    def refusals(self, *, floor: float = 0.0) -> list[str]:
+        """Every gate that is missed; a NaN misses all of them. ``floor`` is the least rms, FLOOR on normal inputs."""
+        limits = self.limits()
+        found = {name: abs(getattr(self, name)) for name in limits}
+        missed = [f"{n} {found[n]:.3g} > {limit:.3g}" for n, limit in limits.items() if not found[n] <= limit]
+        return missed + ([] if self.rms >= floor else [f"rms {self.rms:.3g} < {floor}"])
+
+
+def deviation(reference: Reference, softmax: str, out_dtype: torch.dtype) -> torch.Tensor:
+    """Standard deviation of every element of the output, (B, H, Sq, D) float64: each P rounded by its share, at least
+    by the step of the smallest e4m3, and the result rounded to ``out_dtype``."""
+    a, v, r = reference.probabilities, reference.values, reference.out
+    step = 2.0**-9 * 2.0 ** -P_OFFSET[softmax] * a.amax(-1, keepdim=True) / math.sqrt(12)
+    variance = torch.maximum(P_ERROR[softmax] * a, step) ** 2 @ v**2
+    variance += (OUT_ULP[out_dtype] * r) ** 2 / 3
+    return variance.clamp_min(1e-300).sqrt()
+
+
+def z_scores(
+    out: torch.Tensor, reference: Reference, softmax: str, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """z of every element of ``out`` (B, H, Sq, D), float64. The arguments are those of ``z_test``."""
+    return (out.double() - reference.out) / deviation(reference, softmax, out_dtype or out.dtype)
+
+
+def summarise(z: torch.Tensor, out: torch.Tensor) -> ZTest:
+    """The figures of scores ``z`` for an output of the same shape (B, H, Sq, D)."""
+    return ZTest(
+        elements=torch.unique(out.float().flatten(0, 2), dim=0).numel(),
+        columns=out.shape[3],
+        rms=float(z.square().mean().sqrt()),
+        max=float(z.abs().max()),
+        row_rms=float(z.square().mean(-1).sqrt().max()),
+        mean=float(z.mean()),
+    )
+
+
+def z_test(out: torch.Tensor, reference: Reference, softmax: str, out_dtype: torch.dtype | None = None) -> ZTest:
+    """Compare ``out`` (B, H, Sq, D), already multiplied by its descale if it has one, with float64 on the dequantised
+    operands. ``softmax`` is how P was made: "linear" or "exp2". ``out_dtype`` is the type that was stored, when ``out``
+    is not in it any more."""
+    return summarise(z_scores(out, reference, softmax, out_dtype), out)

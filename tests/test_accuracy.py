@@ -1,0 +1,213 @@
+"""The accuracy table: what it measures is what `attention` does, and each of its gates can fail.
+
+Regressions these catch: a z-test against other operands than the kernel's, a gate that nothing misses, a failure that
+does not reach the exit status, a row that vanishes where an argument is missing.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fp8cutlass import attention
+from fp8cutlass.accuracy import measure, standard
+from fp8cutlass.accuracy.command import accuracy
+from fp8cutlass.accuracy.inputs import INPUTS, biased_keys, normal
+from fp8cutlass.accuracy.measure import Figures, Row, exact, judge, kernels_of, table
+from fp8cutlass.accuracy.measures import max_error, rmse
+from fp8cutlass.accuracy.operands import operands_of
+from fp8cutlass.accuracy.reference import attention64
+from fp8cutlass.accuracy.report import line
+from fp8cutlass.accuracy.standard import COLUMNS, MODES, SMALL, Mode
+from fp8cutlass.accuracy.ztest import FLOOR, LIMITS, ZTest
+from fp8cutlass.emulator import emulate
+
+TINY = (1, 2, 96, 64)
+PLAIN = [mode for mode in MODES if not mode.peer and not mode.transforms]
+GOOD = ZTest(elements=10**6, columns=64, rms=0.9, max=5.0, row_rms=1.3, mean=0.001)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table on a problem that takes a moment, in the place of its small shape; FP8 costs there what it costs."""
+    columns = tuple((inputs, TINY) for inputs in ("randn", "outlier"))
+    modes = [dataclasses.replace(mode, figures=(0.07, 0.2)) for mode in MODES]
+    monkeypatch.setattr(standard, "COLUMNS", columns)
+    monkeypatch.setattr(measure, "COLUMNS", columns)
+    monkeypatch.setattr(measure, "SMALL", TINY)
+    monkeypatch.setattr(measure, "MODES", modes)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(accuracy, [*arguments])
+
+
+def test_the_small_table_passes() -> None:
+    """What `--quick` measures on the CPU, in full: every plain mode at both precisions, every figure finite."""
+    rows = list(table("cpu", ("fast", "accurate"), quick=True))
+    assert [line(row) for row in rows if row.status == "FAIL"] == []
+    measured = [row for row in rows if row.status == "pass"]
+    wanted = {(inputs, mode.name) for inputs, shape in COLUMNS if shape == SMALL for mode in (*PLAIN, MODES[-1])}
+    assert {(row.inputs, row.mode) for row in measured} == wanted
+    for inputs in ("randn", "outlier"):
+        kernels = {row.kernel for row in measured if row.inputs == inputs}
+        assert sum(name.endswith("_linear") for name in kernels) == 3  # token scaling has exp2 alone
+        assert sum(name.endswith("_exp2") for name in kernels) == 4
+    for row in measured:
+        values = dataclasses.asdict(row.figures)
+        z = values.pop("z")
+        assert all(math.isfinite(x) for x in values.values()) and (z is None) == (row.kernel == "torch")
+
+
+@pytest.mark.parametrize("precision", ["fast", "accurate"])
+@pytest.mark.parametrize("mode", PLAIN, ids=lambda mode: mode.name)
+def test_the_operands_of_the_z_test_are_those_of_the_kernel(mode: Mode, precision: str) -> None:
+    """Bit for bit: attention's result is the emulator's on the operands that the z-test dequantises."""
+    q, k, v = normal((1, 2, 300, 64))
+    ((_, variant, name),) = kernels_of(mode, [precision], (q, k, v))
+    assert variant is not None and variant.id == name
+    scaling = mode.arguments["scaling"]
+    x = operands_of(variant, q, k, v, scaling)
+    want = emulate(*x.fp8, *x.descales, variant=variant, scale=0.125, scaling=scaling).out
+    assert torch.equal(attention(q, k, v, precision=precision, **mode.arguments), want)
+
+
+def test_the_figures_are_documented() -> None:
+    """docs/accuracy.md has the figures of every mode, in their order."""
+    text = (Path(__file__).resolve().parent.parent / "docs" / "accuracy.md").read_text()
+    table = text[text.index("## What the user loses") : text.index("## The z-test")]
+    rows = [line.strip("|").split("|")[1:] for line in table.splitlines() if "| ." in line]
+    assert [tuple(float(cell) for cell in row) for row in rows] == [mode.figures for mode in MODES]
+
+
+def test_head_by_head_is_the_whole() -> None:
+    q, k, v = normal((2, 3, 40, 64))
+    assert torch.allclose(exact(q, k, v), attention64(q, k, v, 0.125).out, rtol=1e-12, atol=1e-14)
+
+
+def test_measures_by_hand() -> None:
+    out, want = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 0.0], [3.0, 5.0]])
+    assert rmse(out, want) == pytest.approx(math.sqrt(5 / 4)) and max_error(out, want) == 2.0
+
+
+def test_inputs_are_what_they_are_called() -> None:
+    """And the same at every call; the bias of K is one vector a head."""
+    for make in INPUTS.values():
+        assert all(torch.equal(x, y) for x, y in zip(make(TINY), make(TINY), strict=True))
+    plain, spiked, biased = (make((1, 4, 2048, 64)) for make in INPUTS.values())
+    for x, y in zip(plain, spiked, strict=True):
+        assert abs(float((x != y).float().mean()) / 0.001 - 1) < 0.15 and float((x - y).abs().max()) > 25
+    assert torch.equal(biased[0], plain[0]) and torch.equal(biased[2], plain[2])
+    bias = biased[1].float() - plain[1].float()
+    assert float(bias.std(2).max()) < 0.07 and 7 < float(bias.mean(2).std()) < 9  # rounding to bf16; N(0, 64)
+
+
+def test_smoothing_by_hand_takes_the_bias_away() -> None:
+    """What the figures of the smoothed modes rest on: softmax does not see a vector that all keys share."""
+    q, k, v = biased_keys((1, 2, 512, 128))
+    want = exact(q, k, v)
+    smooth = (k.float() - k.float().mean(2, keepdim=True)).bfloat16()
+    loss = [measure.relative_l2(attention(q, keys, v), want) for keys in (k, smooth)]
+    assert loss[0] > 0.15 and loss[1] < 0.06
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"relative_l2": 0.0661}, "relative L2"),
+        ({"relative_l2": math.nan}, "relative L2"),
+        ({"z": dataclasses.replace(GOOD, rms=1.11)}, "rms"),
+        ({"z": dataclasses.replace(GOOD, rms=0.19)}, "rms"),
+        ({"z": dataclasses.replace(GOOD, rms=math.nan)}, "rms"),
+        ({"z": dataclasses.replace(GOOD, max=7.1)}, "max"),
+        ({"z": dataclasses.replace(GOOD, row_rms=1.81)}, "row_rms"),
+        ({"z": dataclasses.replace(GOOD, mean=-0.031)}, "mean"),
+    ],
+)
+def test_every_gate_can_fail(changes: dict[str, Any], word: str) -> None:
+    figures = Figures(0.05, 1e-3, 1e-2, 0.99, GOOD)
+    assert judge(figures, 0.066, "randn") == ()
+    missed = judge(dataclasses.replace(figures, **changes), 0.066, "randn")
+    assert len(missed) >= 1 and all(word in text for text in missed)
+
+
+def test_the_floor_is_for_normal_inputs() -> None:
+    """With a row of one hot key P is exact, and so is the result."""
+    figures = Figures(0.05, 1e-3, 1e-2, 0.99, dataclasses.replace(GOOD, rms=0.19))
+    assert judge(figures, 0.066, "outlier") == ()
+
+
+def test_gates_widen_for_few_elements_only() -> None:
+    assert GOOD.limits() == LIMITS and FLOOR == 0.2
+    few = dataclasses.replace(GOOD, elements=1000, columns=32).limits()
+    assert few["mean"] == pytest.approx(4 / math.sqrt(1000)) and 1.8 < few["row_rms"] < 2.0
+    assert few["rms"] == LIMITS["rms"] and few["max"] == LIMITS["max"]
+
+
+def test_modes_of_arguments_that_attention_lacks_are_skipped_by_name(tiny: None, monkeypatch: Any) -> None:
+    """And run as soon as it has them."""
+    ((_, _, kernel),) = kernels_of(PLAIN[2], ["fast"], normal(TINY))
+    monkeypatch.setattr(measure, "MODES", [Mode("soft", {"scaling": "block", "softness": 3}, (0.07, 0.2))])
+    result = run("--quick")
+    assert "attention has no argument softness" in result.output
+    assert result.exit_code == 1 and "no kernel was measured" in result.output
+
+    def soft(*operands: torch.Tensor, scaling: str, softness: int, **options: Any) -> torch.Tensor:
+        assert softness == 3
+        return attention(*operands, scaling=scaling, **options)
+
+    monkeypatch.setattr(standard, "attention", soft)
+    monkeypatch.setattr(measure, "attention", soft)
+    monkeypatch.setattr(measure, "supports", lambda *x, softness, **options: (True, f"{kernel} (for the test)"))
+    result = run("--quick", "--precision", "fast")
+    assert result.exit_code == 0 and "2 rows passed, 0 failed, 0 skipped" in result.output
+
+
+def test_the_command_writes_what_it_prints(tiny: None, tmp_path: Path) -> None:
+    target = tmp_path / "table.csv"
+    result = run("--quick", "--precision", "accurate", "--csv", str(target))
+    assert result.exit_code == 0, result.output
+    rows = list(csv.DictReader(target.open()))
+    printed = result.output.splitlines()
+    assert len(rows) == len(printed) - 2 == 2 * len(MODES)  # without titles and summary
+    for row, text in zip(rows, printed[1:], strict=False):
+        assert row["mode"] in text and row["status"] in text
+        assert (row["relative_l2"] != "") == (row["status"] == "pass")
+        if row["kernel"] not in ("", "torch"):
+            assert f"{float(row['z_rms']):.2f}" in text and row["kernel"].endswith("_exp2")
+
+
+def test_a_missed_gate_is_the_exit_status(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descale that is 20% off: relative L2 misses its gate, and the z-test its own."""
+    monkeypatch.setattr(measure, "attention", lambda *x, **options: attention(*x, **options) * 1.2)
+    result = run("--quick", "--precision", "fast")
+    assert result.exit_code == 1
+    failed = [text for text in result.output.splitlines() if "FAIL" in text]
+    assert len(failed) == 2 * len(PLAIN) and all("relative L2" in x and "z rms" in x for x in failed[: len(PLAIN)])
+
+
+def test_a_kernel_that_is_not_there_is_skipped_with_the_reason(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "supports", lambda *x, **options: (False, "NOT-BUILT: not in this profile"))
+    result = run("--quick")
+    assert result.exit_code == 1 and "skip: NOT-BUILT: not in this profile" in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_no_card_is_a_usage_error() -> None:
+    result = run("--device", "cuda")
+    assert result.exit_code == 2 and "no CUDA device" in result.output
+
+
+@pytest.mark.gpu
+def test_the_table_on_the_card() -> None:
+    """Every row that the built profile serves, large shapes too."""
+    rows: list[Row] = list(table("cuda", ("fast", "accurate")))
+    assert [line(row) for row in rows if row.status == "FAIL"] == []
+    assert any(row.status == "pass" and row.kernel != "torch" for row in rows)

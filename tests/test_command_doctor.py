@@ -232,7 +232,7 @@ def test_compilers_matter_for_building_only(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(sources, "toolchain", lambda root: tools)
     monkeypatch.setattr(tools, "_cuda_homes", lambda: iter(()))
     monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
-    found = {check.name: check for check in checks.compilers()}
+    found = {check.name: check for check in checks.compilers(machine())}
     assert [check.status for check in found.values()] == [WARNING, WARNING]
     assert "no nvcc >= 12.8" in found["nvcc"].seen and "only building needs it" in found["nvcc"].seen
     assert "python scripts/bootstrap.py build" in found["nvcc"].remedy
@@ -240,12 +240,23 @@ def test_compilers_matter_for_building_only(monkeypatch: pytest.MonkeyPatch, tmp
     assert run(machine(), monkeypatch).exit_code == 0
 
 
+def test_a_compiler_that_is_newer_than_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of CUDA 13 need a driver of CUDA 13, whatever torch is built for."""
+    tools = sources.toolchain(ROOT)
+    monkeypatch.setattr(sources, "toolchain", lambda root: tools)
+    monkeypatch.setattr(tools, "find_nvcc", lambda: tools.Nvcc(path=Path("nvcc"), version=(13, 0), library_dir=None))
+    for served, status in (("12.8", WARNING), ("13.0", OK), (None, OK)):
+        check = next(c for c in checks.compilers(machine(driver_cuda=served)) if c.name == "nvcc")
+        assert check.status == status and "nvcc, 13.0" in check.seen
+        assert ("driver to 580, or name a toolkit of CUDA 12, 12.8 or newer" in check.remedy) == (status == WARNING)
+
+
 def test_no_checkout_and_a_broken_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sources, "repository", lambda: None)
-    (check,) = checks.compilers()
+    (check,) = checks.compilers(machine())
     assert check.status == OK and "no checkout" in check.seen
     monkeypatch.setattr(sources, "repository", lambda: tmp_path)
-    (check,) = checks.compilers()
+    (check,) = checks.compilers(machine())
     assert check.status == WARNING and "FileNotFoundError" in check.seen
 
 

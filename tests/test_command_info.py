@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,6 +165,20 @@ def test_a_driver_that_does_not_answer(tmp_path: Path) -> None:
     found = info()
     assert found["cards"] is None and found["driver"] is None
     assert "ended with 18: Failed to initialize NVML" in said(found, "cards")
+
+
+def test_the_driver_is_asked_in_other_ways(compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file in /proc where there is no nvidia-smi, and its library for the CUDA that it serves."""
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release\n")
+    monkeypatch.setattr(driver, "PROC", tmp_path / "version")
+    source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
+    for status, wanted in ((0, "13.2"), (3, None)):
+        source.write_text(f"int cuDriverGetVersion(int* number) {{ *number = 13020; return {status}; }}\n")
+        subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", f"{library}{status}"], check=True)
+        monkeypatch.setattr(driver, "LIBRARY", f"{library}{status}")
+        found = info()
+        assert (found["driver"], found["driver_cuda"]) == ("580.65.06", wanted)
+        assert ("error 3" in said(found, "driver_cuda")) == (wanted is None)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "dispatch.json"])

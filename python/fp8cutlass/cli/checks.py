@@ -34,7 +34,7 @@ def checks(facts: dict[str, Any]) -> Iterator[Check]:
     yield library(facts)
     yield emulator(facts)
     yield from kernels(facts)
-    yield from compilers()
+    yield from compilers(facts)
 
 
 def served_cards(facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -186,12 +186,16 @@ def kernels(facts: dict[str, Any]) -> Iterator[Check]:
         if not card["usable"] or not facts["library"]["loads"]:
             yield Check(name, WARNING, "not tried", "see to what failed above")
         else:
-            remedy = f"build the kernels with a CUDA that the driver serves: {build_command([card['arch']])}"
+            remedy = (
+                f"kernels that CUDA 13 compiled need driver {MIN_DRIVER[13]} or newer; else build them again: "
+                f"{build_command([card['arch']])}"
+            )
             yield _attention(name, f"cuda:{card['index']}", remedy)
 
 
-def compilers() -> Iterator[Check]:
+def compilers(facts: dict[str, Any]) -> Iterator[Check]:
     """What a build needs, as a build would look for it; nothing else needs it."""
+    served = _version(facts["driver_cuda"])
     root = sources.repository()
     if root is None:
         yield Check("compiler", OK, "not looked for: there is no checkout to build from, and running needs none")
@@ -209,4 +213,9 @@ def compilers() -> Iterator[Check]:
             yield Check(name, WARNING, f"{text}; only building needs it", remedy or "python scripts/bootstrap.py build")
         else:
             seen = f"{found.path}, {tools.dotted(found.version)}" if name == "nvcc" else str(found)
-            yield Check(name, OK, seen)
+            if name == "nvcc" and served and found.version[0] > served[0]:
+                remedy = f"update the driver to {MIN_DRIVER.get(found.version[0], 'a newer one')}, or name a toolkit "
+                remedy += f"of CUDA {served[0]}, {tools.dotted(tools.MIN_NVCC)} or newer, in CUDA_HOME"
+                yield Check(name, WARNING, f"{seen}; what it compiles does not run on this driver", remedy)
+            else:
+                yield Check(name, OK, seen)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+
+from setuptools import find_packages
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -14,3 +17,20 @@ def test_every_line_of_the_manifest_template_finds_a_file() -> None:
     for folder, *patterns in (line[1:] for line in lines if line[0] == "recursive-include"):
         missing += [f"{folder} {p}" for p in patterns if not any(x.is_file() for x in (ROOT / folder).rglob(p))]
     assert missing == []
+
+
+def test_every_module_is_in_a_package_that_the_wheel_takes() -> None:
+    """A folder without `__init__.py` would be left out in silence."""
+    folder = ROOT / "python"
+    taken = set(find_packages(str(folder)))
+    names = {".".join(path.parent.relative_to(folder).parts) for path in folder.rglob("*.py")}
+    assert "fp8cutlass.cli" in taken and names == taken
+
+
+def test_the_command_is_declared_with_what_it_imports() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("dependencies = "))
+    assert '"click>=8"' in line
+    (line,) = (line for line in text.splitlines() if line.startswith('fp8cutlass = "'))
+    module, _, attribute = line.split('"')[1].partition(":")
+    assert callable(getattr(import_module(module), attribute))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
+from . import log
 from .errors import NoKernelError, UnsupportedError
 from .manifest import KEY_BLOCK, Manifest, Variant, load_manifest, load_table_data
 
@@ -16,6 +17,9 @@ CPU_ARCH = "sm89"  # what the emulator stands for
 CPU_SM_COUNT = 58  # of an L4, the card that the sm89 table is made for
 LOAD_TILE = 128  # query rows of a tile when the load is judged, whatever tile the chosen kernel has
 AXES = ("arch", "head_dim", "seqlen", "dtype", "out", "scaling", "causal", "precision", "load")
+
+_logger = log.requested("dispatch")  # None unless FP8CUTLASS_LOG asks for it
+_logged: set[tuple[Problem, Decision]] = set()  # grows only while something is logged
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,16 @@ class Problem:
         if 8 * tiles < self.sm_count:
             return "few"
         return "light" if tiles < 2 * self.sm_count else "heavy"
+
+    def __str__(self) -> str:
+        """One line: (B, H, S, D), S as queries x keys where they differ, then the other axes."""
+        length = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
+        mask = "causal" if self.causal else "full"
+        operands = f"{self.dtype} with descales" if self.quantised else self.dtype
+        return (
+            f"({self.batch}, {self.heads}, {length}, {self.head_dim}) {mask}, {operands} to {self.out}, "
+            f"scaling {self.scaling}, {self.precision}, {self.arch} with {self.sm_count} SMs"
+        )
 
 
 @dataclass(frozen=True)
@@ -186,6 +200,9 @@ def decide(directory: Path, problem: Problem, kernel: str = "") -> tuple[Variant
             decision = table.lookup(replace(key, precision="accurate"))  # of blocks that divide KEY_BLOCK
     if decision.variant is None:
         raise NoKernelError(refusal(problem.arch, manifest.profile, decision.reason))
+    if _logger is not None and (problem, decision) not in _logged:
+        _logged.add((problem, decision))
+        _logger.info("%s: %s; %s; evidence: %s", problem, decision.variant, decision.criterion, decision.evidence)
     return manifest.find(decision.variant), manifest.index[decision.variant], decision
 
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +26,9 @@ BUILD_HINT = (
     "library in FP8CUTLASS_LIBRARY"
 )
 
+Properties = tuple[tuple[int, int], str, int]  # of a card: compute capability, name, multiprocessors
+
+_assumed: ContextVar[Properties | None] = ContextVar("assumed", default=None)
 _lock = threading.Lock()
 _registered: Path | None = None  # its operators are in torch, whether or not it may be used
 _ready: Path | None = None
@@ -63,15 +69,34 @@ def built_dir() -> Path:
     return directory
 
 
+@contextmanager
+def assume(card: Properties) -> Iterator[None]:
+    """Answer for every CUDA device as if it were this card, which need not be here. Nothing can be launched on it."""
+    token = _assumed.set(card)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def assumed() -> Properties | None:
+    """The card of the enclosing ``assume``, None outside of one."""
+    return _assumed.get()
+
+
 @cache
-def _capability(index: int) -> tuple[tuple[int, int], str, int]:
+def _capability(index: int) -> Properties:
     properties = torch.cuda.get_device_properties(index)
     return (properties.major, properties.minor), properties.name, properties.multi_processor_count
 
 
+def _properties(device: torch.device) -> Properties:
+    return assumed() or _capability(_index(device))
+
+
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of a CUDA device."""
-    return _capability(_index(device))[2]
+    return _properties(device)[2]
 
 
 def _index(device: torch.device) -> int:
@@ -80,7 +105,7 @@ def _index(device: torch.device) -> int:
 
 def known_arch(device: torch.device) -> str:
     """Return the architecture whose kernels a CUDA device runs, built or not; UnsupportedError if there are none."""
-    capability, name, _ = _capability(_index(device))
+    capability, name, _ = _properties(device)
     known = load_manifest(generated_dir()).capability
     for arch, served in known.items():
         if served == capability:
@@ -98,7 +123,7 @@ def device_arch(device: torch.device) -> str:
     """
     arch, archs = known_arch(device), load_manifest(built_dir()).archs
     if arch not in archs:
-        name = _capability(_index(device))[1]
+        name = _properties(device)[1]
         raise NoKernelError(f"{name} ({device}) needs {arch}, the library was built for {', '.join(archs)}", BUILD_HINT)
     return arch
 

@@ -34,12 +34,19 @@ def target(device: torch.device, *, shipped: bool = False) -> Target:
 
     With ``shipped`` the shipped table answers for a CUDA device as well, built or not.
     """
-    # Both variables may change between calls, so they are part of the key.
-    return _target(device, shipped, os.environ.get("FP8CUTLASS_LIBRARY"), os.environ.get("FP8CUTLASS_GENERATED"))
+    # Both variables and the assumed card may change between calls, so they are part of the key.
+    variables = os.environ.get("FP8CUTLASS_LIBRARY"), os.environ.get("FP8CUTLASS_GENERATED")
+    return _target(device, shipped, *variables, extension.assumed())
 
 
 @cache
-def _target(device: torch.device, shipped: bool, library: str | None, generated: str | None) -> Target:
+def _target(
+    device: torch.device,
+    shipped: bool,
+    library: str | None,
+    generated: str | None,
+    assumed: extension.Properties | None,
+) -> Target:
     if device.type == "cpu":
         return Target(generated_dir(), CPU_ARCH, CPU_SM_COUNT)
     if device.type != "cuda":

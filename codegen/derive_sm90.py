@@ -18,12 +18,15 @@ CONTROL_BYTES = 1_024  # work items and barriers
 EXACT_BYTES = 16  # a thread: two rows' sums of unquantised exponentials, of the item and of the tile
 ITEM_SLOTS = 4  # work items and their rows' slopes that are known at a time
 MERGE_STATE = 16  # floats a row that the CTAs of a cluster exchange beside its O: Part in merge.cuh
+MOST_ACCUMULATORS = 200  # registers of O and of all column parts, above which parts share
+COLUMNS_PART = 64  # columns of a part in schedule `columns`: the narrowest product that runs at the full rate
 WIDE_HEAD_DIM = 128  # beyond it a product of P V with all columns does not fit the registers beside O
 
 # Registers a thread after setmaxnreg, by the number of warpgroups that compute: together no more than the launch has.
 # One alone needs no setmaxnreg, and what it is held to is below the 255 that a thread can have.
 CONSUMER_REGISTERS = {1: 240, 2: 232, 3: 160}
 PRODUCER_REGISTERS = {1: 24, 2: 40, 3: 32}
+TIGHT_REGISTERS = (240, 24)  # those of two warpgroups where O alone takes half of them
 
 # Registers beside accumulators: row state, addresses, loop counters, and what the compiler wants for alignment.
 STATE_OVERLAPPED = 22  # pingpong and overlap, where all accumulators live at once
@@ -37,6 +40,8 @@ class Sm90Derived(Derived):
 
     value_stage: all of a tile's V with its ones rows.
     parts, part_columns: P V is computed in this many products of so many columns, part 0 with ONES more.
+    part_buffers: accumulators for the parts.
+    tight: the warps that compute take so many registers that the loading warp has to do with the fewest.
     merge_bytes: what the CTAs of a cluster exchange, laid over the stages of K and V; 0 for one CTA alone.
     """
 
@@ -46,6 +51,8 @@ class Sm90Derived(Derived):
     descale_slots: int
     parts: int
     part_columns: int
+    part_buffers: int
+    tight: bool
     merge_bytes: int
     stream_bytes: int  # stages of K and V together
     consumer_registers: int
@@ -61,18 +68,22 @@ def _up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def parts(head_dim: int) -> int:
+def parts(v: Variant) -> int:
     """Products that share the columns of P V."""
-    return 2 if head_dim > WIDE_HEAD_DIM else 1
+    if v.schedule is Schedule.COLUMNS:
+        return max(1, v.head_dim // COLUMNS_PART)
+    return 2 if v.head_dim > WIDE_HEAD_DIM else 1
 
 
 def estimate_registers(v: Variant) -> int:
     """Registers a thread that computes needs in the main loop."""
     output = v.head_dim // 2
-    product = (v.head_dim // parts(v.head_dim) + ONES) // 2
+    product = (v.head_dim // parts(v) + ONES) // 2
     scores = v.tile_n // (4 if v.softmax is Softmax.LINEAR else 2)
     prob = v.tile_n // 8
     token = STATE_TOKEN if GRANULARITY[v.scaling].k == "token" else 0
+    if v.schedule is Schedule.COLUMNS:  # two parts at a time, or the last one beside the next scores
+        return output + prob + product - ONES // 2 + max(scores, product) + STATE_SERIAL + token
     if v.schedule is Schedule.SERIAL:
         return output + max(scores, prob + product) + STATE_SERIAL + token
     return output + product + scores + prob + STATE_OVERLAPPED + token
@@ -107,9 +118,16 @@ def derive(v: Variant) -> Sm90Derived:
     if buffers == 2 and sum(size for _, size in smem) > family.smem_per_block:
         buffers = 1
         smem = _smem(v, buffers, value_stage, descale_slots)
-    products = parts(v.head_dim)
+    products = parts(v)
     mma = -(-v.head_dim // 32) + products * v.tile_n // 32
-    consumer = CONSUMER_REGISTERS.get(v.warpgroups, 0)
+    consumer, producer = CONSUMER_REGISTERS.get(v.warpgroups, 0), PRODUCER_REGISTERS.get(v.warpgroups, 0)
+    part_buffers = products
+    tight = v.schedule is Schedule.COLUMNS and v.warpgroups == 2
+    if tight:
+        consumer, producer = TIGHT_REGISTERS
+        # Each part its own accumulator where they fit, else two in turns.
+        if (v.head_dim + products * COLUMNS_PART) // 2 > MOST_ACCUMULATORS:
+            part_buffers = 2
     return Sm90Derived(
         threads=32 * v.warps + PRODUCER_THREADS,
         rows_per_warp=v.tile_m // v.warps,
@@ -127,8 +145,10 @@ def derive(v: Variant) -> Sm90Derived:
         descale_slots=descale_slots,
         parts=products,
         part_columns=v.head_dim // products,
+        part_buffers=part_buffers,
+        tight=tight,
         merge_bytes=0 if v.cluster is Cluster.SOLO else 4 * v.tile_m * (v.head_dim + MERGE_STATE),
         stream_bytes=v.stages * (v.tile_n * row_pitch(v.head_dim) + value_stage),
         consumer_registers=consumer,
-        producer_registers=PRODUCER_REGISTERS.get(v.warpgroups, 0),
+        producer_registers=producer,
     )

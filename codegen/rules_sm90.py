@@ -34,6 +34,7 @@ SPILLS: tuple[tuple[int, Tile, Softmax, Schedule, Out | None], ...] = (
     (96, Tile(m=128, n=256, warps=8), Softmax.LINEAR, Schedule.PINGPONG, Out.E4M3),
     (128, Tile(m=64, n=128, warps=4), Softmax.EXP2, Schedule.OVERLAP, None),
     (128, Tile(m=128, n=64, warps=8), Softmax.EXP2, Schedule.PINGPONG, None),
+    (192, Tile(m=128, n=192, warps=8), Softmax.LINEAR, Schedule.COLUMNS, None),
     (256, Tile(m=128, n=128, warps=8), Softmax.EXP2, Schedule.SERIAL, None),
 )
 
@@ -47,6 +48,10 @@ def _merge(d: Derived) -> tuple[int, int]:
 def _split_refused(v: Variant) -> bool:
     offered = v.tile_m in SPLIT_ROWS and v.kind is Kind.FWD and v.schedule in SPLIT_SCHEDULES
     return v.cluster is not Cluster.SOLO and not offered
+
+
+def _columns_offered(v: Variant) -> bool:
+    return v.head_dim > WIDE_HEAD_DIM and v.softmax is Softmax.LINEAR and v.warpgroups == 2
 
 
 SM90A_RULES = (
@@ -93,10 +98,19 @@ SM90A_RULES = (
         explain=lambda v, d: f"{v.warpgroups} warpgroup has nobody to take turns with",
     ),
     Rule(
-        name="WIDE-SERIAL",
-        why=f"beyond head_dim {WIDE_HEAD_DIM} the two halves of P V use the same registers one after the other",
-        refuses=lambda v, d: v.head_dim > WIDE_HEAD_DIM and v.schedule is not Schedule.SERIAL,
-        explain=lambda v, d: f"{v.schedule} has no registers for two products of head_dim {v.head_dim}",
+        name="WIDE-PARTS",
+        why=f"beyond head_dim {WIDE_HEAD_DIM} P V is made in column parts, which not every schedule has",
+        refuses=lambda v, d: v.head_dim > WIDE_HEAD_DIM and v.schedule not in (Schedule.COLUMNS, Schedule.SERIAL),
+        explain=lambda v, d: f"{v.schedule} has no registers for a product of head_dim {v.head_dim} beside O",
+    ),
+    Rule(
+        name="COLUMNS-WIDE",
+        why=(
+            f"up to head_dim {WIDE_HEAD_DIM} O leaves registers for P V in one piece; float32 scores leave none for "
+            "parts, and what a warpgroup waits for, a second one fills"
+        ),
+        refuses=lambda v, d: v.schedule is Schedule.COLUMNS and not _columns_offered(v),
+        explain=lambda v, d: f"column parts are for two warpgroups, linear softmax and head_dim > {WIDE_HEAD_DIM}",
     ),
     Rule(
         name="SPLIT-TILE",

@@ -49,6 +49,7 @@ class Schedule(Name):
     MULTISTAGE = "multistage"  # sm89: loads run ahead of the warps, CTAs that share an SM overlap each other
     PINGPONG = "pingpong"  # warpgroups take turns on the tensor cores: P V of a tile and Q K^T of the next in one turn
     OVERLAP = "overlap"  # Q K^T of the next tile is issued before P V of this one; no turns
+    COLUMNS = "columns"  # P V in column parts: one is multiplied while the one before is added to O; for wide heads
     SERIAL = "serial"  # no overlap inside a warpgroup: the others fill the tensor cores
 
 

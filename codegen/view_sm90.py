@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from codegen.derive_sm90 import ONES, derive
+from codegen.derive_sm90 import ITEM_SLOTS, ONES, derive
 from codegen.scaling import GRANULARITY, key_block
 from codegen.spec import Dtype, Schedule, Softmax, Variant
 from codegen.view import OUT_POLICY, summary, symbol
@@ -12,6 +12,7 @@ from codegen.view import OUT_POLICY, summary, symbol
 _SCHEDULE = {
     Schedule.PINGPONG: "warpgroups take turns on the tensor cores; while one multiplies, the others do their softmax.",
     Schedule.OVERLAP: "Q K^T of the next tile is issued before P V of this one, and its softmax runs under that P V.",
+    Schedule.COLUMNS: "a part of the columns of P V is multiplied while the one before is added to O.",
     Schedule.SERIAL: "a warpgroup finishes a tile before the next; others fill the tensor cores meanwhile.",
 }
 
@@ -24,8 +25,12 @@ class KernelView:
     warpgroups: int
     threads: int
     q_buffers: int
+    item_slots: int
     split: int
     parts: int
+    part_columns: int
+    part_buffers: int
+    tight: bool
     loader_registers: int
     compute_registers: int
     smem_sum: str
@@ -53,8 +58,12 @@ def kernel_view(v: Variant) -> KernelView:
         warpgroups=d.warpgroups,
         threads=d.threads,
         q_buffers=d.query_buffers,
+        item_slots=ITEM_SLOTS,
         split=v.cluster.ctas,
         parts=d.parts,
+        part_columns=d.part_columns,
+        part_buffers=d.part_buffers,
+        tight=d.tight,
         loader_registers=d.producer_registers,
         compute_registers=d.consumer_registers,
         smem_sum=f"{d.smem_sum} bytes",

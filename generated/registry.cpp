@@ -341,7 +341,9 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_fp16_
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_bf16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_fp16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_exp2_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4;
@@ -359,8 +361,10 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_fp16
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e5m2_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_bf16_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_e4m3_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_fp16_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e5m2_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo;
@@ -371,16 +375,14 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_fp16_l
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n64w4_s3_token_causal_e4m3_bf16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n64w4_s3_token_causal_e4m3_fp16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_bf16_exp2_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_e4m3_exp2_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_fp16_exp2_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e5m2_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_e4m3_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e5m2_bf16_exp2_serial_solo;
@@ -389,6 +391,13 @@ extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_token_causal_e4m3_bf1
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_token_causal_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_token_full_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_token_full_e4m3_fp16_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_e4m3_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_full_e4m3_bf16_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_full_e4m3_fp16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_token_causal_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_token_causal_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_token_full_e4m3_bf16_exp2_serial_split4;
@@ -401,6 +410,7 @@ extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_l
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_causal_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_causal_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_causal_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_causal_e5m2_bf16_exp2_serial_solo;
@@ -412,8 +422,6 @@ extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_full_e4m3_fp16_e
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_full_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_full_e5m2_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_full_e5m2_fp16_exp2_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_causal_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_full_e4m3_bf16_exp2_serial_solo;
@@ -421,7 +429,9 @@ extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_full_e4m3_fp16_ex
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n64w8_s2_token_causal_e4m3_fp16_exp2_serial_solo;
@@ -466,17 +476,25 @@ extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_full_e4m3_fp16_e
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_full_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_full_e5m2_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_full_e5m2_fp16_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n64w4_s3_block_causal_e4m3_bf16_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n64w4_s3_block_causal_e4m3_fp16_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n64w4_s3_block_full_e4m3_bf16_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n64w4_s3_block_full_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s2_token_full_e4m3_bf16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s2_token_full_e4m3_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s3_token_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_bf16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_fp16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo;
@@ -502,13 +520,17 @@ extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_causal_e4m3_fp16_
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_causal_e5m2_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_causal_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_bf16_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_e4m3_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_fp16_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e5m2_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo;
@@ -519,8 +541,10 @@ extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s2_token_full_e4m3_bf16_e
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s2_token_full_e4m3_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s2_token_full_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e5m2_bf16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e5m2_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_exp2_overlap_solo;
@@ -559,7 +583,9 @@ extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_full_e5m2_bf16_ex
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_full_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_linear_serial_solo;
 
 const VariantEntry kVariants[] = {
     {"sm89_diag_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2", kLaunch_sm89_diag_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2, 128, 64, 64, OutType::bf16,
@@ -1573,7 +1599,13 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_exp2_serial_split4, 128, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
+    {"sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2, 128, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false},
     {"sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4, 128, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false},
+    {"sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2, 128, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
     {"sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4, 128, 64, 128, OutType::bf16,
@@ -1627,10 +1659,16 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_bf16_exp2_serial_solo, 128, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_bf16_linear_serial_solo, 128, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_e4m3_exp2_serial_solo, 128, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_fp16_exp2_serial_solo, 128, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_fp16_linear_serial_solo, 128, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d128_m64n128w4_s3_block_full_e5m2_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e5m2_bf16_exp2_serial_solo, 128, 64, 128, OutType::bf16,
@@ -1663,19 +1701,10 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_bf16_exp2_serial_solo, 192, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_bf16_linear_serial_solo, 192, 128, 128, OutType::bf16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true},
     {"sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_e4m3_exp2_serial_solo, 192, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_e4m3_linear_serial_solo, 192, 128, 128, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true},
     {"sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_fp16_exp2_serial_solo, 192, 128, 128, OutType::fp16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true},
-    {"sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo, 192, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d192_m128n128w8_s2_block_causal_e5m2_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e5m2_bf16_exp2_serial_solo, 192, 128, 128, OutType::bf16,
@@ -1691,6 +1720,9 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_e4m3_exp2_serial_solo, 192, 128, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_e4m3_linear_serial_solo, 192, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_fp16_exp2_serial_solo, 192, 128, 128, OutType::fp16,
@@ -1717,6 +1749,27 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m128n128w8_s2_token_full_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s2_token_full_e4m3_fp16_exp2_serial_solo, 192, 128, 128, OutType::fp16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, true},
+    {"sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_linear_columns_solo, 192, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_linear_serial_solo, 192, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_e4m3_linear_serial_solo, 192, 128, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_columns_solo, 192, 128, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_serial_solo, 192, 128, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d192_m128n128w8_s3_block_full_e4m3_bf16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_full_e4m3_bf16_linear_columns_solo, 192, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d192_m128n128w8_s3_block_full_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_full_e4m3_fp16_linear_columns_solo, 192, 128, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d192_m128n128w8_s3_token_causal_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d192_m128n128w8_s3_token_causal_e4m3_bf16_exp2_serial_split4, 192, 128, 128, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, false},
@@ -1753,6 +1806,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo, 192, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d192_m64n128w4_s3_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_causal_e4m3_e4m3_linear_serial_solo, 192, 64, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d192_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo, 192, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
@@ -1786,12 +1842,6 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m64n128w4_s3_block_full_e5m2_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_full_e5m2_fp16_exp2_serial_solo, 192, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d192_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d192_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo, 192, 64, 256, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true},
-    {"sm90a_fwd_d192_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d192_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo, 192, 64, 256, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true},
     {"sm90a_fwd_d192_m64n64w4_s3_block_causal_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_causal_e4m3_bf16_exp2_serial_solo, 192, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
@@ -1813,7 +1863,13 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo, 256, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_columns_solo, 256, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo, 256, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_columns_solo, 256, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_serial_solo, 256, 128, 128, OutType::fp16,
@@ -1948,6 +2004,18 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d256_m64n128w4_s3_block_full_e5m2_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_full_e5m2_fp16_exp2_serial_solo, 256, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d256_m64n64w4_s3_block_causal_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d256_m64n64w4_s3_block_causal_e4m3_bf16_exp2_serial_solo, 256, 64, 64, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d256_m64n64w4_s3_block_causal_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d256_m64n64w4_s3_block_causal_e4m3_fp16_exp2_serial_solo, 256, 64, 64, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d256_m64n64w4_s3_block_full_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d256_m64n64w4_s3_block_full_e4m3_bf16_exp2_serial_solo, 256, 64, 64, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d256_m64n64w4_s3_block_full_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d256_m64n64w4_s3_block_full_e4m3_fp16_exp2_serial_solo, 256, 64, 64, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d64_m128n128w8_s2_token_full_e4m3_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s2_token_full_e4m3_bf16_exp2_pingpong_solo, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, true},
@@ -1963,10 +2031,16 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_overlap_solo, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo, 64, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_overlap_solo, 64, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_overlap_solo, 64, 128, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_bf16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_bf16_exp2_overlap_solo, 64, 128, 128, OutType::bf16,
@@ -1978,7 +2052,13 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_overlap_solo, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo, 64, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo, 64, 128, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo, 64, 128, 256, OutType::bf16,
@@ -2056,10 +2136,16 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_bf16_exp2_serial_solo, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_bf16_linear_serial_solo, 64, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_e4m3_exp2_serial_solo, 64, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_fp16_exp2_serial_solo, 64, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_fp16_linear_serial_solo, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d64_m64n128w4_s3_block_full_e5m2_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e5m2_bf16_exp2_serial_solo, 64, 64, 128, OutType::bf16,
@@ -2071,12 +2157,18 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo, 64, 64, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
+    {"sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_split2", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_split2, 64, 64, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, false},
     {"sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo, 64, 64, 256, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
     {"sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo, 64, 64, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
+    {"sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_split2", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_split2, 64, 64, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, false},
     {"sm90a_fwd_d64_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo, 64, 64, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
@@ -2107,10 +2199,16 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo, 96, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo, 96, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_pingpong_solo, 96, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo, 96, 128, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo, 96, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e5m2_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e5m2_bf16_exp2_pingpong_solo, 96, 128, 128, OutType::bf16,
@@ -2227,10 +2325,16 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo, 96, 64, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
+    {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo, 96, 64, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true},
     {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo, 96, 64, 256, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
+    {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_linear_serial_solo, 96, 64, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true},
 };
-const int kVariantCount = 556;
+const int kVariantCount = 582;
 
 }  // namespace fp8cutlass

@@ -50,6 +50,10 @@ def _sm90a_wide_token(v: Variant) -> bool:
     return v.family == "sm90a" and v.head_dim == 256 and v.scaling is Scaling.TOKEN and v.causal and v.kind is Kind.FWD
 
 
+def _sm90a_columns(v: Variant) -> bool:
+    return v.schedule is Schedule.COLUMNS and v.head_dim == 256
+
+
 def _sm90a_split(v: Variant) -> bool:
     return v.family == "sm90a" and v.cluster is not Cluster.SOLO and v.softmax is Softmax.LINEAR
 
@@ -64,6 +68,7 @@ QUERIES: dict[str, Callable[[Variant], bool]] = {
     "diagnostic.cu": _diagnostic,
     "sm90a_overlapped.cu": _sm90a_overlapped,
     "sm90a_wide_token.cu": _sm90a_wide_token,
+    "sm90a_columns.cu": _sm90a_columns,
     "sm90a_split.cu": _sm90a_split,
     "sm90a_diagnostic.cu": _sm90a_diagnostic,
 }

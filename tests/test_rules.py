@@ -149,9 +149,14 @@ CASES: list[tuple[str, Variant, str]] = [
         "1 warpgroup has nobody to take turns with",
     ),
     (
-        "WIDE-SERIAL",
+        "WIDE-PARTS",
         replace(HOPPER, head_dim=192, schedule=Schedule.OVERLAP),
-        "overlap has no registers for two products of head_dim 192",
+        "overlap has no registers for a product of head_dim 192 beside O",
+    ),
+    (
+        "COLUMNS-WIDE",
+        replace(HOPPER, schedule=Schedule.COLUMNS),
+        "column parts are for two warpgroups, linear softmax and head_dim > 128",
     ),
     ("SPLIT-TILE", replace(HOPPER, tile=tile(192, 128, 12), cluster=Cluster.SPLIT2), SPLIT),
     ("SPLIT-TILE", replace(HOPPER, schedule=Schedule.PINGPONG, cluster=Cluster.SPLIT4), SPLIT),
@@ -200,6 +205,7 @@ def test_the_variants_beside_the_cases_are_legal() -> None:
         assert check(v) is None, v.id
     for schedule in (Schedule.PINGPONG, Schedule.OVERLAP, Schedule.SERIAL):
         assert check(replace(HOPPER, schedule=schedule)) is None, schedule
+    assert check(replace(HOPPER, head_dim=256, stages=2, tile=tile(128, 128, 8), schedule=Schedule.COLUMNS)) is None
     assert check(replace(HOPPER, stages=3, cluster=Cluster.SPLIT4)) is None
 
 

@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
         float slope[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          slope[r] = fminf(fmaxf(rows[f].slope[r], 0x1p-126f), kMaxSlope);
+          slope[r] = fminf(fmaxf(rows[f].slope[r], kMinSlope), kMaxSlope);
         softmax_exp2(s[f], slope, weight[f], exact[f], want_lse);
         pack_p(prob[f], s[f]);
       }

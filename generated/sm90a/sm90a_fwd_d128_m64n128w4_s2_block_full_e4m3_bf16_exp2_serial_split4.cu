@@ -36,6 +36,7 @@ constexpr int kThreads = 256;
 constexpr int kStages = 2;
 constexpr int kQBuffers = 1;
 constexpr int kSplit = 4;         // CTAs that share an item
+constexpr int kItemSlots = 4;     // work items that are known at a time
 constexpr bool kCausal = false;
 constexpr int kKeyBlock = 128;    // keys of a block descale
 constexpr int kKeyBlocks = 16;    // n8 blocks of S
@@ -58,6 +59,8 @@ using Out = OutBf16;
 using QTile = sm90::OperandTile<kTileM, kHeadDim>;
 using KTile = sm90::OperandTile<kTileN, kHeadDim>;
 using VTile = sm90::OperandTile<kHeadDim + 8, kTileN>;  // V^T: the columns of V, 8 rows of ones
+// Where in it the columns of a part begin.
+constexpr __host__ __device__ int value_row(int part) { return part * kPartColumns + (part > 0 ? 8 : 0); }
 constexpr int kVBytes = (VTile::kBytes + 1023) / 1024 * 1024;
 
 // For the LSE, a lane's part of the unquantised exponentials of its two rows, of the item and of the tile: here, as
@@ -71,9 +74,9 @@ struct SharedStorage {
   alignas(1024) uint8_t k[kStages][KTile::kBytes];
   alignas(1024) uint8_t v[kStages][kVBytes];
   ExactSums exact[128 * kWarpgroups];
-  float slope[4][kTileM];  // with the items: softmax scale times Q's descale, as octaves a score unit of K's descale
+  float slope[kItemSlots][kTileM];  // with the items: softmax scale times Q's descale, as octaves a score unit of K's descale
   struct alignas(1024) {
-    sm90::Item items[4];  // this item, the one before (its epilogue may still run) and those that are loaded ahead
+    sm90::Item items[kItemSlots];  // this item, the one before (its epilogue may still run) and those that are loaded ahead
     float2 descales[2 * kStages];  // of K and of V, read until after the stages are loaded again, so twice as many
     sm90::Barrier q_full[kQBuffers], q_empty[kQBuffers];
     sm90::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
@@ -115,14 +118,17 @@ __device__ __forceinline__ float2 tile_descales(const ForwardParams& p, int kv_h
                      p.v_descale[int64_t(kv_head) * p.v_descale_head + block * p.v_descale_block]);
 }
 
+__device__ __forceinline__ float row_descale(const ForwardParams& p, const sm90::Item& item, int row) {
+  const int64_t head = int64_t(item.batch) * p.heads + item.head;
+  return p.q_descale[head * p.q_descale_head + int64_t(min(item.row + row, p.seqlen_q - 1)) * p.q_descale_row];
+}
+
 __device__ __forceinline__ Ahead look_ahead(const sm90::KernelParams& params, int number, int lane) {
   const ForwardParams& p = params.p;
   Ahead ahead;
   ahead.item = sm90::part_of<kSplit>(sm90::item_at<kTileM, kTileN, kCausal>(p, params.order, number / kSplit), number % kSplit);
-  const float* q_descale = p.q_descale + (int64_t(ahead.item.batch) * p.heads + ahead.item.head) * p.q_descale_head;
 #pragma unroll
-  for (int i = 0; i < kTileM / 32; ++i)
-    ahead.q_descale[i] = q_descale[int64_t(min(ahead.item.row + lane + 32 * i, p.seqlen_q - 1)) * p.q_descale_row];
+  for (int i = 0; i < kTileM / 32; ++i) ahead.q_descale[i] = row_descale(p, ahead.item, lane + 32 * i);
   if (ahead.item.tiles == 0) return ahead;  // its first tile may lie past the end
   ahead.descales = tile_descales(p, ahead.item.kv_head, ahead.item.first_tile);
   return ahead;
@@ -138,22 +144,22 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   Ahead ahead = look_ahead(params, blockIdx.x, lane);  // the grid is no larger than the number of items
   {
     constexpr int turn = 0, slot = 0;
-    const sm90::Item item = ahead.item;
+    const sm90::Item& item = control.items[turn % kItemSlots];  // from here on read from shared memory: registers are few
     if (lane == 0) {
+      control.items[turn % kItemSlots] = ahead.item;
 #pragma unroll
       for (int b = 0; b < QTile::kBlocks; ++b)
-        Copy::copy(&params.q, &control.q_full[slot], kHint, shared.q[slot] + b * QTile::kBlockBytes, b * QTile::kWidth, item.row,
-                   item.head * params.q_head_step, item.batch * params.q_batch_step);
-      control.items[turn % 4] = item;
+        Copy::copy(&params.q, &control.q_full[slot], kHint, shared.q[slot] + b * QTile::kBlockBytes, b * QTile::kWidth, ahead.item.row,
+                   ahead.item.head * params.q_head_step, ahead.item.batch * params.q_batch_step);
     }
+    __syncwarp();
+    if (lane == 0) sm90::expect(control.q_full[slot], QTile::kBytes);
 #pragma unroll
     for (int i = 0; i < kTileM / 32; ++i)
-      shared.slope[turn % 4][lane + 32 * i] = ahead.q_descale[i] * (p.scale * kLog2e);
-    __syncwarp();
-    if (lane == 0) sm90::arrive_expect(control.q_full[slot], QTile::kBytes);  // publishes item and slopes, too
+      shared.slope[turn % kItemSlots][lane + 32 * i] = ahead.q_descale[i] * (p.scale * kLog2e);
+    sm90::arrive(control.q_full[slot]);  // all lanes: this publishes their slopes, and the item
 
     float2 descales = ahead.descales;
-    const int k_head = (item.kv_head - item.batch * p.kv_heads) * params.k_head_step;
 #pragma unroll 1
     for (int j = 0; j < item.tiles; ++j, stage = stage.next()) {
       const int tile = item.first_tile + j, key = tile * kTileN, s = stage.slot;
@@ -161,8 +167,8 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
       if (lane == 0) {
 #pragma unroll
         for (int b = 0; b < KTile::kBlocks; ++b)
-          Copy::copy(&params.k, &control.k_full[s], kHint, shared.k[s] + b * KTile::kBlockBytes, b * KTile::kWidth, key, k_head,
-                     item.batch * params.k_batch_step);
+          Copy::copy(&params.k, &control.k_full[s], kHint, shared.k[s] + b * KTile::kBlockBytes, b * KTile::kWidth, key,
+                     (item.kv_head - item.batch * p.kv_heads) * params.k_head_step, item.batch * params.k_batch_step);
         control.descales[stage.ring()] = descales;
         sm90::arrive_expect(control.k_full[s], KTile::kBytes);
         if (j + 1 < item.tiles) descales = tile_descales(p, item.kv_head, tile + 1);
@@ -174,7 +180,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
         for (int b = 0; b < VTile::kBlocks; ++b)
 #pragma unroll
           for (int part = 0; part < kParts; ++part)
-            Copy::copy(&params.v, &control.v_full[s], kHint, shared.v[s] + b * VTile::kBlockBytes + part * (kPartColumns + 8) * VTile::kWidth,
+            Copy::copy(&params.v, &control.v_full[s], kHint, shared.v[s] + b * VTile::kBlockBytes + value_row(part) * VTile::kWidth,
                        key + b * VTile::kWidth, part * kPartColumns, item.kv_head);
       }
     }
@@ -193,11 +199,10 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     return int(thread / 32 * 16 + thread % 32 / 4);
   };
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
-  const bool signals = threadIdx.x % 32 == 0;  // arrives at the barriers for its warp
   const bool want_lse = p.lse != nullptr;
-  const uint64_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
-  const uint64_t k_tiles = KTile::descriptor(cute::cast_smem_ptr_to_uint(shared.k[0]));
-  const uint64_t v_tiles = VTile::descriptor(cute::cast_smem_ptr_to_uint(shared.v[0]));
+  const uint32_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
+  const uint32_t k_tiles = KTile::descriptor(cute::cast_smem_ptr_to_uint(shared.k[0]));
+  const uint32_t v_tiles = VTile::descriptor(cute::cast_smem_ptr_to_uint(shared.v[0]));
 
   float o[kDimBlocks][4];          // of the item
   using Scores = Score[kKeyBlocks][kScoreRegs];
@@ -223,7 +228,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
   const auto softmax = [&](Scores& s, int turn, int tile, const Stage& stage, float k_descale, bool masked) {
-    const sm90::Item& item = control.items[turn % 4];
+    const sm90::Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
     if (masked) {
       int last[2];  // the last key, relative to the tile, that each of the two rows sees
@@ -237,14 +242,15 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     float slope[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      slope[r] = fminf(fmaxf(shared.slope[turn % 4][row_in_tile() + 8 * r] * k_descale, 0x1p-126f), kMaxSlope);
+      slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinSlope), kMaxSlope);
     float exact[2];
     softmax_exp2(s, slope, weight, exact, want_lse);
     if (want_lse) exact_sums().tile = make_float2(exact[0], exact[1]);
   };
 
-  // O += beta * descale * T for the columns of a part, or = for the first tile of an item.
-  const auto promote = [&](const Product& t, bool first, int part, float descale) {
+  // O += beta * descale * T for the columns of a part.
+  // Or =, for the first tile of an item: cleared before, O would be a second set of registers, and spill.
+  const auto promote = [&](const auto& t, int part, float descale, bool first) {
     const float factor[2] = {beta[0] * descale, beta[1] * descale};
     if (first) {
 #pragma unroll
@@ -291,7 +297,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   {
     constexpr int turn = 0, slot = 0;
     sm90::wait(control.q_full[slot], turn / kQBuffers & 1);
-    const sm90::Item& item = control.items[turn % 4];
+    const sm90::Item& item = control.items[turn % kItemSlots];
     const int tiles = item.tiles;
     if (tiles == 0) {  // more CTAs than tiles: nothing to bring, but columns to merge
 #pragma unroll
@@ -314,8 +320,8 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       cute::warpgroup_commit_batch();
       cute::warpgroup_wait<0>();
       sm90::fence(s);
-      sm90::arrive_if(control.k_empty[stage.slot], signals);
-      sm90::arrive_if(control.q_empty[slot], signals && j + 1 == tiles);
+      sm90::arrive(control.k_empty[stage.slot]);
+      sm90::arrive_if(control.q_empty[slot], j + 1 == tiles);
       softmax(s, turn, tile, stage, k_scale, masked);
       pack_p(prob, s);
       Product t;
@@ -327,11 +333,11 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       weigh_tile(j == 0);
       cute::warpgroup_wait<0>();
       sm90::fence(t);
-      promote(t, j == 0, 0, v_descale(stage));
-      sm90::arrive_if(control.v_empty[stage.slot], signals);
+      promote(t, 0, v_descale(stage), j == 0);
+      sm90::arrive(control.v_empty[stage.slot]);
     }
     const int rank = blockIdx.x % kSplit;
-    asm volatile("bar.sync 1, %0;" ::"n"(128 * kWarpgroups) : "memory");  // no warp reads K or V any more
+    sm90::sync_consumers<128 * kWarpgroups>();  // no warp reads K or V any more
     sm90::merge<kSplit>(o, ref, sum, exact_sums().item, *reinterpret_cast<Part*>(shared.k), rank, threadIdx.x - 128);
     epilogue(item, rank);
   }
@@ -347,10 +353,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // by a shuffle, so that it is known to be uniform
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kQBuffers; ++i) sm90::init(control.q_full[i], 1), sm90::init(control.q_empty[i], 4 * kWarpgroups);
+    // Every thread arrives for itself where it reads or writes itself; what only the copy engine writes, one lane expects.
+    constexpr int kReaders = 128 * kWarpgroups;
+    for (int i = 0; i < kQBuffers; ++i) sm90::init(control.q_full[i], 32), sm90::init(control.q_empty[i], kReaders);
     for (int i = 0; i < kStages; ++i) {
-      sm90::init(control.k_full[i], 1), sm90::init(control.k_empty[i], 4 * kWarpgroups);
-      sm90::init(control.v_full[i], 1), sm90::init(control.v_empty[i], 4 * kWarpgroups);
+      sm90::init(control.k_full[i], 1), sm90::init(control.k_empty[i], kReaders);
+      sm90::init(control.v_full[i], 1), sm90::init(control.v_empty[i], kReaders);
     }
     sm90::fence_init();
   }

@@ -35,6 +35,7 @@ constexpr int kThreads = 384;
 constexpr int kStages = 2;
 constexpr int kQBuffers = 2;
 constexpr int kSplit = 1;         // CTAs that share an item
+constexpr int kItemSlots = 4;     // work items that are known at a time
 constexpr bool kCausal = false;
 constexpr int kKeyBlock = 128;    // keys of a block descale
 constexpr int kKeyBlocks = 16;    // n8 blocks of S
@@ -58,6 +59,8 @@ using Out = OutBf16;
 using QTile = sm90::OperandTile<kTileM, kHeadDim>;
 using KTile = sm90::OperandTile<kTileN, kHeadDim>;
 using VTile = sm90::OperandTile<kHeadDim + 8, kTileN>;  // V^T: the columns of V, 8 rows of ones
+// Where in it the columns of a part begin.
+constexpr __host__ __device__ int value_row(int part) { return part * kPartColumns + (part > 0 ? 8 : 0); }
 constexpr int kVBytes = (VTile::kBytes + 1023) / 1024 * 1024;
 
 // For the LSE, a lane's part of the unquantised exponentials of its two rows, of the item and of the tile: here, as
@@ -72,9 +75,9 @@ struct SharedStorage {
   alignas(1024) uint8_t v[kStages][kVBytes];
   float k_descale[kStages][kTileN];
   ExactSums exact[128 * kWarpgroups];
-  float slope[4][kTileM];  // with the items: softmax scale times Q's descale, as octaves a score unit of K's descale
+  float slope[kItemSlots][kTileM];  // with the items: softmax scale times Q's descale, as octaves a score unit of K's descale
   struct alignas(1024) {
-    sm90::Item items[4];  // this item, the one before (its epilogue may still run) and those that are loaded ahead
+    sm90::Item items[kItemSlots];  // this item, the one before (its epilogue may still run) and those that are loaded ahead
     sm90::Barrier q_full[kQBuffers], q_empty[kQBuffers];
     sm90::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   } control;
@@ -106,14 +109,17 @@ struct Ahead {
   float q_descale[kTileM / 32];  // of rows lane, lane + 32, ...
 };
 
+__device__ __forceinline__ float row_descale(const ForwardParams& p, const sm90::Item& item, int row) {
+  const int64_t head = int64_t(item.batch) * p.heads + item.head;
+  return p.q_descale[head * p.q_descale_head + int64_t(min(item.row + row, p.seqlen_q - 1)) * p.q_descale_row];
+}
+
 __device__ __forceinline__ Ahead look_ahead(const sm90::KernelParams& params, int number, int lane) {
   const ForwardParams& p = params.p;
   Ahead ahead;
   ahead.item = sm90::item_at<kTileM, kTileN, kCausal>(p, params.order, number);
-  const float* q_descale = p.q_descale + (int64_t(ahead.item.batch) * p.heads + ahead.item.head) * p.q_descale_head;
 #pragma unroll
-  for (int i = 0; i < kTileM / 32; ++i)
-    ahead.q_descale[i] = q_descale[int64_t(min(ahead.item.row + lane + 32 * i, p.seqlen_q - 1)) * p.q_descale_row];
+  for (int i = 0; i < kTileM / 32; ++i) ahead.q_descale[i] = row_descale(p, ahead.item, lane + 32 * i);
   return ahead;
 }
 
@@ -129,28 +135,26 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
     const int slot = turn % kQBuffers;
     sm90::wait(control.q_empty[slot], (turn / kQBuffers & 1) ^ 1);  // a fresh barrier counts as passed with parity 1
     if (number >= params.order.items) {
-      if (lane == 0) {
-        control.items[turn % 4].tiles = 0;
-        sm90::arrive(control.q_full[slot]);  // the arrival also publishes the item
-      }
+      if (lane == 0) control.items[turn % kItemSlots].tiles = 0;
+      sm90::arrive(control.q_full[slot]);  // the arrival also publishes the item
       break;
     }
-    const sm90::Item item = ahead.item;
+    const sm90::Item& item = control.items[turn % kItemSlots];  // from here on read from shared memory: registers are few
     if (lane == 0) {
+      control.items[turn % kItemSlots] = ahead.item;
 #pragma unroll
       for (int b = 0; b < QTile::kBlocks; ++b)
-        Copy::copy(&params.q, &control.q_full[slot], kHint, shared.q[slot] + b * QTile::kBlockBytes, b * QTile::kWidth, item.row,
-                   item.head * params.q_head_step, item.batch * params.q_batch_step);
-      control.items[turn % 4] = item;
+        Copy::copy(&params.q, &control.q_full[slot], kHint, shared.q[slot] + b * QTile::kBlockBytes, b * QTile::kWidth, ahead.item.row,
+                   ahead.item.head * params.q_head_step, ahead.item.batch * params.q_batch_step);
     }
+    __syncwarp();
+    if (lane == 0) sm90::expect(control.q_full[slot], QTile::kBytes);
 #pragma unroll
     for (int i = 0; i < kTileM / 32; ++i)
-      shared.slope[turn % 4][lane + 32 * i] = ahead.q_descale[i] * (p.scale * kLog2e);
-    __syncwarp();
-    if (lane == 0) sm90::arrive_expect(control.q_full[slot], QTile::kBytes);  // publishes item and slopes, too
+      shared.slope[turn % kItemSlots][lane + 32 * i] = ahead.q_descale[i] * (p.scale * kLog2e);
+    sm90::arrive(control.q_full[slot]);  // all lanes: this publishes their slopes, and the item
 
     const int drawn = sm90::draw_item(p, number, lane);
-    const int k_head = (item.kv_head - item.batch * p.kv_heads) * params.k_head_step;
 #pragma unroll 1
     for (int j = 0; j < item.tiles; ++j, stage = stage.next()) {
       const int tile = item.first_tile + j, key = tile * kTileN, s = stage.slot;
@@ -158,8 +162,8 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
       if (lane == 0) {
 #pragma unroll
         for (int b = 0; b < KTile::kBlocks; ++b)
-          Copy::copy(&params.k, &control.k_full[s], kHint, shared.k[s] + b * KTile::kBlockBytes, b * KTile::kWidth, key, k_head,
-                     item.batch * params.k_batch_step);
+          Copy::copy(&params.k, &control.k_full[s], kHint, shared.k[s] + b * KTile::kBlockBytes, b * KTile::kWidth, key,
+                     (item.kv_head - item.batch * p.kv_heads) * params.k_head_step, item.batch * params.k_batch_step);
         cute::SM90_BULK_COPY_G2S::copy(p.k_descale + int64_t(item.kv_head) * p.seqlen_k_padded + key, &control.k_full[s],
                                        shared.k_descale[s], 4 * kTileN);
         sm90::arrive_expect(control.k_full[s], KTile::kBytes + 4 * kTileN);
@@ -171,7 +175,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
         for (int b = 0; b < VTile::kBlocks; ++b)
 #pragma unroll
           for (int part = 0; part < kParts; ++part)
-            Copy::copy(&params.v, &control.v_full[s], kHint, shared.v[s] + b * VTile::kBlockBytes + part * (kPartColumns + 8) * VTile::kWidth,
+            Copy::copy(&params.v, &control.v_full[s], kHint, shared.v[s] + b * VTile::kBlockBytes + value_row(part) * VTile::kWidth,
                        key + b * VTile::kWidth, part * kPartColumns, item.kv_head);
       }
       if (j == 0) {
@@ -195,18 +199,17 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     return int(thread / 32 * 16 + thread % 32 / 4);
   };
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
-  const bool signals = threadIdx.x % 32 == 0;  // arrives at the barriers for its warp
   const bool want_lse = p.lse != nullptr;
-  const uint64_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
-  const uint64_t k_tiles = KTile::descriptor(cute::cast_smem_ptr_to_uint(shared.k[0]));
-  const uint64_t v_tiles = VTile::descriptor(cute::cast_smem_ptr_to_uint(shared.v[0]));
+  const uint32_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
+  const uint32_t k_tiles = KTile::descriptor(cute::cast_smem_ptr_to_uint(shared.k[0]));
+  const uint32_t v_tiles = VTile::descriptor(cute::cast_smem_ptr_to_uint(shared.v[0]));
 
-  float o[kDimBlocks][4];          // of the item
+  float o[kDimBlocks][4] = {};     // of the item
   using Scores = Score[kKeyBlocks][kScoreRegs];
   using Product = float[kPartBlocks + 1][4];  // P V of one tile; its last block is the row sums
   uint32_t prob[kKeySteps][4];
   // Of the lane's two rows: the log2 weight that O and the sums are relative to, the sum of quantised P.
-  float ref[2], sum[2];
+  float ref[2] = {}, sum[2] = {};
   float weight[2], beta[2] = {};   // of a tile, see softmax.cuh
 
   const auto issue_scores = [&](Scores& s, int slot, int stage) {
@@ -226,7 +229,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
   const auto softmax = [&](Scores& s, int turn, int tile, const Stage& stage, float k_descale, bool masked) {
-    const sm90::Item& item = control.items[turn % 4];
+    const sm90::Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
     scale_columns(s, shared.k_descale[stage.slot]);
     if (masked) {
@@ -241,41 +244,59 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     float slope[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      slope[r] = fminf(fmaxf(shared.slope[turn % 4][row_in_tile() + 8 * r] * k_descale, 0x1p-126f), kMaxSlope);
+      slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinSlope), kMaxSlope);
     float exact[2];
     softmax_exp2(s, slope, weight, exact, want_lse);
     if (want_lse) exact_sums().tile = make_float2(exact[0], exact[1]);
   };
 
-  // O += beta * descale * T for the columns of a part, or = for the first tile of an item.
-  const auto promote = [&](const Product& t, bool first, int part, float descale) {
+  // O += beta * descale * T for the columns of a part.
+  const auto promote = [&](const auto& t, int part, float descale) {
     const float factor[2] = {beta[0] * descale, beta[1] * descale};
-    if (first) {
 #pragma unroll
-      for (int n = 0; n < kPartBlocks; ++n)
+    for (int n = 0; n < kPartBlocks; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) o[part * kPartBlocks + n][i] = factor[i / 2] * t[n][i];
-    } else {
-#pragma unroll
-      for (int n = 0; n < kPartBlocks; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) o[part * kPartBlocks + n][i] = fmaf(factor[i / 2], t[n][i], o[part * kPartBlocks + n][i]);
-    }
+      for (int i = 0; i < 4; ++i) o[part * kPartBlocks + n][i] = fmaf(factor[i / 2], t[n][i], o[part * kPartBlocks + n][i]);
     if (part == 0)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) sum[r] = first ? beta[r] * t[kPartBlocks][2 * r] : fmaf(beta[r], t[kPartBlocks][2 * r], sum[r]);
+      for (int r = 0; r < 2; ++r) sum[r] = fmaf(beta[r], t[kPartBlocks][2 * r], sum[r]);
   };
-  // beta of the tile in `weight`; the reference of the item may move, O with it.
-  const auto weigh_tile = [&](bool first) {
-    weigh(ref, weight, first, beta, [&](int r, float x) {
+  // beta of the tile in `weight` against the reference of the item. Whatever else may have to be done between two tiles
+  // lies behind one branch, as a jump costs a warp 20 to 40 cycles: `finish` is called before an item's first tile.
+  const auto weigh_tile = [&](bool first, const auto& finish) {
+    float rise[2];
 #pragma unroll
-      for (int n = 0; n < kDimBlocks; ++n) o[n][2 * r] *= x, o[n][2 * r + 1] *= x;
-      sum[r] *= x;
-      if (want_lse) (r == 0 ? exact_sums().item.x : exact_sums().item.y) *= x;
-    });
-    if (want_lse) {
-      const float2 tile = exact_sums().tile, item = first ? make_float2(0.f, 0.f) : exact_sums().item;
-      exact_sums().item = make_float2(fmaf(beta[0], tile.x, item.x), fmaf(beta[1], tile.y, item.y));
+    for (int r = 0; r < 2; ++r) {
+      rise[r] = weight[r] - ref[r];
+      beta[r] = exp2_approx(rise[r]);
+    }
+    // The vote keeps the branch uniform, and with it the pipeline's state in uniform registers.
+    if (first || want_lse || __any_sync(~0u, fmaxf(rise[0], rise[1]) > kMaxRise)) {
+      if (first) {
+        finish();
+#pragma unroll
+        for (int n = 0; n < kDimBlocks; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) o[n][i] = 0.f;
+        if (want_lse) exact_sums().item = make_float2(0.f, 0.f);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (first) {
+          ref[r] = weight[r], beta[r] = 1.f, sum[r] = 0.f;
+        } else if (rise[r] > kMaxRise) {  // O moves to the new reference
+          const float x = exp2_approx(-rise[r]);
+#pragma unroll
+          for (int n = 0; n < kDimBlocks; ++n) o[n][2 * r] *= x, o[n][2 * r + 1] *= x;
+          sum[r] *= x;
+          if (want_lse) (r == 0 ? exact_sums().item.x : exact_sums().item.y) *= x;
+          ref[r] = weight[r], beta[r] = 1.f;
+        }
+      }
+      if (want_lse) {
+        const float2 tile = exact_sums().tile, item = exact_sums().item;
+        exact_sums().item = make_float2(fmaf(beta[0], tile.x, item.x), fmaf(beta[1], tile.y, item.y));
+      }
     }
   };
   const auto epilogue = [&](const sm90::Item& item) {
@@ -298,7 +319,6 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   int turn = 0, j = 0;      // its item, and which of the item's tiles it is
   sm90::wait(control.q_full[0], 0);
   int tiles = control.items[0].tiles;
-  bool t_first = true;      // the tile in t is the first of its item
   bool very_first = true;   // there is no tile in t yet
   Stage previous;           // of the tile in t
 #pragma unroll
@@ -313,54 +333,54 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   cute::warpgroup_commit_batch();
 #pragma unroll 1
   while (true) {
-    const bool masked = is_masked(control.items[turn % 4], j);
+    const bool masked = is_masked(control.items[turn % kItemSlots], j);
     const float k_scale = k_descale(stage);
+    const bool first = j == 0, last = j + 1 == tiles, finishes = first && turn > 0;
+    const Stage next = stage.next();
     cute::warpgroup_wait<0>();
     sm90::fence(s);  // scores of this tile
     sm90::fence(t);  // P V of the tile before
-    const Stage next = stage.next();
-    const bool first = j == 0, last = j + 1 == tiles;
-    sm90::arrive_if(control.v_empty[previous.slot], signals && !very_first);
-    if (last) sm90::arrive_if(control.q_empty[turn % kQBuffers], signals);
+    // Asked early, so that the answers are there when they are needed.
+    const bool v_ready = sm90::poll(control.v_full[stage.slot], stage.parity);
+    const bool k_ready = sm90::poll(control.k_full[next.slot], next.parity);
+    sm90::arrive_if(control.v_empty[previous.slot], !very_first);
+    if (last) sm90::arrive(control.q_empty[turn % kQBuffers]);
     very_first = false;
     softmax(s, turn, j, stage, k_scale, masked);
-    __syncwarp();
-    sm90::arrive_if(control.k_empty[stage.slot], signals);
+    sm90::arrive(control.k_empty[stage.slot]);
     pack_p(prob, s);
-    promote(t, t_first, 0, v_descale(previous));
-    t_first = first;
-    sm90::wait(control.v_full[stage.slot], stage.parity);
+    promote(t, 0, v_descale(previous));
+    ++j;
+    if (last) {
+      ++turn, j = 0;
+      sm90::wait(control.q_full[turn % kQBuffers], turn / kQBuffers & 1);
+      tiles = control.items[turn % kItemSlots].tiles;
+    }
+    sm90::wait_unless(k_ready || tiles == 0, control.k_full[next.slot], next.parity);
+    sm90::wait_unless(v_ready, control.v_full[stage.slot], stage.parity);
     sm90::fence(prob);
 
     // This warpgroup's turn on the tensor cores: P V of this tile and Q K^T of the next.
     sm90::wait_turn(warpgroup);
     cute::warpgroup_arrive();
     issue_values(t, stage.slot);
-    if (last) {
-      ++turn, j = 0;
-      sm90::wait(control.q_full[turn % kQBuffers], turn / kQBuffers & 1);
-      tiles = control.items[turn % 4].tiles;
-    } else {
-      ++j;
-    }
-    if (tiles > 0) sm90::wait(control.k_full[next.slot], next.parity);
     // After the last tile this multiplies what is left in shared memory, for nothing: if it were skipped, the compiler
     // would wait after every product of the loop.
     issue_scores(s, turn % kQBuffers, next.slot);
     cute::warpgroup_commit_batch();
     sm90::pass_turn((warpgroup + 1) % kWarpgroups);
 
-    const int before = turn - 1 - last;  // the item before this tile's
-    if (first && before >= 0) epilogue(control.items[before % 4]);
-    weigh_tile(first);
+    weigh_tile(first, [&] {
+      if (finishes) epilogue(control.items[(turn - 1 - last) % kItemSlots]);  // the item before this tile's
+    });
     if (tiles == 0) break;
     previous = stage;
     stage = next;
   }
   cute::warpgroup_wait<0>();
   sm90::fence(t);
-  promote(t, t_first, 0, v_descale(stage));
-  epilogue(control.items[(turn - 1) % 4]);
+  promote(t, 0, v_descale(stage));
+  epilogue(control.items[(turn - 1) % kItemSlots]);
 }
 
 // ---- the kernel --------------------------------------------------------------------------------------------------------------------
@@ -373,10 +393,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // by a shuffle, so that it is known to be uniform
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kQBuffers; ++i) sm90::init(control.q_full[i], 1), sm90::init(control.q_empty[i], 4 * kWarpgroups);
+    // Every thread arrives for itself where it reads or writes itself; what only the copy engine writes, one lane expects.
+    constexpr int kReaders = 128 * kWarpgroups;
+    for (int i = 0; i < kQBuffers; ++i) sm90::init(control.q_full[i], 32), sm90::init(control.q_empty[i], kReaders);
     for (int i = 0; i < kStages; ++i) {
-      sm90::init(control.k_full[i], 1), sm90::init(control.k_empty[i], 4 * kWarpgroups);
-      sm90::init(control.v_full[i], 1), sm90::init(control.v_empty[i], 4 * kWarpgroups);
+      sm90::init(control.k_full[i], 1), sm90::init(control.k_empty[i], kReaders);
+      sm90::init(control.v_full[i], 1), sm90::init(control.v_empty[i], kReaders);
     }
     sm90::fence_init();
   }

@@ -14,6 +14,8 @@ constexpr float kLog2e = 1.44269504f;
 constexpr float kLn2 = 0.693147181f;
 
 // Slopes are held above zero, as -inf * 0 would be NaN, and finite with every score: 0x1p80 * 65504 is.
+constexpr float kMinSlope = 0x1p-126f;
+constexpr float kMinCodeSlope = 0x1p-24f;  // of slopes in codes, which become f16: its smallest number
 constexpr float kMaxSlope = 0x1p80f;
 
 // ---- scores f32, P = e4m3(2^x) --------------------------------------------------------------------------------------
@@ -104,23 +106,13 @@ __device__ __forceinline__ void mask_columns(uint32_t (&s)[kBlocks][2], const in
 }
 
 // Slopes A and offsets B (f16, each twice) that send the row maxima f of a lane's two rows to code 122, and the
-// log-weights in codes (8 an octave). 122 instead of 120 because linear interpolation between powers of two is 4% high
-// on average: the maximum is then biased like the rest. B is lowered by as much as rounding it can raise it, so that
-// f * A + B never exceeds 122; the weight is computed from the rounded A and B, so that rounding them costs no
-// consistency between tiles.
-__device__ __forceinline__ void anchor(const float (&f)[2], const float (&slope)[2], uint32_t (&a)[2], uint32_t (&b)[2],
-                                       float (&weight)[2]) {
-  constexpr float kTop = 122.f, kLimit = 65000.f, kHalfUlp = 0x1p-11f;
-  float limited[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) limited[r] = fminf(slope[r], kHalfMax);
-  // Logits beyond 5600 nats: a smaller slope keeps B finite. Neighbouring f16 scores are then 16 codes or more apart,
-  // so the tile stays one-hot in e4m3 to within 2^-2, and tiles are still weighed by the true maximum.
-  if (fmaxf(fabsf(f[0] * limited[0]), fabsf(f[1] * limited[1])) > kLimit) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      if (fabsf(f[r] * limited[r]) > kLimit) limited[r] = __fdividef(kLimit, fabsf(f[r]));
-  }
+// log2 weights. 122 instead of 120 because linear interpolation between powers of two is 4% high on average: the
+// maximum is then biased like the rest. B is lowered by as much as rounding it can raise it, so that f * A + B never
+// exceeds 122; the weight is computed from the rounded A and B, so that rounding them costs no consistency between
+// tiles. `limited` are the slopes to use, `slope` the true ones.
+__device__ __forceinline__ void anchor(const float (&f)[2], const float (&limited)[2], const float (&slope)[2],
+                                       uint32_t (&a)[2], uint32_t (&b)[2], float (&weight)[2]) {
+  constexpr float kTop = 122.f, kHalfUlp = 0x1p-11f;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     a[r] = fp16x2(limited[r], limited[r]);
@@ -128,10 +120,12 @@ __device__ __forceinline__ void anchor(const float (&f)[2], const float (&slope)
     const float lowered = fminf(fmaf(-fabsf(offset), kHalfUlp, offset), kHalfMax);
     b[r] = fp16x2(lowered, lowered);
     weight[r] = f[r] * slope[r] - fmaf(f[r], half_low(a[r]), half_low(b[r]));
+    // code c stands for 2^(c / 8 - 7)
+    weight[r] = f[r] == -kHalfMax ? kDeadWeight : fmaf(weight[r], 0.125f, 7.f);
   }
 }
 
-// slope[r]: logits in codes (1/8 octave) a score unit, at least 2^-24 (half's smallest), at most kMaxSlope.
+// slope[r]: logits in codes (1/8 octave) a score unit, at least kMinCodeSlope, at most kMaxSlope.
 template <int kBlocks>
 __device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const float (&slope)[2], float (&weight)[2],
                                                float (&exact)[2], bool want_exact) {
@@ -149,26 +143,36 @@ __device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const 
   // A row that sees no key has maximum -inf. Any finite one serves as anchor, as -inf scores become code 0 whatever it
   // is.
   const float f[2] = {fmaxf(half_low(rows), -kHalfMax), fmaxf(half_high(rows), -kHalfMax)};
+  float limited[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) limited[r] = fminf(slope[r], kHalfMax), exact[r] = 0.f;
   uint32_t a[2], b[2];
-  anchor(f, slope, a, b, weight);
+  anchor(f, limited, slope, a, b, weight);
+  // What is seldom needed, behind one branch.
+  constexpr float kLimit = 65000.f;
+  const bool beyond = fmaxf(fabsf(f[0] * limited[0]), fabsf(f[1] * limited[1])) > kLimit;
+  if (unpredicated(want_exact || __any_sync(~0u, beyond)) > 0) {
+    // Logits beyond 5600 nats: a smaller slope keeps B finite. Neighbouring f16 scores are then 16 codes or more apart,
+    // so the tile stays one-hot in e4m3 to within 2^-2, and tiles are still weighed by the true maximum.
+    if (beyond) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    // code c stands for 2^(c / 8 - 7)
-    weight[r] = f[r] == -kHalfMax ? kDeadWeight : fmaf(weight[r], 0.125f, 7.f);
-    exact[r] = 0.f;
-  }
-  for (int turn = unpredicated(want_exact); turn > 0; --turn) {
-    // The loop turns once, but the assembler cannot know: a sum, masked with this zero, ties one step to the next. In
-    // one go it would convert all scores at once, and spill.
-    const uint32_t zero = turn - 1;
+      for (int r = 0; r < 2; ++r)
+        if (fabsf(f[r] * limited[r]) > kLimit) limited[r] = __fdividef(kLimit, fabsf(f[r]));
+      anchor(f, limited, slope, a, b, weight);
+    }
+    for (int turn = unpredicated(want_exact); turn > 0; --turn) {
+      // The loop turns once, but the assembler cannot know: a sum, masked with this zero, ties one step to the next. In
+      // one go it would convert all scores at once, and spill.
+      const uint32_t zero = turn - 1;
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
+      for (int r = 0; r < 2; ++r)
 #pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-        const uint32_t x = s[n][r] ^ (__float_as_uint(exact[r]) & zero);
-        exact[r] += exp2_approx(fmaf(half_low(x), slope[r] * 0.125f, -weight[r])) +
-                    exp2_approx(fmaf(half_high(x), slope[r] * 0.125f, -weight[r]));
-      }
+        for (int n = 0; n < kBlocks; ++n) {
+          const uint32_t x = s[n][r] ^ (__float_as_uint(exact[r]) & zero);
+          exact[r] += exp2_approx(fmaf(half_low(x), slope[r] * 0.125f, -weight[r])) +
+                      exp2_approx(fmaf(half_high(x), slope[r] * 0.125f, -weight[r]));
+        }
+    }
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r)
@@ -193,10 +197,11 @@ __device__ __forceinline__ void pack_p(uint32_t (&p)[kBlocks / 4][4], const uint
 // A row's first tile sets the reference; it moves only when a tile outweighs it by more than 2^16, so that O is
 // rescaled rarely and P V, which is below 2^8 * 448 * keys * descale, keeps 2^95 to float32's end. `rescale(r, x)`
 // multiplies everything that row r has summed up by x.
+constexpr float kMaxRise = 16.f;
+
 template <class Rescale>
 __device__ __forceinline__ void weigh(float (&ref)[2], const float (&weight)[2], bool first, float (&beta)[2],
                                       const Rescale& rescale) {
-  constexpr float kMaxRise = 16.f;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (first) ref[r] = weight[r];

@@ -28,11 +28,35 @@ __device__ __forceinline__ void wait(Barrier& barrier, int parity) {
       : "memory");
 }
 
+// Whether the phase is over, without waiting for it.
+__device__ __forceinline__ bool poll(Barrier& barrier, int parity) {
+  int done;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(cute::cast_smem_ptr_to_uint(&barrier)), "r"(parity)
+      : "memory");
+  return done;
+}
+
+// No jump where it is over.
+__device__ __forceinline__ void wait_unless(bool over, Barrier& barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "setp.ne.s32 done, %2, 0;\n"
+      "again: @!done mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
+      "r"(parity), "r"(int(over))
+      : "memory");
+}
+
 __device__ __forceinline__ void arrive(Barrier& barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)) : "memory");
 }
 
-// The same for the threads that say so; no branch, which would cost the compiler its uniform registers.
+// The same where `says` holds; no branch, which would cost the compiler its uniform registers.
 __device__ __forceinline__ void arrive_if(Barrier& barrier, bool says) {
   asm volatile(
       "{\n.reg .pred says;\n"
@@ -42,6 +66,13 @@ __device__ __forceinline__ void arrive_if(Barrier& barrier, bool says) {
       : "memory");
 }
 
+// Holds the barrier until the copy engine has written `bytes`.
+__device__ __forceinline__ void expect(Barrier& barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
 // Arrives, and holds the barrier until the copy engine has written `bytes`.
 __device__ __forceinline__ void arrive_expect(Barrier& barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
@@ -49,12 +80,19 @@ __device__ __forceinline__ void arrive_expect(Barrier& barrier, int bytes) {
                : "memory");
 }
 
-// Named barriers of two warpgroups: one waits for its turn, the other passes it on. Barrier 0 is __syncthreads.
+// Named barriers of two warpgroups, 1 and 2: one waits for its turn, the other passes it on. Barrier 0 is
+// __syncthreads.
 __device__ __forceinline__ void wait_turn(int warpgroup) {
   asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
 }
 __device__ __forceinline__ void pass_turn(int warpgroup) {
   asm volatile("bar.arrive %0, 256;" ::"r"(1 + warpgroup) : "memory");
+}
+
+// All warpgroups that compute.
+template <int kThreads>
+__device__ __forceinline__ void sync_consumers() {
+  asm volatile("bar.sync 3, %0;" ::"n"(kThreads) : "memory");
 }
 
 template <int kRegisters>

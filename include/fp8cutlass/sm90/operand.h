@@ -20,16 +20,20 @@ struct OperandTile {
   static_assert(kRowBytes % 64 == 0 || kRowBytes == 96, "rows are whole swizzle widths");
   static_assert(kRows % 8 == 0, "a swizzle pattern is 8 rows");
 
-  // Descriptors count in 16 bytes. From the descriptor of row 0 to that of `row` (a multiple of 8), k step `step`:
-  CUTE_HOST_DEVICE static constexpr uint64_t advance(int row, int step) {
+  // The lower half of the descriptor of a tile at this shared-memory address. It counts in 16 bytes, and whatever is
+  // added to reach other rows, steps or tiles stays inside it: the upper half is a constant.
+  CUTE_HOST_DEVICE static constexpr uint32_t descriptor(uint32_t address) { return address >> 4 | 1u << 16; }
+
+  // From the descriptor of row 0 to that of `row` (a multiple of 8), k step `step`.
+  CUTE_HOST_DEVICE static constexpr uint32_t advance(int row, int step) {
     constexpr int kStepsPerBlock = kWidth / 32;
     return (step / kStepsPerBlock * kBlockBytes + row * kWidth + step % kStepsPerBlock * 32) / 16;
   }
 
-  // The descriptor of a tile at this shared-memory address: swizzle mode, and 8 rows from pattern to pattern.
-  CUTE_HOST_DEVICE static constexpr uint64_t descriptor(uint32_t address) {
-    constexpr uint64_t kSwizzleMode = kWidth == 128 ? 1 : 2;
-    return uint64_t(address >> 4) | uint64_t(1) << 16 | uint64_t(8 * kWidth / 16) << 32 | kSwizzleMode << 62;
+  // With the upper half: swizzle mode, and 8 rows from pattern to pattern.
+  CUTE_HOST_DEVICE static constexpr uint64_t complete(uint32_t lower) {
+    constexpr uint32_t kSwizzleMode = kWidth == 128 ? 1 : 2;
+    return uint64_t(8 * kWidth / 16 | kSwizzleMode << 30) << 32 | lower;
   }
 };
 

@@ -28,20 +28,22 @@ __device__ __forceinline__ void multiply(Reg* d, bool first, const Operand&... o
 
 // S = Q K^T from shared memory. `q` is the descriptor of this warpgroup's first row.
 template <class Atom, class QTile, class KTile, class Acc, int kBlocks, int kRegs>
-__device__ __forceinline__ void issue_scores(Acc (&s)[kBlocks][kRegs], uint64_t q, uint64_t k) {
+__device__ __forceinline__ void issue_scores(Acc (&s)[kBlocks][kRegs], uint32_t q, uint32_t k) {
 #pragma unroll
   for (int step = 0; step < QTile::kSteps; ++step)
-    multiply<Atom>(&s[0][0], step == 0, q + QTile::advance(0, step), k + KTile::advance(0, step));
+    multiply<Atom>(&s[0][0], step == 0, QTile::complete(q + QTile::advance(0, step)),
+                   KTile::complete(k + KTile::advance(0, step)));
 }
 
 // T = P V^T for the rows of V^T from `row` on, as many as the atom is wide; P comes from registers.
 template <class Atom, class VTile, int kBlocks, int kSteps>
-__device__ __forceinline__ void issue_values(float (&t)[kBlocks][4], const uint32_t (&p)[kSteps][4], uint64_t v,
+__device__ __forceinline__ void issue_values(float (&t)[kBlocks][4], const uint32_t (&p)[kSteps][4], uint32_t v,
                                              int row = 0) {
   static_assert(std::extent<typename Atom::CRegisters>::value <= kBlocks * 4);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step)
-    multiply<Atom>(&t[0][0], step == 0, p[step][0], p[step][1], p[step][2], p[step][3], v + VTile::advance(row, step));
+    multiply<Atom>(&t[0][0], step == 0, p[step][0], p[step][1], p[step][2], p[step][3],
+                   VTile::complete(v + VTile::advance(row, step)));
 }
 
 // Registers that a wgmma reads or writes while it runs: no access may move across this point. Without it the compiler

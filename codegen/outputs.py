@@ -13,7 +13,8 @@ from codegen.derive import derive
 from codegen.keys import LOAD_BOUNDS, LOAD_ROWS, SEQLEN_BOUNDS, bucket_text
 from codegen.ledger import render as render_ledger
 from codegen.matrix import HEAD_DIMS, head_dims, profile_of
-from codegen.render import environment, render_kernel
+from codegen.pack import Pack, pack_profile, pack_targets, packs_of
+from codegen.render import environment, render_kernel, render_pack
 from codegen.scaling import GRANULARITY, KEY_BLOCK, key_block, served
 from codegen.select import Selection
 from codegen.spec import Cluster, Kind, Schedule, Variant
@@ -38,19 +39,25 @@ def kernel_path(v: Variant) -> str:
 
 def files(request: Request, selection: Selection) -> dict[str, str]:
     env = environment()
+    packs = packs_of(request.variants)
     kernels = {kernel_path(v): render_kernel(v, env) for v in request.variants}
+    kernels |= {p.path: render_pack(p, env) for p in packs}
     # The shipped table answers for every target, so that a laptop can ask about any card.
     table = build(request.variants, tuple(TARGETS))
     out = dict(kernels)
-    out["manifest.json"] = _manifest(request, kernels)
+    out["manifest.json"] = _manifest(request, packs, kernels)
     out["dispatch.json"] = _dispatch_json(table)
     out["dispatch_table.inc"] = _dispatch_inc(table, request.variants, env)
-    out["registry.cpp"] = _registry(request.variants, env)
+    out["registry.cpp"] = _registry(request.variants, packs, env)
     out["ledger.txt"] = render_ledger(selection)
     return out
 
 
-def _manifest(request: Request, kernels: dict[str, str]) -> str:
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _manifest(request: Request, packs: tuple[Pack, ...], kernels: dict[str, str]) -> str:
     entries = []
     for v in request.variants:
         d = derive(v)
@@ -83,7 +90,7 @@ def _manifest(request: Request, kernels: dict[str, str]) -> str:
                 "mma_in_loop": d.mma_in_loop,
                 "targets": list(targets_of(v, request.archs)),
                 "file": path,
-                "sha256": hashlib.sha256(kernels[path].encode()).hexdigest(),
+                "sha256": _digest(kernels[path]),
             }
         )
     head = {
@@ -97,9 +104,23 @@ def _manifest(request: Request, kernels: dict[str, str]) -> str:
         "scaling": {str(s): asdict(g) for s, g in GRANULARITY.items()},
         "head_dims": {a: list(head_dims(a)) for a in TARGETS},
     }
-    # One variant a line, so that a diff shows which kernels changed.
-    body = json.dumps(head, indent=1)[:-2] + ',\n "variants": [\n'
-    return body + ",\n".join("  " + json.dumps(e) for e in entries) + "\n ]\n}\n"
+    pack_entries = [
+        {
+            "id": p.id,
+            "head_dim": p.head_dim,
+            "key_block": p.key_block,
+            "source": str(p.source),
+            "profile": pack_profile(p, request.variants),
+            "targets": list(pack_targets(p, request.variants, request.archs)),
+            "file": p.path,
+            "sha256": _digest(kernels[p.path]),
+        }
+        for p in packs
+    ]
+    lists = {"packs": pack_entries, "variants": entries}
+    # One kernel a line, so that a diff shows which ones changed.
+    body = [f' "{name}": [\n' + ",\n".join("  " + json.dumps(e) for e in lists[name]) + "\n ]" for name in lists]
+    return json.dumps(head, indent=1)[:-2] + ",\n" + ",\n".join(body) + "\n}\n"
 
 
 def _dispatch_json(table: Table) -> str:
@@ -176,7 +197,7 @@ class RegistryEntry:
     draws: bool
 
 
-def _registry(variants: tuple[Variant, ...], env: Environment) -> str:
+def _registry(variants: tuple[Variant, ...], packs: tuple[Pack, ...], env: Environment) -> str:
     entries = [
         RegistryEntry(
             id=v.id,
@@ -193,4 +214,4 @@ def _registry(variants: tuple[Variant, ...], env: Environment) -> str:
         )
         for v in variants
     ]
-    return env.get_template("registry.cpp.j2").render(entries=entries)
+    return env.get_template("registry.cpp.j2").render(entries=entries, packs=packs)

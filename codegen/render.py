@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from codegen import view_sm89, view_sm90
 from codegen.arch import FAMILIES
+from codegen.pack import Pack
 from codegen.rules import kernel_asserts
 from codegen.spec import Variant
 
@@ -43,3 +44,7 @@ def render_kernel(v: Variant, env: Environment) -> str:
     template = env.get_template(FAMILIES[v.family].template)
     asserts = [Assert(cpp=cpp, message=message) for cpp, message in kernel_asserts(v.family)]
     return template.render(v=v, d=kernel_view(v), asserts=asserts)
+
+
+def render_pack(pack: Pack, env: Environment) -> str:
+    return env.get_template("pack.cu.j2").render(p=pack)

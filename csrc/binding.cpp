@@ -1,14 +1,17 @@
 // The torch operators of the extension, through LibTorch's stable ABI: one library serves every torch from 2.10 on.
 //
-// Both launch one variant on the current stream of the tensors' device and return without synchronising, so they can be
-// captured into a CUDA graph. Outputs are written in place.
+// `forward` and `diagnose` launch one variant, `pack` the kernel that makes its operands, on the current stream of the
+// tensors' device. They return without synchronising, so they can be captured into a CUDA graph. Outputs are written in
+// place.
 #include <torch/csrc/stable/library.h>
 
 #include "arguments.h"
 #include "check.h"
 #include "counters.h"
 #include "device.h"
+#include "fp8cutlass/pack_params.h"
 #include "fp8cutlass/params.h"
+#include "pack_arguments.h"
 
 namespace fp8cutlass {
 
@@ -55,6 +58,19 @@ void diagnose(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v
   launch(entry, params, q.get_device_index());
 }
 
+void pack(int64_t key_block, const Tensor& q, const Tensor& k, const Tensor& v, int64_t q_granularity,
+          int64_t k_granularity, int64_t v_granularity, double score_amax, double v_amax, bool negate_q,
+          const Tensor& q8, const Tensor& k8, const Tensor& v8, const Tensor& q_descale, const Tensor& k_descale,
+          const Tensor& v_descale, const std::optional<Tensor>& amax) {
+  const PackArguments arguments{key_block, q,  k,  v,  q_granularity, k_granularity, v_granularity, score_amax, v_amax,
+                                negate_q,  q8, k8, v8, q_descale,     k_descale,     v_descale,     amax};
+  const PackEntry& entry = find_pack(arguments);
+  const PackParams params = pack_params(arguments);
+  const int device = q.get_device_index();
+  const DeviceGuard guard(device);
+  check_launch(entry.launch(params, current_stream(device)), entry.id, device);
+}
+
 }  // namespace
 
 }  // namespace fp8cutlass
@@ -67,9 +83,14 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
   m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS ") -> ()");
   m.def("diagnose(" FP8CUTLASS_COMMON_ARGUMENTS
         ", Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o) -> ()");
+  m.def(
+      "pack(int key_block, Tensor q, Tensor k, Tensor v, int q_granularity, int k_granularity, int v_granularity, "
+      "float score_amax, float v_amax, bool negate_q, Tensor(a!) q8, Tensor(b!) k8, Tensor(c!) v8, "
+      "Tensor(d!) q_descale, Tensor(e!) k_descale, Tensor(f!) v_descale, Tensor(g!)? amax) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {
   m.impl("forward", TORCH_BOX(&fp8cutlass::forward));
   m.impl("diagnose", TORCH_BOX(&fp8cutlass::diagnose));
+  m.impl("pack", TORCH_BOX(&fp8cutlass::pack));
 }

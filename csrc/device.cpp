@@ -67,12 +67,12 @@ void check_launch(int status, const char* variant_id, int device) {
   cudaGetLastError();
   const auto error = static_cast<cudaError_t>(status);
   if (error == cudaErrorNoKernelImageForDevice) {
-    fail("variant ", variant_id, " holds no code for CUDA device ", device, " (compute capability ",
+    fail("kernel ", variant_id, " holds no code for CUDA device ", device, " (compute capability ",
          query_attribute(cudaDevAttrComputeCapabilityMajor, device), ".",
          query_attribute(cudaDevAttrComputeCapabilityMinor, device),
          "): rebuild the extension with that architecture in FP8CUTLASS_ARCHS");
   }
-  fail("variant ", variant_id, " failed to launch on CUDA device ", device, ": ", cudaGetErrorString(error), " (",
+  fail("kernel ", variant_id, " failed to launch on CUDA device ", device, ": ", cudaGetErrorString(error), " (",
        cudaGetErrorName(error), ")");
 }
 

@@ -183,7 +183,7 @@ def build(
     manifest = json.loads((generated / "manifest.json").read_text())
     jobs = jobs or toolchain.job_count()
     _say(
-        f"building {len(manifest['variants'])} kernels for {' '.join(manifest['archs'])} "
+        f"building {len(manifest['variants']) + len(manifest['packs'])} kernels for {' '.join(manifest['archs'])} "
         f"with nvcc {toolchain.dotted(nvcc.version)}, {jobs} at a time"
     )
     _configure(work / "cmake", generated, nvcc)

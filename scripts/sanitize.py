@@ -1,4 +1,5 @@
-"""Runs every compiled forward kernel on small problems under compute-sanitizer. Needs a card and a built extension.
+"""Runs every compiled forward kernel, and those that make operands, on small problems under compute-sanitizer. Needs a
+card and a built extension.
 
     python scripts/sanitize.py                # memcheck, racecheck and synccheck, each over all kernels
     python scripts/sanitize.py --run          # the problems alone, without a sanitizer
@@ -18,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "synccheck")
+KERNELS = "kns=attention,kns=pack"  # parts of their names
 CLUSTERS = {"solo": 1, "split2": 2, "split4": 4}
 
 
@@ -50,6 +52,27 @@ def run_problems() -> int:
                 )
                 torch.cuda.synchronize()
                 launched += 1
+    return launched + run_packs()
+
+
+def run_packs() -> int:
+    """The kernels that quantise and pack, with tails of rows, of packed keys and of head_dim; returns how many."""
+    import torch
+
+    gpu, reference = importlib.import_module("gpu"), importlib.import_module("reference")
+    fused = importlib.import_module("fp8cutlass.fused")
+    launched = 0
+    for pack in gpu.built_packs():
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[pack["source"]]
+        head_dim, block = pack["head_dim"], pack["key_block"]
+        for width, keys in ((head_dim, 2 * block + 130), (head_dim - 8, 3)):
+            q = reference.randn(2, 4, keys + 7, width, seed=1, device="cuda").to(dtype)
+            k = reference.randn(2, 2, keys, width, seed=2, device="cuda").to(dtype)
+            for granularity in gpu.built_manifest().scaling.values():
+                sizes = {"head_dim": head_dim, "key_block": block, "amax": 14.0}
+                fused.quantise_and_pack(q, k, k, granularity=granularity, negate_q=True, **sizes)
+                torch.cuda.synchronize()
+                launched += 1
     return launched
 
 
@@ -66,7 +89,7 @@ def main() -> int:
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     failed = []
     for tool in options.tool or TOOLS:
-        command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=attention", "--error-exitcode", "9"]
+        command = ["compute-sanitizer", "--tool", tool, "--kernel-name", KERNELS, "--error-exitcode", "9"]
         print(f"{tool}:", flush=True)
         if subprocess.run([*command, sys.executable, __file__, "--run"], env=environment).returncode != 0:
             failed.append(tool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ def built_variants(kind: str, **axes: object) -> list[Variant]:
         for variant in built_manifest().variants
         if (arch is None or arch in variant.targets) and all(getattr(variant, a) == x for a, x in wanted.items())
     ]
+
+
+def built_packs() -> list[dict[str, Any]]:
+    """The compiled kernels that quantise and pack, as the manifest has them, that the card runs."""
+    rows = json.loads((built_manifest().directory / "manifest.json").read_text())["packs"]
+    arch = card_arch()
+    return [row for row in rows if arch is None or arch in row["targets"]]
 
 
 def is_emulated(variant: Variant) -> bool:

@@ -29,6 +29,11 @@ COMMON = (
     "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
     "Tensor? out_descale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? amax, float scale, int causal_offset"
 )
+PACK = (
+    "int key_block, Tensor q, Tensor k, Tensor v, int q_granularity, int k_granularity, int v_granularity, "
+    "float score_amax, float v_amax, bool negate_q, Tensor(a!) q8, Tensor(b!) k8, Tensor(c!) v8, "
+    "Tensor(d!) q_descale, Tensor(e!) k_descale, Tensor(f!) v_descale, Tensor(g!)? amax"
+)
 DIAGNOSTIC = "Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o"
 
 # Run in its own process: the operators can be registered once, and the package may have loaded another copy.
@@ -48,7 +53,8 @@ try:
 except NotImplementedError as error:
     refusal = str(error)
 print(json.dumps({
-    "schemas": [str(ops.forward.default._schema), str(ops.diagnose.default._schema)],
+    "schemas": [str(ops.forward.default._schema), str(ops.diagnose.default._schema),
+                str(ops.pack.default._schema)],
     "ids": [c.fp8cutlass_variant_id(i).decode() for i in range(count)],
     "outside": [c.fp8cutlass_variant_id(-1), c.fp8cutlass_variant_id(count)],
     "refusal": refusal,
@@ -113,6 +119,7 @@ def test_schemas(answers: dict[str, Any]) -> None:
     assert answers["schemas"] == [
         f"fp8cutlass_C::forward({COMMON}) -> ()",
         f"fp8cutlass_C::diagnose({COMMON}, {DIAGNOSTIC}) -> ()",
+        f"fp8cutlass_C::pack({PACK}) -> ()",
     ]
 
 
@@ -147,13 +154,14 @@ def test_library_does_not_name_the_builders_folders(built: Built) -> None:
     assert str(ROOT).encode() not in built.library.read_bytes()
 
 
-def test_every_variant_is_compiled_for_its_targets(built: Built) -> None:
+def test_every_kernel_is_compiled_for_its_targets(built: Built) -> None:
     tool = toolchain.find_disassembler("cuobjdump")
     listing = subprocess.run([tool, "-lelf", str(built.library)], capture_output=True, text=True, check=True).stdout
     targets = re.findall(r"\.(sm_\w+)\.cubin", listing)
     # "-gencode=arch=compute_89,code=sm_89" -> "sm_89"
     code = {arch: option.rsplit("=", 1)[1] for arch, option in built.manifest["gencode"].items()}
-    promised = Counter(code[arch] for variant in built.manifest["variants"] for arch in variant["targets"])
+    kernels = [*built.manifest["variants"], *built.manifest["packs"]]
+    promised = Counter(code[arch] for kernel in kernels for arch in kernel["targets"])
     assert Counter(targets) == promised and set(promised) == set(code.values())
 
 

@@ -18,6 +18,7 @@ from codegen.arch import TARGETS
 from codegen.cli import main
 from codegen.ledger import counts, render
 from codegen.matrix import PROFILES, profile_of
+from codegen.pack import packs_of
 from codegen.render import environment
 from codegen.select import of_profile, select
 from codegen.spec import Kind, Softmax
@@ -99,7 +100,10 @@ def test_only_generates_what_is_named(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert [v["id"] for v in manifest["variants"]] == [one, two]
     assert manifest["profile"] == "custom"
-    assert sorted(p.stem for p in tmp_path.glob("*/*.cu")) == [one, two]
+    assert sorted(p.stem for p in tmp_path.glob("sm*/*.cu")) == [one, two]
+    shapes = {(v["head_dim"], v["key_block"]) for v in manifest["variants"]}
+    assert {(p["head_dim"], p["key_block"]) for p in manifest["packs"]} == shapes
+    assert sorted(p.stem for p in tmp_path.glob("pack/*.cu")) == sorted(p["id"] for p in manifest["packs"])
 
 
 def test_only_takes_a_legal_variant_that_was_outranked(tmp_path: Path) -> None:
@@ -210,7 +214,9 @@ def test_a_template_edit_fails_the_check(
     changed = [line for line in result.output.splitlines() if line.startswith("changed: ")]
     # An edited kernel also changes its digest in the manifest.
     kernels = sum(template.startswith(f"{v.family}_") for v in DEV)
-    assert len(changed) == (kernels + 1 if "forward" in template else 1)
+    if template == "pack.cu.j2":
+        kernels = len(packs_of(DEV))
+    assert len(changed) == (kernels + 1 if template.endswith(".cu.j2") else 1)
     assert "+// an edit" in result.output or "more lines" in result.output
 
 

@@ -13,8 +13,9 @@ from reference import attention64, randn, relative_l2
 from fp8cutlass import UnsupportedError, attention, extension, launch, quantize
 from fp8cutlass.dispatch import CPU_ARCH
 from fp8cutlass.emulator import emulate
-from fp8cutlass.launch import Call, aligned, as_bytes, empty_outputs, is_seq_major, quantised, run
+from fp8cutlass.launch import Call, empty_outputs, quantised, run
 from fp8cutlass.manifest import KEY_BLOCK, Manifest, Variant, generated_dir, load_manifest
+from fp8cutlass.memory import aligned, as_bytes, is_seq_major
 from fp8cutlass.operator import attention_fp8, attention_half, choose
 from fp8cutlass.pack import unpack_v
 from fp8cutlass.target import target

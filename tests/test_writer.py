@@ -14,12 +14,15 @@ import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from codegen.arch import TARGETS
+from codegen.matrix import PROFILES
 from codegen.outputs import Request, files, kernel_path
+from codegen.pack import packs_of
 from codegen.scaling import GRANULARITY, key_block
 from codegen.select import of_profile, select
 from codegen.spec import Cluster, Kind, Scaling
@@ -103,9 +106,10 @@ def test_the_manifest_lists_the_files(generated: tuple[Path, Path]) -> None:
     manifest = json.loads((root / "manifest.json").read_text())
     variants = manifest["variants"]
     assert [v["id"] for v in variants] == sorted(v["id"] for v in variants) == [v.id for v in select().emitted]
-    assert {v["file"] for v in variants} == {p.relative_to(root).as_posix() for p in root.glob("*/*.cu")}
-    digests = {v["file"]: hashlib.sha256((root / v["file"]).read_bytes()).hexdigest() for v in variants}
-    assert {v["file"]: v["sha256"] for v in variants} == digests
+    kernels = [*variants, *manifest["packs"]]
+    assert {k["file"] for k in kernels} == {p.relative_to(root).as_posix() for p in root.glob("*/*.cu")}
+    digests = {k["file"]: hashlib.sha256((root / k["file"]).read_bytes()).hexdigest() for k in kernels}
+    assert {k["file"]: k["sha256"] for k in kernels} == digests
     assert (root / manifest["table"]).is_file()
 
 
@@ -123,6 +127,39 @@ def test_the_manifest_says_what_a_kernel_reads_and_where_it_runs(generated: tupl
         assert entry["cluster"] == "solo" or hopper
 
 
+def test_every_variant_has_the_kernels_that_make_its_operands(generated: tuple[Path, Path]) -> None:
+    """Of both source types, on each of its targets, in its profile; no others."""
+    manifest = json.loads((generated[0] / "manifest.json").read_text())
+    packs = {(p["head_dim"], p["key_block"], p["source"]): p for p in manifest["packs"]}
+    assert len(packs) == len(manifest["packs"])
+    assert list(packs) == sorted(packs)
+    users = defaultdict(list)
+    for v in manifest["variants"]:
+        for source in ("bf16", "fp16"):
+            users[v["head_dim"], v["key_block"], source].append(v)
+    assert packs.keys() == users.keys()
+    for key, pack in packs.items():
+        assert set(pack["targets"]) == {target for v in users[key] for target in v["targets"]}
+        assert PROFILES.index(pack["profile"]) == min(PROFILES.index(v["profile"]) for v in users[key])
+        head_dim, key_block, source = key
+        assert pack["id"] == f"pack_d{head_dim}_n{key_block}_{source}"
+
+
+def test_the_registry_has_the_packs_in_the_manifest_s_order(generated: tuple[Path, Path]) -> None:
+    registry = (generated[0] / "registry.cpp").read_text()
+    packs = json.loads((generated[0] / "manifest.json").read_text())["packs"]
+    entries = [
+        f'{{"{p["id"]}", k{p["id"].capitalize()}, {p["head_dim"]}, {p["key_block"]}, SourceType::{p["source"]}}},'
+        for p in packs
+    ]
+    table = registry[registry.index("kPacks[] = {") :]
+    assert re.findall(r'\{"[^}]*\},', " ".join(table.split())) == entries
+    for p in packs:
+        text = (generated[0] / p["file"]).read_text()
+        assert f"const PackFn k{p['id'].capitalize()} = launch;" in text
+        assert text.startswith(f"// {p['id']}\n")
+
+
 def test_the_registry_has_the_manifest_s_order(generated: tuple[Path, Path]) -> None:
     """The position in the manifest is the number of the kernel in the extension."""
     registry = (generated[0] / "registry.cpp").read_text()
@@ -134,7 +171,7 @@ def test_the_registry_has_the_manifest_s_order(generated: tuple[Path, Path]) -> 
         f"{str(v.family == 'sm90a' and v.cluster is Cluster.SOLO).lower()}}},"
         for v in select().emitted
     ]
-    table = registry[registry.index("kVariants[] = {") :]
+    table = registry[registry.index("kVariants[] = {") : registry.index("kPacks[] = {")]
     assert re.findall(r'\{"[^}]*\},', " ".join(table.split())) == entries
     for v in select().emitted:
         text = (generated[0] / kernel_path(v)).read_text()
@@ -269,4 +306,5 @@ def test_jinja2_and_click_are_enough(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     loaded = set(result.stdout.rsplit("LOADED ", 1)[1].split())
     assert {"codegen", "click", "jinja2"} <= loaded <= {"codegen", "click", "jinja2", "markupsafe"}
-    assert len(list(out.glob("*/*.cu"))) == len(of_profile(select().emitted, "dev"))
+    emitted = of_profile(select().emitted, "dev")
+    assert len(list(out.glob("*/*.cu"))) == len(emitted) + len(packs_of(emitted))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from fp8cutlass import __version__, extension
 from fp8cutlass.errors import UnsupportedError
-from fp8cutlass.launch import Call, quantised, score_amax
+from fp8cutlass.fused import Operands
+from fp8cutlass.launch import Call, kernel_operands, score_amax
 from fp8cutlass.manifest import Variant, load_manifest
 from fp8cutlass.operator import choose
-from fp8cutlass.pack import pack_v, pad_token_descale
 from fp8cutlass.target import Target, target
 
 from ..data import Data
@@ -21,31 +20,12 @@ from .base import Contender, Refused
 OUT_DTYPE = torch.bfloat16
 
 
-@dataclass(frozen=True)
-class Operands:
-    """What a kernel reads: FP8 bytes of Q (B, H, Sq, D), K (B, Hkv, Sk, D) and packed V (B, Hkv, D, Sk_pad), and their
-    descales."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    q_descale: torch.Tensor
-    k_descale: torch.Tensor
-    v_descale: torch.Tensor
-
-
 def make_operands(data: Data, variant: Variant, at: Target, scaling: str) -> Operands:
-    """Quantise bf16 for a kernel and pack V: what stands between a caller's tensors and the launch."""
+    """Quantise bf16 for a kernel and pack V as the operator does: what stands between a caller's tensors and the
+    launch."""
     options = (None, OUT_DTYPE, scaling, "fast", data.shape.causal, 0, data.scale, False, False, variant.id)
     half = Call(data.q, data.k, data.v, None, None, None, *options)
-    call = quantised(half, variant, load_manifest(at.directory).scaling[scaling])
-    if call.q_descale is None or call.k_descale is None or call.v_descale is None:
-        raise TypeError("quantised operands come without descales")
-    k_descale = call.k_descale
-    if scaling == "token":
-        k_descale = pad_token_descale(k_descale)
-    q, k, v = (x.view(torch.uint8) for x in (call.q, call.k, pack_v(call.v)))
-    return Operands(q, k, v, call.q_descale, k_descale, call.v_descale)
+    return kernel_operands(half, variant, load_manifest(at.directory).scaling[scaling])
 
 
 def launcher(number: int, operands: Operands, out: torch.Tensor, scale: float) -> Callable[[], torch.Tensor]:

@@ -49,4 +49,22 @@ CUTE_HOST_DEVICE constexpr int packed_column(int d) {
   return (d & ~31) | (((d >> 1) & 3) << 3) | (((d >> 3) & 3) << 1) | (d & 1);
 }
 
+// A block of V on its way through shared memory, e4m3, kLanes lanes writing 8 neighbouring bytes each of a row, 64
+// columns or fewer at a time; then lanes read 4 bytes of one row each, of 4 groups of 16 rows and 32 columns. Neither
+// meets a bank twice: 32 bytes between groups set the four apart, and rows of 32, 64 and 128 bytes, of which several
+// make the 128 bytes that half a warp writes, take turns in which half of their columns comes first.
+template <int kRows, int kHeadDim, int kLanes>
+struct TransposeStage {
+  static constexpr int kGroupBytes = 16 * kHeadDim + 32;
+  static constexpr int kBytes = kRows / 16 * kGroupBytes;
+  static constexpr int kRowsPerLine = 128 % kHeadDim == 0 ? 128 / kHeadDim : 0;
+
+  // Byte offset of column `column` in row `row` of the group that begins at row `group`.
+  CUTE_HOST_DEVICE static constexpr int offset(int group, int row, int column) {
+    int flip = 0;
+    if constexpr (kRowsPerLine > 0) flip = row / kRowsPerLine % 2 * (8 * kLanes);
+    return group / 16 * kGroupBytes + row * kHeadDim + (column ^ flip);
+  }
+};
+
 }  // namespace fp8cutlass

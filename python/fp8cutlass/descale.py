@@ -12,15 +12,15 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 SMALLEST = 2.0**-126  # normal float32; anything less may become zero on the way
 
 
-def canonical_shape(granularity: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape that the kernels read for an operand of shape (B, H, S, D)."""
+def canonical_shape(granularity: str, shape: Sequence[int], block: int = KEY_BLOCK) -> tuple[int, ...]:
+    """The shape that the kernels read for an operand of shape (B, H, S, D); ``block`` tokens are a block."""
     batch, heads, tokens, head_dim = shape
     if granularity == "tensor":
         return (1,)
     if granularity == "head":
         return (batch, heads)
     if granularity == "block":
-        return (batch, heads, -(-tokens // KEY_BLOCK))
+        return (batch, heads, -(-tokens // block))
     return (batch, heads, tokens if granularity == "token" else head_dim)
 
 

@@ -1,5 +1,5 @@
 """From operands and a chosen kernel to its outputs: quantise for the kernel, pad to its head_dim, then emulate on the
-CPU or launch on CUDA."""
+CPU or launch on CUDA. On CUDA one kernel quantises, pads and packs bf16 and fp16 operands (:mod:`fp8cutlass.fused`)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from . import extension
 from .emulator import emulate
+from .fused import Operands, quantise_and_pack
 from .manifest import Variant
+from .memory import aligned, as_bytes, empty_rows, is_seq_major
 from .pack import pack_v, pad_token_descale
 from .quantize import FP8_MAX, SCORE_AMAX, V_AMAX, quantize
-
-ALIGNMENT = 16  # bytes of one vector access
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -48,19 +48,6 @@ class Call:
     kernel: str
 
 
-def is_seq_major(x: torch.Tensor) -> bool:
-    """True for a (B, H, S, D) view of memory in the order (B, S, H, D)."""
-    return x.shape[1] > 1 and x.shape[2] > 1 and x.stride(1) < x.stride(2)
-
-
-def empty_rows(q: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate (B, H, Sq, head_dim), dense in q's memory order, (B, H, S, D) or (B, S, H, D)."""
-    batch, heads, seqlen_q, _ = q.shape
-    if is_seq_major(q):
-        return q.new_empty((batch, seqlen_q, heads, head_dim), dtype=dtype).transpose(1, 2)
-    return q.new_empty((batch, heads, seqlen_q, head_dim), dtype=dtype)
-
-
 def empty_outputs(call: Call) -> Outputs:
     """Allocate the outputs: ``out`` (B, H, Sq, D), dense in q's memory order; ``lse`` (B, H, Sq) and ``amax`` (1,)
     float32, or (0,) where not wanted."""
@@ -84,12 +71,45 @@ def quantised(call: Call, variant: Variant, granularity: Mapping[str, str]) -> C
     return replace(call, q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
 
 
+def run_half(call: Call, variant: Variant, number: int, granularity: Mapping[str, str], outputs: Outputs) -> None:
+    """Run one kernel on bf16 or fp16 operands and fill ``outputs``; see :func:`run`."""
+    if call.q.is_cuda:
+        _forward(call, number, variant.head_dim, kernel_operands(call, variant, granularity), outputs)
+    else:
+        run(quantised(call, variant, granularity), variant, number, outputs)
+
+
 def run(call: Call, variant: Variant, number: int, outputs: Outputs) -> None:
     """Run one kernel and fill ``outputs``.
 
     The operands are FP8, with descales of one of the modes that the variant serves, in blocks of its ``key_block``; no
     dimension is empty. ``number`` is the variant's in the extension.
     """
+    operands, descales = _fitted(call, variant)
+    if call.q.is_cuda:
+        _launch(call, number, variant.head_dim, operands, descales, outputs)
+    else:
+        _emulate(call, variant, operands, descales, outputs)
+
+
+def kernel_operands(call: Call, variant: Variant, granularity: Mapping[str, str]) -> Operands:
+    """What the compiled kernel reads for a call on bf16 or fp16 operands."""
+    if not call.q.is_cuda:
+        return _packed(call.scaling, *_fitted(quantised(call, variant, granularity), variant))
+    return quantise_and_pack(
+        call.q,
+        call.k,
+        call.v,
+        head_dim=variant.head_dim,
+        key_block=variant.key_block,
+        amax=score_amax(variant),
+        granularity=granularity,
+        negate_q=call.scale < 0,
+    )
+
+
+def _fitted(call: Call, variant: Variant) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+    """FP8 operands and descales padded to the kernel's head_dim, the sign of a negative scale moved into Q."""
     missing = variant.head_dim - call.q.shape[3]
     q, k, v = (_padded(x, missing) for x in (call.q, call.k, call.v))
     if call.scale < 0:  # the sign bit of FP8, exact
@@ -98,10 +118,17 @@ def run(call: Call, variant: Variant, number: int, outputs: Outputs) -> None:
     descales = [cast(torch.Tensor, d) for d in (call.q_descale, call.k_descale, call.v_descale)]
     if call.scaling == "token" and missing:  # a descale for each channel of V
         descales[2] = F.pad(descales[2], (0, missing), value=1.0)
-    if q.is_cuda:
-        _launch(call, number, variant.head_dim, (q, k, v), descales, outputs)
-    else:
-        _emulate(call, variant, (q, k, v), descales, outputs)
+    return (q, k, v), descales
+
+
+def _packed(scaling: str, operands: tuple[torch.Tensor, ...], descales: list[torch.Tensor]) -> Operands:
+    """FP8 operands of the kernel's head_dim in the form that it reads."""
+    q, k, v = operands
+    q_descale, k_descale, v_descale = descales
+    if scaling == "token":
+        k_descale = pad_token_descale(k_descale)
+    q, k, v = (x.view(torch.uint8) for x in (aligned(q), aligned(k), pack_v(v)))
+    return Operands(q, k, v, q_descale, k_descale, v_descale)
 
 
 def _padded(x: torch.Tensor, missing: int) -> torch.Tensor:
@@ -113,22 +140,6 @@ def _padded(x: torch.Tensor, missing: int) -> torch.Tensor:
             return F.pad(raw.transpose(1, 2), (0, missing)).transpose(1, 2).view(x.dtype)
         return F.pad(raw, (0, missing)).view(x.dtype)
     return x if x.stride(3) == 1 else x.contiguous()
-
-
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a contiguous copy where its rows do not start on multiples of 16 bytes or are all the same row, for
-    which tensor maps have no word. A dimension of size 1 may have any stride."""
-    if x.shape[2] > 1 and x.stride(2) == 0:
-        return x.clone(memory_format=torch.contiguous_format)
-    strides = (stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1)
-    if x.data_ptr() % ALIGNMENT == 0 and all(stride * x.element_size() % ALIGNMENT == 0 for stride in strides):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """FP8 viewed as uint8, for what is not defined on FP8; anything else as it is."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def _emulate(
@@ -164,21 +175,21 @@ def _launch(
     descales: list[torch.Tensor],
     outputs: Outputs,
 ) -> None:
-    q, k, v = operands
-    q_descale, k_descale, v_descale = descales
-    if call.scaling == "token":
-        k_descale = pad_token_descale(k_descale)
+    _forward(call, number, head_dim, _packed(call.scaling, operands, descales), outputs)
+
+
+def _forward(call: Call, number: int, head_dim: int, o: Operands, outputs: Outputs) -> None:
     out, lse, amax = outputs
     wide = out if out.shape[3] == head_dim else empty_rows(out, head_dim, out.dtype)
     extension.load()
     torch.ops.fp8cutlass_C.forward(
         number,
-        aligned(q).view(torch.uint8),
-        aligned(k).view(torch.uint8),
-        pack_v(v).view(torch.uint8),
-        q_descale,
-        k_descale,
-        v_descale,
+        o.q,
+        o.k,
+        o.v,
+        o.q_descale,
+        o.k_descale,
+        o.v_descale,
         call.out_descale,
         as_bytes(wide),
         lse if call.return_lse else None,

@@ -16,8 +16,9 @@ from .descale import FLOAT32_MAX, canonical_shape
 from .dispatch import Decision, Problem, decide
 from .emulator import OUT_DTYPES
 from .errors import UnsupportedError
-from .launch import Call, Outputs, as_bytes, empty_outputs, quantised, run
+from .launch import Call, Outputs, empty_outputs, run, run_half
 from .manifest import Variant, load_manifest
+from .memory import as_bytes
 from .target import Target, target
 
 DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -82,8 +83,9 @@ def _attention(call: Call) -> Outputs:
     outputs = empty_outputs(call)
     if not _fill_trivial(outputs, call.k):
         if call.q_descale is None:
-            call = quantised(call, variant, modes[call.scaling])
-        run(call, variant, number, outputs)
+            run_half(call, variant, number, modes[call.scaling], outputs)
+        else:
+            run(call, variant, number, outputs)
     return outputs
 
 

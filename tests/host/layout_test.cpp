@@ -90,6 +90,49 @@ static void check_column_order() {
   report(ok, "packed columns give a lane eight neighbours", 256);
 }
 
+// The way of V through shared memory: what lanes write is what others read, each byte has a place of its own, and no
+// access of half a warp (8 bytes a lane) or of a warp (4 bytes a lane) meets a bank twice.
+template <int kRows, int kHeadDim, int kLanes>
+void check_stage() {
+  using Stage = TransposeStage<kRows, kHeadDim, kLanes>;
+  std::set<int> seen;
+  bool inside = true, writes = true, reads = true;
+  for (int row = 0; row < kRows; ++row)
+    for (int column = 0; column < kHeadDim; ++column) {
+      const int o = Stage::offset(row / 16 * 16, row % 16, column);
+      inside = inside && o >= 0 && o < Stage::kBytes && Stage::offset(row, row % 16, column) == o;
+      inside = inside && (column % 8 == 0 || o == Stage::offset(row, row % 16, column - 1) + 1);
+      seen.insert(o);
+    }
+  report(inside && int(seen.size()) == kRows * kHeadDim, "stage bijective", kRows, kHeadDim);
+  constexpr int kChunks = kHeadDim / 8 / kLanes, kRowStep = 256 / kLanes;
+  for (int thread = 0; thread < 256; thread += 16)
+    for (int pass = 0; pass < kRows / kRowStep; ++pass)
+      for (int i = 0; i < kChunks; ++i) {
+        std::set<int> banks;
+        for (int t = thread; t < thread + 16; ++t) {
+          const int row = t / kLanes + pass * kRowStep;
+          const int o = Stage::offset(row, row % 16, 8 * (t % kLanes + kLanes * i));
+          writes = writes && o % 8 == 0;
+          banks.insert(o / 8 % 16);
+        }
+        writes = writes && banks.size() == 16;
+      }
+  report(writes, "stage writes conflict-free", kRows, kHeadDim);
+  for (int part = 0; part < kRows / 64; ++part)
+    for (int columns = 0; columns < kHeadDim; columns += 32)
+      for (int k = 0; k < 16; ++k) {
+        std::set<int> banks;
+        for (int lane = 0; lane < 32; ++lane) {
+          const int o = Stage::offset(64 * part + 16 * (lane % 4), k, columns + 4 * (lane / 4));
+          reads = reads && o % 4 == 0;
+          banks.insert(o / 4 % 32);
+        }
+        reads = reads && banks.size() == 32;
+      }
+  report(reads, "stage reads conflict-free", kRows, kHeadDim);
+}
+
 template <int kTileM, int kTileN, bool kCausal>
 void check_schedule(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k, int offset) {
   ForwardParams p{};
@@ -126,6 +169,9 @@ int main() {
       check_tile<96, 32>();
   check_key_order();
   check_column_order();
+  check_stage<128, 32, 2>(), check_stage<128, 64, 4>(), check_stage<256, 64, 4>(), check_stage<128, 96, 4>();
+  check_stage<192, 96, 4>(), check_stage<256, 96, 4>(), check_stage<128, 128, 8>(), check_stage<192, 128, 8>();
+  check_stage<256, 128, 8>(), check_stage<128, 192, 8>(), check_stage<256, 192, 8>(), check_stage<128, 256, 16>();
   for (int sq : {1, 63, 64, 65, 300})
     for (int sk : {1, 64, 129, 512})
       for (int offset : {0, sk - sq, -5, 1000}) {

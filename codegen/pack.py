@@ -1,0 +1,83 @@
+"""The kernels that make operands, quantising and packing: which are needed, and what follows from their shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from codegen.matrix import PROFILES, profile_of
+from codegen.scaling import key_block
+from codegen.spec import Name, Variant
+from codegen.table import targets_of
+
+CHUNK = 8  # elements of one 16-byte load
+THREADS = 256  # packing::kThreads
+STAGE_PAD = 32  # bytes between groups of 16 keys of V in shared memory, see TransposeStage
+
+
+class Source(Name):
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Pack:
+    """One kernel. ``key_block`` keys of K and V share a block descale; as many rows are a CTA's."""
+
+    head_dim: int
+    key_block: int
+    source: Source
+
+    @property
+    def id(self) -> str:
+        return f"pack_d{self.head_dim}_n{self.key_block}_{self.source}"
+
+    @property
+    def path(self) -> str:
+        return f"pack/{self.id}.cu"
+
+    @property
+    def symbol(self) -> str:
+        return f"k{self.id.capitalize()}"
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a row that a lane owns: 2, or 3 where the number of chunks is 3 times a power of two, so that the
+        lanes of a row are a power of two and a shuffle reaches them all."""
+        return 3 if self.head_dim // CHUNK % 3 == 0 else 2
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a row."""
+        return self.head_dim // CHUNK // self.chunks
+
+    @property
+    def passes(self) -> int:
+        """Rows that a lane shares."""
+        return self.key_block * self.lanes // THREADS
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a CTA, through which it transposes V."""
+        return self.key_block // 16 * (16 * self.head_dim + STAGE_PAD)
+
+
+def _served(pack: Pack, v: Variant) -> bool:
+    return (v.head_dim, key_block(v)) == (pack.head_dim, pack.key_block)
+
+
+def packs_of(variants: Iterable[Variant]) -> tuple[Pack, ...]:
+    """Those that make operands for any of the variants, in the order of the manifest and the registry."""
+    shapes = {(v.head_dim, key_block(v)) for v in variants}
+    return tuple(Pack(head_dim=d, key_block=n, source=s) for d, n in sorted(shapes) for s in Source)
+
+
+def pack_targets(pack: Pack, variants: Iterable[Variant], archs: tuple[str, ...]) -> tuple[str, ...]:
+    """The targets of a build on which one of its variants reads what the kernel writes."""
+    needed = {arch for v in variants if _served(pack, v) for arch in targets_of(v, archs)}
+    return tuple(a for a in archs if a in needed)
+
+
+def pack_profile(pack: Pack, variants: Iterable[Variant]) -> str:
+    """The smallest profile that has one of the variants served."""
+    return min((profile_of(v) for v in variants if _served(pack, v)), key=PROFILES.index)

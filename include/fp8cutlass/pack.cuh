@@ -1,0 +1,317 @@
+// Parts of the kernels that quantise Q, K and V and pack V. Their sum is python/fp8cutlass/quantize.py and pack.py, bit
+// for bit: every product is rounded to float32 on its own, and denormals count.
+//
+// A row of head_dim elements is shared by kLanes neighbouring lanes. A chunk is 8 elements, 16 bytes in and 8 bytes
+// out; lane l owns the chunks l, l + kLanes, ..., so that the lanes of a row always touch one contiguous piece of
+// memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "fp8cutlass/layout.h"
+#include "fp8cutlass/numeric.cuh"
+#include "fp8cutlass/pack_params.h"
+
+namespace fp8cutlass::packing {
+
+constexpr int kThreads = 256;
+constexpr uint32_t kMagnitude = 0x7fff7fff;  // all but the signs of two 16-bit numbers
+
+// The two source types. |x| of both orders like its bits, and infinities and NaN stand above everything finite.
+struct Bf16 {
+  static constexpr uint32_t kInfinity = 0x7f80;
+  static __device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+  static __device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+};
+
+struct Fp16 {
+  static constexpr uint32_t kInfinity = 0x7c00;
+  static __device__ __forceinline__ float low(uint32_t pair) { return half_low(pair); }
+  static __device__ __forceinline__ float high(uint32_t pair) { return half_high(pair); }
+};
+
+// The next kernel of the stream may be launched as soon as every CTA of this one has started. It waits for the results
+// by itself (griddepcontrol.wait) or was launched to begin after the end, as this one was.
+__device__ __forceinline__ void allow_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- which block ----------------------------------------------------------------------------------------------------
+
+struct Block {
+  int operand;  // PackOrder
+  int head;     // of B * heads
+  int index;    // inside the head
+};
+
+__device__ __forceinline__ Block find_block(const PackParams& p) {
+  int cta = blockIdx.x, operand = 0;
+  while (cta >= p.operand[operand].ctas) cta -= p.operand[operand++].ctas;
+  const int blocks = p.operand[operand].blocks;
+  return {operand, cta / blocks, cta % blocks};
+}
+
+// ---- loads ----------------------------------------------------------------------------------------------------------
+
+// A lane's chunks of rows first, first + kThreads / kLanes, ... of a block that starts at row `base`. Rows past the
+// last token and columns past D are zeros, which change no maximum and become zero bytes.
+template <int kLanes, int kPasses, int kChunks>
+__device__ __forceinline__ void load(uint4 (&x)[kPasses][kChunks], const PackOperand& o, const Block& block, int base,
+                                     int head_dim) {
+  const int lane = threadIdx.x % kLanes, first = base + threadIdx.x / kLanes;
+  const int batch = block.head / o.heads, head = block.head % o.heads;
+  const int64_t start = batch * o.stride_batch + head * o.stride_head + first * o.stride_row + 8 * lane;
+  const uint16_t* row = static_cast<const uint16_t*>(o.x) + start;
+  const int64_t step = kThreads / kLanes * o.stride_row;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass, row += step) {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const bool inside = first + pass * (kThreads / kLanes) < o.tokens && 8 * (lane + kLanes * i) < head_dim;
+      x[pass][i] = inside ? __ldg(reinterpret_cast<const uint4*>(row + 8 * kLanes * i)) : uint4{0, 0, 0, 0};
+    }
+  }
+}
+
+// ---- maxima, on the bits of two numbers at once ---------------------------------------------------------------------
+
+template <int kChunks>
+__device__ __forceinline__ uint32_t magnitude(const uint4 (&x)[kChunks]) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    largest = __vmaxu2(largest, x[i].x & kMagnitude);
+    largest = __vmaxu2(largest, x[i].y & kMagnitude);
+    largest = __vmaxu2(largest, x[i].z & kMagnitude);
+    largest = __vmaxu2(largest, x[i].w & kMagnitude);
+  }
+  return largest;
+}
+
+__device__ __forceinline__ uint32_t larger_half(uint32_t pair) { return max(pair & 0xffff, pair >> 16); }
+
+template <class Source>
+__device__ __forceinline__ bool is_finite(uint32_t magnitudes) {
+  return larger_half(magnitudes) < Source::kInfinity;
+}
+
+// Puts `by` in the place of every infinity and NaN.
+template <class Source>
+__device__ __forceinline__ void replace_non_finite(uint32_t& pair, uint32_t by) {
+  const uint32_t wrong = __vcmpgeu2(pair & kMagnitude, Source::kInfinity * 0x10001u);
+  pair = (pair & ~wrong) | (by & wrong);
+}
+
+template <class Source>
+__device__ __forceinline__ uint4 without_non_finite(uint4 x, uint32_t by) {
+  replace_non_finite<Source>(x.x, by);
+  replace_non_finite<Source>(x.y, by);
+  replace_non_finite<Source>(x.z, by);
+  replace_non_finite<Source>(x.w, by);
+  return x;
+}
+
+// Largest finite |x| of a lane's chunks of each row. Rare: infinities and NaN are left out of the maxima and become
+// `mark` in x: kMagnitude is a NaN of both types, which converts to the NaN of e4m3, 0x7f.
+template <class Source, int kPasses, int kChunks>
+__device__ __forceinline__ void finite_magnitudes(uint32_t (&largest)[kPasses], uint4 (&x)[kPasses][kChunks],
+                                                  uint32_t mark) {
+  uint32_t all = 0;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) all = __vmaxu2(all, largest[pass] = magnitude(x[pass]));
+  if (is_finite<Source>(all)) return;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    uint4 finite[kChunks];
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      finite[i] = without_non_finite<Source>(x[pass][i], 0);
+      x[pass][i] = without_non_finite<Source>(x[pass][i], mark);
+    }
+    largest[pass] = magnitude(finite);
+  }
+}
+
+// What is computed from x afterwards is computed there: the compiler would convert all of x before it branches, once
+// for all branches, and hold it in twice the registers.
+template <int kChunks>
+__device__ __forceinline__ void keep(uint4 (&x)[kChunks]) {
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) asm volatile("" : "+r"(x[i].x), "+r"(x[i].y), "+r"(x[i].z), "+r"(x[i].w));
+}
+
+template <int kPasses>
+__device__ __forceinline__ uint32_t largest_of(const uint32_t (&largest)[kPasses]) {
+  uint32_t all = largest[0];
+#pragma unroll
+  for (int pass = 1; pass < kPasses; ++pass) all = __vmaxu2(all, largest[pass]);
+  return larger_half(all);
+}
+
+// Over the lanes of a row.
+template <int kLanes>
+__device__ __forceinline__ uint32_t row_max(uint32_t magnitudes) {
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2)
+    magnitudes = __vmaxu2(magnitudes, __shfl_xor_sync(~0u, magnitudes, step));
+  return larger_half(magnitudes);
+}
+
+// Over the CTA; every thread must come here, once.
+__device__ __forceinline__ uint32_t block_max(uint32_t bits) {
+  __shared__ uint32_t of_warp[kThreads / 32];
+  bits = __reduce_max_sync(~0u, bits);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
+  __syncthreads();
+#pragma unroll
+  for (int warp = 0; warp < kThreads / 32; ++warp) bits = max(bits, of_warp[warp]);
+  return bits;
+}
+
+// ---- scales ---------------------------------------------------------------------------------------------------------
+
+struct Scale {
+  float descale, inverse;
+};
+
+// For a group whose largest finite magnitude is `group`, as fp8cutlass.quantize has it. Zeros get descale 1 and inverse
+// 1. torch divides a number by a tensor in two roundings, a reciprocal and a product, and so does this.
+__device__ __forceinline__ Scale scale_of(float group, const PackOperand& o) {
+  group = group > 0.f ? fmaxf(group, o.limit * 0x1p-126f) : o.limit;
+  return {__fmul_rn(group, o.limit_reciprocal), __fmul_rn(__frcp_rn(group), o.limit)};
+}
+
+// ---- conversion -----------------------------------------------------------------------------------------------------
+
+// A chunk, each element times its factor. Values need no clamp: |x| / group <= 1, so that a product lies beyond the
+// limit by its rounding at most, and the limit is what it then rounds to in e4m3.
+template <class Source>
+__device__ __forceinline__ uint2 e4m3x8(const uint4& x, const float (&factor)[8]) {
+  return {e4m3x4(__fmul_rn(Source::low(x.x), factor[0]), __fmul_rn(Source::high(x.x), factor[1]),
+                 __fmul_rn(Source::low(x.y), factor[2]), __fmul_rn(Source::high(x.y), factor[3])),
+          e4m3x4(__fmul_rn(Source::low(x.z), factor[4]), __fmul_rn(Source::high(x.z), factor[5]),
+                 __fmul_rn(Source::low(x.w), factor[6]), __fmul_rn(Source::high(x.w), factor[7]))};
+}
+
+template <class Source>
+__device__ __forceinline__ uint2 e4m3x8(const uint4& x, float factor) {
+  const float factors[8] = {factor, factor, factor, factor, factor, factor, factor, factor};
+  return e4m3x8<Source>(x, factors);
+}
+
+// ---- V: transposed through shared memory ----------------------------------------------------------------------------
+
+// out[q] gets byte q of each of the four words, in their order.
+__device__ __forceinline__ void transpose_bytes(uint32_t (&out)[4], uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const uint32_t ab01 = __byte_perm(a, b, 0x5140), ab23 = __byte_perm(a, b, 0x7362);
+  const uint32_t cd01 = __byte_perm(c, d, 0x5140), cd23 = __byte_perm(c, d, 0x7362);
+  out[0] = __byte_perm(ab01, cd01, 0x5410), out[1] = __byte_perm(ab01, cd01, 0x7632);
+  out[2] = __byte_perm(ab23, cd23, 0x5410), out[3] = __byte_perm(ab23, cd23, 0x7632);
+}
+
+// Writes the staged rows as columns, packed. A warp takes 64 keys and 32 columns at a time: four lanes write 64
+// neighbouring bytes of a column. `out` is the head's V^T at the block's first key, `pitch` the bytes of a column, of
+// which `keys` are left from here on, a multiple of 64.
+template <class Stage, int kRows, int kHeadDim>
+__device__ __forceinline__ void store_packed(uint8_t* out, int64_t pitch, int keys, const uint8_t* stage) {
+  constexpr int kParts = kRows / 64, kPieces = kParts * (kHeadDim / 32);
+  const int lane = threadIdx.x % 32;
+  for (int piece = threadIdx.x / 32; piece < kPieces; piece += kThreads / 32) {
+    const int part = piece % kParts, column = 32 * (piece / kParts) + 4 * (lane / 4);
+    const int key = 64 * part + 16 * (lane % 4);
+    if (64 * part >= keys) continue;
+    uint32_t packed[4][4];  // [column][positions 4t..4t+3]
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const auto word = [&](int k) {
+        return *reinterpret_cast<const uint32_t*>(stage + Stage::offset(key, k, column));
+      };
+      uint32_t of_column[4];
+      transpose_bytes(of_column, word(2 * t), word(2 * t + 1), word(8 + 2 * t), word(9 + 2 * t));
+#pragma unroll
+      for (int q = 0; q < 4; ++q) packed[q][t] = of_column[q];
+    }
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      uint4* target = reinterpret_cast<uint4*>(out + packed_column(column + q) * pitch + key);
+      *target = uint4{packed[q][0], packed[q][1], packed[q][2], packed[q][3]};
+    }
+  }
+}
+
+// ---- the first pass, for groups larger than a block -----------------------------------------------------------------
+
+// Floats that are not negative order like their bits.
+__device__ __forceinline__ void raise(float* amax, float value) {
+  if (value > 0.f) atomicMax(reinterpret_cast<int*>(amax), __float_as_int(value));
+}
+
+// Raises of_column (zeroed, shared memory) to the largest |x| of each column of a block without infinities and NaN.
+template <int kLanes, int kPasses, int kChunks>
+__device__ __forceinline__ void column_max(uint32_t* of_column, const uint4 (&x)[kPasses][kChunks]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    uint32_t largest[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const uint32_t pairs[4] = {x[pass][i].x, x[pass][i].y, x[pass][i].z, x[pass][i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) largest[j] = __vmaxu2(largest[j], pairs[j] & kMagnitude);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int step = kLanes; step < 32; step *= 2)
+        largest[j] = __vmaxu2(largest[j], __shfl_xor_sync(~0u, largest[j], step));
+      if (lane < kLanes) {
+        uint32_t* column = of_column + 8 * (lane + kLanes * i) + 2 * j;
+        atomicMax(column, largest[j] & 0xffff);
+        atomicMax(column + 1, largest[j] >> 16);
+      }
+    }
+  }
+}
+
+// ---- host -----------------------------------------------------------------------------------------------------------
+
+using Kernel = void (*)(PackParams);
+
+inline int launch_blocks(Kernel kernel, const PackParams& params, int smem_bytes, CUstream_st* stream) {
+  int64_t ctas = 0;
+  for (const PackOperand& o : params.operand) ctas += o.ctas;
+  if (ctas == 0) return cudaSuccess;
+  if (ctas > INT32_MAX) return cudaErrorInvalidValue;
+  if (smem_bytes > 48 * 1024) {
+    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+    if (status != cudaSuccess) return status;
+  }
+  PackParams copy = params;
+  void* arguments[] = {&copy};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(unsigned(ctas)), dim3(kThreads), arguments,
+                          smem_bytes, stream);
+}
+
+// `amax` runs before `pack` where an operand's groups are larger than a block. A CTA takes kRows rows.
+template <int kRows>
+int launch(Kernel pack, Kernel amax, int smem_bytes, PackParams params, CUstream_st* stream) {
+  PackParams first = params;
+  for (int i = 0; i < kPackOperands; ++i) {
+    PackOperand& o = params.operand[i];
+    if (o.rows > INT32_MAX - kRows) return cudaErrorInvalidValue;  // the rows of a block past the end are 32-bit
+    o.blocks = (o.rows + kRows - 1) / kRows;
+    const int64_t ctas = int64_t{params.batch} * o.heads * o.blocks;
+    if (ctas > INT32_MAX) return cudaErrorInvalidValue;
+    o.ctas = int(ctas);
+    first.operand[i] = o;
+    if (o.amax == nullptr) first.operand[i].ctas = 0;
+  }
+  const int status = launch_blocks(amax, first, 0, stream);
+  return status != cudaSuccess ? status : launch_blocks(pack, params, smem_bytes, stream);
+}
+
+}  // namespace fp8cutlass::packing

@@ -1,0 +1,54 @@
+// The launch ABI of the kernels that quantise Q, K and V and pack V, and how a compiled one is registered.
+// Plain C++ without CUDA or torch headers.
+#pragma once
+
+#include <cstdint>
+
+#include "fp8cutlass/params.h"
+
+namespace fp8cutlass {
+
+// One operand: (B, heads, tokens, D) of bf16 or fp16 becomes e4m3 with descales, D filled up to the kernel's head_dim.
+struct PackOperand {
+  const void* x;  // strides in elements, last dimension contiguous, 16-byte aligned rows
+  int64_t stride_batch, stride_head, stride_row;
+  uint8_t* out;  // Q and K: (B, heads, tokens, head_dim), dense rows; V: (B, heads, head_dim, rows), packed, contiguous
+  int64_t out_stride_batch, out_stride_head, out_stride_row;  // in bytes; unused for V
+  float* descale;  // canonical shape of the granularity; per token (B, heads, rows), per channel (.., head_dim)
+  float* amax;     // tensor, head, channel: largest finite |x| of each group, shape of `descale`, zeroed; or null
+  Granularity granularity;  // what shares a descale
+  int heads, tokens;
+  int rows;                // tokens, or what the outputs are padded to: V, and K's descales of tokens
+  float limit;             // what the largest |x| of a group becomes
+  float limit_reciprocal;  // 1 / limit, rounded once
+  int blocks, ctas;        // of a head and in all; set by the launch
+};
+
+// The order in which CTAs take the operands: V is the longest work of a block, so it must not come last.
+enum PackOrder { kPackV, kPackK, kPackQ, kPackOperands };
+
+struct PackParams {
+  PackOperand operand[kPackOperands];
+  int batch;
+  int head_dim;     // D, a multiple of 8, at most the kernel's
+  uint32_t q_flip;  // XORed onto four bytes of Q: 0x80808080 turns its sign, for a negative softmax scale
+};
+
+// Returns a cudaError_t as int; 0 is success. Never synchronises.
+using PackFn = int (*)(const PackParams& params, CUstream_st* stream);
+
+enum class SourceType { bf16, fp16 };
+
+struct PackEntry {
+  const char* id;
+  PackFn launch;
+  int head_dim;
+  int key_block;  // keys that share a block descale of K and V
+  SourceType source;
+};
+
+// Defined in the generated registry, in manifest order.
+extern const PackEntry kPacks[];
+extern const int kPackCount;
+
+}  // namespace fp8cutlass

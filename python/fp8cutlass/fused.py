@@ -1,0 +1,119 @@
+"""Quantisation and packing on CUDA: :func:`quantize` of Q, K and V and :func:`pack_v` in one kernel, bit for bit.
+
+Each element is read once and written once, but for descales that more than a block of a head shares: those take a
+first kernel that finds the maxima.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from . import extension
+from .descale import canonical_shape
+from .manifest import KEY_BLOCK
+from .memory import aligned, empty_rows
+from .quantize import GRANULARITIES, V_AMAX
+
+CHUNK = 8  # elements of bf16 and fp16 that one access takes
+BEYOND_BLOCKS = ("tensor", "head", "channel")  # granularities whose maxima take a kernel of their own
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a kernel of head_dim D reads: the FP8 bytes, uint8, of Q (B, H, Sq, D) and K (B, Hkv, Sk, D), rows 16-byte
+    aligned, and of packed V (B, Hkv, D, ceil(Sk / 128) * 128); and their descales, float32, contiguous. K's descales of
+    tokens are padded with ones to whole tiles, V's of channels to D."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_descale: torch.Tensor
+    k_descale: torch.Tensor
+    v_descale: torch.Tensor
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """Return x (B, H, S, D), or a copy where the kernel cannot read it: D must be a multiple of 8 (zero columns are
+    appended), contiguous, and rows must start on multiples of 16 bytes."""
+    if x.shape[3] % CHUNK:
+        x = F.pad(x, (0, -x.shape[3] % CHUNK))
+    return aligned(x if x.stride(3) == 1 else x.contiguous())
+
+
+def quantise_and_pack(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    head_dim: int,
+    key_block: int,
+    amax: float,
+    granularity: Mapping[str, str],
+    negate_q: bool,
+) -> Operands:
+    """Make a kernel's operands of q (B, H, Sq, D) and k, v (B, Hkv, Sk, D), bf16 or fp16 on a card, no dimension empty.
+
+    Args:
+        head_dim: the kernel's, at least D: the columns between are zeros.
+        key_block: keys that share a descale where K and V are scaled by ``block``.
+        amax: what the largest magnitude of a group of Q and K becomes; of V it is 256.
+        granularity: of "q", "k" and "v", a row of ``scaling`` of the manifest.
+        negate_q: turn the sign of Q, for a negative softmax scale.
+
+    Raises RuntimeError where the extension has no kernel for ``head_dim``, ``key_block`` and the dtype: it holds those
+    that its attention kernels need.
+    """
+    q, k, v = (readable(x) for x in (q, k, v))
+    made = empty_operands(q, k, v, head_dim=head_dim, key_block=key_block, granularity=granularity)
+    fill(made, q, k, v, key_block=key_block, amax=amax, granularity=granularity, negate_q=negate_q)
+    return made
+
+
+def empty_operands(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, head_dim: int, key_block: int, granularity: Mapping[str, str]
+) -> Operands:
+    """Allocate them, Q and K dense in the memory order of q and k."""
+    padded = -(-k.shape[2] // KEY_BLOCK) * KEY_BLOCK
+    descales = []
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        rows = padded if (name, granularity[name]) == ("k", "token") else x.shape[2]
+        shape = canonical_shape(granularity[name], (*x.shape[:2], rows, head_dim), key_block)
+        descales.append(x.new_empty(shape, dtype=torch.float32))
+    q8, k8 = (empty_rows(x, head_dim, torch.uint8) for x in (q, k))
+    return Operands(q8, k8, v.new_empty((*v.shape[:2], head_dim, padded), dtype=torch.uint8), *descales)
+
+
+def fill(
+    made: Operands,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    key_block: int,
+    amax: float,
+    granularity: Mapping[str, str],
+    negate_q: bool,
+) -> None:
+    """Write every byte of ``made`` from operands that are :func:`readable`."""
+    descales = {"q": made.q_descale, "k": made.k_descale, "v": made.v_descale}
+    groups = sum(d.numel() for name, d in descales.items() if granularity[name] in BEYOND_BLOCKS)
+    extension.load()
+    torch.ops.fp8cutlass_C.pack(
+        key_block,
+        q,
+        k,
+        v,
+        *(GRANULARITIES.index(granularity[name]) for name in "qkv"),
+        amax,
+        V_AMAX,
+        negate_q,
+        made.q,
+        made.k,
+        made.v,
+        *descales.values(),
+        q.new_zeros((groups,), dtype=torch.float32) if groups else None,
+    )

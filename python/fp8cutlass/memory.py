@@ -1,0 +1,36 @@
+"""How tensors lie in memory: the two orders of (B, H, S, D), alignment, and views as bytes."""
+
+from __future__ import annotations
+
+import torch
+
+ALIGNMENT = 16  # bytes of one vector access
+
+
+def is_seq_major(x: torch.Tensor) -> bool:
+    """True for a (B, H, S, D) view of memory in the order (B, S, H, D)."""
+    return x.shape[1] > 1 and x.shape[2] > 1 and x.stride(1) < x.stride(2)
+
+
+def empty_rows(q: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate (B, H, Sq, head_dim), dense in q's memory order, (B, H, S, D) or (B, S, H, D)."""
+    batch, heads, seqlen_q, _ = q.shape
+    if is_seq_major(q):
+        return q.new_empty((batch, seqlen_q, heads, head_dim), dtype=dtype).transpose(1, 2)
+    return q.new_empty((batch, heads, seqlen_q, head_dim), dtype=dtype)
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a contiguous copy where its rows do not start on multiples of 16 bytes or are all the same row, for
+    which tensor maps have no word. A dimension of size 1 may have any stride."""
+    if x.shape[2] > 1 and x.stride(2) == 0:
+        return x.clone(memory_format=torch.contiguous_format)
+    strides = (stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1)
+    if x.data_ptr() % ALIGNMENT == 0 and all(stride * x.element_size() % ALIGNMENT == 0 for stride in strides):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """FP8 viewed as uint8, for what is not defined on FP8; anything else as it is."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x

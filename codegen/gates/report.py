@@ -10,7 +10,7 @@ from pathlib import Path
 from codegen.gates.rules import applicable, check, occupancy, smem_bytes
 from codegen.gates.sass import MATRIX
 from codegen.gates.subject import Kernel, Measured
-from codegen.gates.toolbox import INCLUDE, digest_of
+from codegen.gates.toolbox import INCLUDE, digest_of, own_headers
 
 CODE_TOLERANCE = 0.05  # of the code size; below it a change is scheduling and padding
 
@@ -112,8 +112,8 @@ def _cell(value: int | float) -> str:
 
 
 def sources_digest(sources: list[Path]) -> str:
-    """What the numbers were read from: the kernels in order and every header of the project, 16 hex digits."""
-    digest = hashlib.sha256(digest_of((INCLUDE,)).encode())
+    """What the numbers were read from, 16 hex digits: the kernels in order and the headers of the project in them."""
+    digest = hashlib.sha256(digest_of(INCLUDE, own_headers(sources)).encode())
     for source in sources:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from codegen.arch import TARGETS
 ROOT = Path(__file__).resolve().parent.parent.parent
 INCLUDE = ROOT / "include"  # the project's own headers
 
+_INCLUDED = re.compile(r'^#include "(fp8cutlass/[^"]+)"', re.MULTILINE)
 _STATEMENTS = {
     "CMAKE_CUDA_FLAGS_RELEASE": r"set\(CMAKE_CUDA_FLAGS_RELEASE\s+\"([^\"$]*)\"\)",
     "CMAKE_CUDA_STANDARD": r"set\(CMAKE_CUDA_STANDARD\s+(\d+)\)",
@@ -47,7 +49,7 @@ class Toolbox:
     nvdisasm: Path
     options: tuple[str, ...]
     includes: tuple[str, ...]
-    headers_digest: str
+    cutlass_digest: str
     environment: dict[str, str]
 
     def command(self, target: str, source: Path, cubin: Path) -> list[str]:
@@ -57,17 +59,32 @@ class Toolbox:
 
     def digest(self, target: str, source: Path) -> str:
         """Changes whenever compiling could give another result."""
-        parts = [self.nvcc_version, self.headers_digest, *self.options, TARGETS[target].gencode]
+        headers = digest_of(INCLUDE, own_headers([source]))
+        parts = [self.nvcc_version, self.cutlass_digest, headers, *self.options, TARGETS[target].gencode]
         return hashlib.sha256("\0".join(parts).encode() + b"\0" + source.read_bytes()).hexdigest()
 
 
-def digest_of(folders: tuple[Path, ...]) -> str:
-    """Of the names and bytes of all files in them."""
+def own_headers(sources: Iterable[Path]) -> list[Path]:
+    """The project's headers that these files include, directly or through one another."""
+    found: set[Path] = set()
+    waiting = list(sources)
+    while waiting:
+        included = {INCLUDE / name for name in _INCLUDED.findall(waiting.pop().read_text())} - found
+        found |= included
+        waiting += included
+    return sorted(found)
+
+
+def digest_of(folder: Path, paths: Iterable[Path]) -> str:
+    """Of the names, relative to `folder`, and the bytes of these files."""
     digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-            digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    for path in paths:
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def _files(folder: Path, *parts: str) -> list[Path]:
+    return sorted(p for part in parts for p in (folder / part).rglob("*") if p.is_file())
 
 
 def _version(nvcc: Path) -> str:
@@ -99,6 +116,6 @@ def open_toolbox() -> Toolbox:
             *shlex.split(os.environ.get("FP8CUTLASS_CUDA_FLAGS", "")),
         ),
         includes=("-I", str(INCLUDE), "-isystem", str(cutlass)),
-        headers_digest=digest_of((INCLUDE, cutlass / "cute", cutlass / "cutlass")),
+        cutlass_digest=digest_of(cutlass, _files(cutlass, "cute", "cutlass")),
         environment=nvcc.environment(),
     )

@@ -318,9 +318,8 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     if (p.amax != nullptr) store_amax<kSplit>(p, row, o, sum, 1.f, column_descale);
   };
 
-  // P V is made in parts of 64 columns, two of them at a time: while one is multiplied, the one before is added to O,
-  // the last one beside Q K^T of the next tile. The tiles of all items form one stream: an item's epilogue runs beside
-  // the next item's first Q K^T.
+  // P V is made in parts of 64 columns, two of them at a time: while one is multiplied, the one before is added to O.
+  // The tiles of all items form one stream: an item's epilogue runs beside the next item's first Q K^T.
   Scores s;
   Stage stage;
   int turn = 0, j = 0;      // the item of the tile in s, and which of the item's tiles it is

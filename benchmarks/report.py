@@ -44,6 +44,16 @@ def ratio(cell: Mapping[str, Row], peers: Sequence[str] = FP8_PEERS) -> float | 
     return peer.median_us / own.median_us
 
 
+def whole_ratio(cell: Mapping[str, Row]) -> float | None:
+    """How many times faster ours is, its quantisation included, than the fastest bf16 attention: what a user of bf16
+    tensors gains. None where either is missing."""
+    own, peer = cell.get(OWN), best_peer(cell, BF16_PEERS)
+    whole = None if own is None else own.with_quantisation_us
+    if whole is None or peer is None or not peer.median_us:
+        return None
+    return peer.median_us / whole
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     """exp of the mean logarithm; ValueError for no values, or one that is not positive."""
     if not values or min(values) <= 0:
@@ -124,6 +134,7 @@ def _grid_tables(by_shape: Mapping[Shape, Cell]) -> list[str]:
         body = [_line(name, row, _of(name, lambda r: r.tflops)) for name in CONTENDERS]
         body.append(_line("**ours / better FP8 peer**", row, ratio, 2))
         body.append(_line("ours / best bf16", row, lambda cell: ratio(cell, BF16_PEERS), 2))
+        body.append(_line("ours, quantisation included / best bf16", row, whole_ratio, 2))
         body += [_line(f"{n}, quantisation included", row, _of(n, _with_quantisation)) for n in (OWN, *FP8_PEERS)]
         body.append(_line(f"{OWN}, us", row, _of(OWN, lambda r: r.median_us), 1))
         body.append(_line("quantisation and packing, us", row, _of(OWN, lambda r: r.quantise_us), 1))

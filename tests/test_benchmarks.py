@@ -184,6 +184,7 @@ def test_table_from_a_csv(measured: Path) -> None:
     assert sum(line.startswith("### head_dim") for line in lines) == 6
     assert lines.count("| **ours / better FP8 peer** |" + " 1.50 |" * 6) == 6
     assert lines.count("| ours / best bf16 |" + " 1.20 |" * 6) == 6
+    assert lines.count("| ours, quantisation included / best bf16 |" + " 0.96 |" * 6) == 6  # 120 / (100 + 25)
     # The work of a full cell is 4 * tokens * seqlen * width; 25 us of quantisation come to the kernel's 100.
     kernel, whole = 4 * 16384 * 512 * 2048 / 100e-6 / 1e12, 4 * 16384 * 512 * 2048 / 125e-6 / 1e12
     assert any(line.startswith(f"| fp8cutlass | {kernel:.0f} |") for line in lines)

@@ -57,6 +57,8 @@ REFUSED = [
     (call(enable_gqa=None), ["enable_gqa", "None"]),
     (call(return_lse="yes"), ["return_lse", "'yes'"]),
     (call(return_amax=2), ["return_amax", "2"]),
+    (call(smooth_k=1), ["smooth_k", "True or False", "1"]),
+    (call(hadamard=None), ["hadamard", "None"]),
     (call(kernel=3), ["kernel", "3"]),
     (call(kernel=""), ["kernel", "''"]),
     # scale
@@ -119,6 +121,8 @@ REFUSED = [
     (fp8_call(q_descale=None), ["q_descale is missing", "(1, 4, 16)"]),
     (fp8_call(k_descale=None, v_descale=None), ["k_descale is missing", "v_descale is missing", "(1, 4, 1)"]),
     (call(q_descale=1.0), ["q_descale", "FP8", "torch.bfloat16"]),
+    (fp8_call(smooth_k=True), ["smooth_k", "bf16 and fp16", "torch.float8_e4m3fn", "quantised already"]),
+    (fp8_call(hadamard=True, smooth_k=True), ["smooth_k", "hadamard", "quantised already"]),
     pytest.param(fp8_call(q_descale=0.0), ["q_descale", ">= 2^-126", "0.0"], marks=DESCALE_VALUE),
     pytest.param(fp8_call(k_descale=-1.0), ["k_descale", ">= 2^-126", "-1.0"], marks=DESCALE_VALUE),
     pytest.param(fp8_call(q_descale=1e-46), ["q_descale", ">= 2^-126", "1e-46"], marks=DESCALE_VALUE),
@@ -194,7 +198,7 @@ def test_refused(arguments: dict[str, Any], words: list[str]) -> None:
 
 
 @pytest.mark.edge(56)
-@pytest.mark.parametrize("unknown", ["softcap", "window_size", "smooth_k", "hadamard", "mask"])
+@pytest.mark.parametrize("unknown", ["softcap", "window_size", "smooth", "rotate", "mask"])
 @pytest.mark.parametrize("function", [attention, supports, explain])
 def test_unknown_keyword(function: Any, unknown: str) -> None:
     with pytest.raises(TypeError, match=unknown):

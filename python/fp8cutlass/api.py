@@ -28,6 +28,8 @@ def attention(
     v_descale: torch.Tensor | float | None = None,
     scaling: str = "block",
     precision: str = "fast",
+    smooth_k: bool = False,
+    hadamard: bool = False,
     out_dtype: torch.dtype | None = None,
     out_descale: torch.Tensor | float | None = None,
     return_lse: bool = False,
@@ -60,6 +62,11 @@ def attention(
             also 192 or 256, the tile of the kernel); ``token``: each row of query and key, each channel of value.
         precision: ``fast`` lets kernels compute P in the code domain where their conditions hold; ``accurate`` never
             does, and excludes pinning one that does. FP8 operands always run accurate: their scores may not fit f16.
+        smooth_k: subtract from every key of a head a mean of some of them before it is quantised, which changes nothing
+            but rounding: for keys that share a bias. An LSE is that of the original keys. Not for FP8 operands.
+        hadamard: multiply the rows of query and key by one orthonormal matrix before they are quantised, which changes
+            no score but for rounding: for outliers. A bias that keys share is better subtracted first (``smooth_k``).
+            Finite elements should stay below 2^120. Not for FP8 operands.
         out_dtype: bf16, fp16 or float8_e4m3fn; default the dtype of query, bf16 for FP8 operands.
         out_descale: for float8_e4m3fn output: a float in [2^-126, 2^126] or one float32; stored = result /
             out_descale, saturating.
@@ -94,6 +101,8 @@ def attention(
         v_descale=v_descale,
         scaling=scaling,
         precision=precision,
+        smooth_k=smooth_k,
+        hadamard=hadamard,
         out_dtype=out_dtype,
         out_descale=out_descale,
         return_lse=return_lse,

@@ -16,14 +16,16 @@ from .fused import Operands, quantise_and_pack
 from .manifest import Variant
 from .memory import aligned, as_bytes, empty_rows, is_seq_major
 from .pack import pack_v, pad_token_descale
+from .prepare import prepared
 from .quantize import FP8_MAX, SCORE_AMAX, V_AMAX, quantize
+from .smooth import key_mean, restore_lse
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Call:
-    """The operators' arguments, in the order of the schema of attention_fp8.
+    """The operators' arguments, in the order of the schema of attention_fp8, then those that attention_half adds.
 
     q is (B, H, Sq, D), k and v are (B, Hkv, Sk, D), of one type, any strides: FP8 with a descale each, or bf16 or fp16
     without. ``precision="fast"`` asserts of FP8 operands that the scores fit f16, which holds when Q and K were
@@ -46,6 +48,8 @@ class Call:
     return_lse: bool
     return_amax: bool
     kernel: str
+    smooth_k: bool = False  # of bf16 and fp16 operands only, like the next
+    hadamard: bool = False
 
 
 def empty_outputs(call: Call) -> Outputs:
@@ -65,10 +69,13 @@ def score_amax(variant: Variant) -> float:
 def quantised(call: Call, variant: Variant, granularity: Mapping[str, str]) -> Call:
     """The call on bf16 or fp16 operands as one on the e4m3 operands and descales that the kernel reads."""
     block, amax = variant.key_block, score_amax(variant)
-    q, q_descale = quantize(call.q, granularity=granularity["q"], amax=amax)
-    k, k_descale = quantize(call.k, granularity=granularity["k"], amax=amax, block=block)
+    mean = key_mean(call.k) if call.smooth_k else None
+    q, k = prepared(call.q, call.k, mean, head_dim=variant.head_dim, hadamard=call.hadamard)
+    q, q_descale = quantize(q, granularity=granularity["q"], amax=amax)
+    k, k_descale = quantize(k, granularity=granularity["k"], amax=amax, block=block)
     v, v_descale = quantize(call.v, granularity=granularity["v"], amax=V_AMAX, block=block)
-    return replace(call, q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    call = replace(call, q=q, k=k, v=v, smooth_k=False, hadamard=False)
+    return replace(call, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
 
 
 def run_half(call: Call, variant: Variant, number: int, granularity: Mapping[str, str], outputs: Outputs) -> None:
@@ -77,6 +84,8 @@ def run_half(call: Call, variant: Variant, number: int, granularity: Mapping[str
         _forward(call, number, variant.head_dim, kernel_operands(call, variant, granularity), outputs)
     else:
         run(quantised(call, variant, granularity), variant, number, outputs)
+    if call.smooth_k and call.return_lse:
+        restore_lse(outputs[1], call.q, key_mean(call.k), call.scale)
 
 
 def run(call: Call, variant: Variant, number: int, outputs: Outputs) -> None:
@@ -94,7 +103,7 @@ def run(call: Call, variant: Variant, number: int, outputs: Outputs) -> None:
 
 def kernel_operands(call: Call, variant: Variant, granularity: Mapping[str, str]) -> Operands:
     """What the compiled kernel reads for a call on bf16 or fp16 operands."""
-    if not call.q.is_cuda:
+    if not call.q.is_cuda or call.smooth_k or call.hadamard:
         return _packed(call.scaling, *_fitted(quantised(call, variant, granularity), variant))
     return quantise_and_pack(
         call.q,
@@ -110,14 +119,13 @@ def kernel_operands(call: Call, variant: Variant, granularity: Mapping[str, str]
 
 def _fitted(call: Call, variant: Variant) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
     """FP8 operands and descales padded to the kernel's head_dim, the sign of a negative scale moved into Q."""
-    missing = variant.head_dim - call.q.shape[3]
-    q, k, v = (_padded(x, missing) for x in (call.q, call.k, call.v))
+    q, k, v = (_padded(x, variant.head_dim - x.shape[3]) for x in (call.q, call.k, call.v))
     if call.scale < 0:  # the sign bit of FP8, exact
         q = (q.view(torch.uint8) ^ 0x80).view(q.dtype)
     # Only attention_half leaves descales out, and it quantises before it comes here.
     descales = [cast(torch.Tensor, d) for d in (call.q_descale, call.k_descale, call.v_descale)]
-    if call.scaling == "token" and missing:  # a descale for each channel of V
-        descales[2] = F.pad(descales[2], (0, missing), value=1.0)
+    if call.scaling == "token":  # a descale for each channel of V
+        descales[2] = F.pad(descales[2], (0, variant.head_dim - call.v.shape[3]), value=1.0)
     return (q, k, v), descales
 
 

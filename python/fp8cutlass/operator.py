@@ -25,9 +25,10 @@ DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # quantised inside
 OUT_NAMES = {dtype: name for name, dtype in OUT_DTYPES.items()}
 
+_RESULTS = "(Tensor out, Tensor lse, Tensor amax)"
 _OPTIONS = (
     "Tensor? out_descale, ScalarType out_dtype, str scaling, str precision, bool causal, SymInt causal_offset, "
-    "float scale, bool return_lse, bool return_amax, str kernel) -> (Tensor out, Tensor lse, Tensor amax)"
+    "float scale, bool return_lse, bool return_amax, str kernel"
 )
 
 
@@ -141,10 +142,10 @@ def _fill_trivial(outputs: Outputs, k: torch.Tensor) -> bool:
 _library = torch.library.Library("fp8cutlass", "DEF")
 
 
-def _register(name: str, operands: str, as_call: Callable[..., Call]) -> Any:
+def _register(name: str, arguments: str, as_call: Callable[..., Call]) -> Any:
     """Define an operator on CPU and CUDA; ``as_call`` brings its arguments into the form of Call."""
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    _library.define(f"{name}({operands}, {_OPTIONS}", tags=tags)
+    _library.define(f"{name}({arguments}) -> {_RESULTS}", tags=tags)
     for device in ("CPU", "CUDA"):
         _library.impl(name, lambda *args: _attention(as_call(*args)), device)
     torch.library.register_fake(f"fp8cutlass::{name}", lambda *args: empty_outputs(as_call(*args)), lib=_library)
@@ -153,11 +154,11 @@ def _register(name: str, operands: str, as_call: Callable[..., Call]) -> Any:
 
 attention_fp8 = _register(
     "attention_fp8",
-    "Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale",
+    f"Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, {_OPTIONS}",
     Call,
 )
 attention_half = _register(
     "attention_half",
-    "Tensor q, Tensor k, Tensor v",
+    f"Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool smooth_k=False, bool hadamard=False",
     lambda q, k, v, *options: Call(q, k, v, None, None, None, *options),
 )

@@ -18,6 +18,11 @@ from .operator import choose as choose_kernel
 from .request import Plan, Request
 from .target import granularities, head_dims, target, unserved
 
+TRANSFORMED = {  # what `explain` says of them, in the order in which they are applied
+    "smooth_k": "the mean of some keys of a head subtracted from all (smooth_k)",
+    "hadamard": "Q and K rotated by a Hadamard matrix (hadamard)",
+}
+
 
 def make_plan(request: Request, *, shipped: bool = False) -> Plan:
     """Check a request; UnsupportedError says what is wrong with it or which kernel is missing.
@@ -93,7 +98,7 @@ def execute(request: Request, plan: Plan) -> Outputs:
     )
     operands = (plan.q, plan.k, plan.v)
     if plan.half:
-        return attention_half(*operands, *options)
+        return attention_half(*operands, *options, request.smooth_k, request.hadamard)
     given = (request.q_descale, request.k_descale, request.v_descale)
     descales = [
         to_canonical(descale, shared_by, x.shape, x.device)
@@ -135,6 +140,9 @@ def describe(request: Request) -> str:
     if plan.half and request.scaling == "block" and variant.key_block != KEY_BLOCK:
         quantised += f", a descale per {variant.key_block} keys"
     lines.append(f"numerics:  {precision}{quantised}")
+    changed = [text for name, text in TRANSFORMED.items() if getattr(request, name)]
+    if changed:
+        lines.append(f"before:    {', then '.join(changed)}")
     if variant.schedule != "multistage":
         lines.append(f"schedule:  {variant.schedule}, cluster {variant.cluster}")
     if variant.head_dim != plan.q.shape[3]:

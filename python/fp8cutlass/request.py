@@ -27,6 +27,8 @@ class Request:
     v_descale: Any = None
     scaling: str = "block"
     precision: str = "fast"
+    smooth_k: bool = False
+    hadamard: bool = False
     out_dtype: torch.dtype | None = None
     out_descale: Any = None
     return_lse: bool = False

@@ -19,7 +19,8 @@ CHOICES = {
     "causal_alignment": ("top_left", "bottom_right"),
     "fallback": ("error", "sdpa"),
 }
-FLAGS = ("is_causal", "enable_gqa", "return_lse", "return_amax")
+TRANSFORMS = ("smooth_k", "hadamard")  # of operands that are quantised inside
+FLAGS = ("is_causal", "enable_gqa", *TRANSFORMS, "return_lse", "return_amax")
 
 
 def check_options(request: Request) -> None:
@@ -96,6 +97,9 @@ def check_types(request: Request) -> None:
             wrong.append(f"{name} is on {x.device}, query is on {q.device}")
     if not wrong and (k.dtype != q.dtype or v.dtype != q.dtype):
         wrong.append(f"query, key and value must share one dtype, got query {q.dtype}, key {k.dtype}, value {v.dtype}")
+    if q.dtype in DTYPE_NAMES:
+        on = [name for name in TRANSFORMS if getattr(request, name)]
+        wrong += [f"{name} is for bf16 and fp16 operands; {q.dtype} ones are quantised already" for name in on]
     out_dtype = request.out_dtype
     if out_dtype is not None and out_dtype not in OUT_NAMES:
         wrong.append(f"out_dtype must be one of {', '.join(map(str, OUT_NAMES))}, got {out_dtype}")

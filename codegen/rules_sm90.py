@@ -33,6 +33,7 @@ SPLIT_SCHEDULES = (Schedule.SERIAL,)
 SPILLS: tuple[tuple[int, Tile, Softmax, Schedule, Out | None], ...] = (
     (96, Tile(m=128, n=256, warps=8), Softmax.LINEAR, Schedule.PINGPONG, Out.E4M3),
     (128, Tile(m=64, n=128, warps=4), Softmax.EXP2, Schedule.OVERLAP, None),
+    (128, Tile(m=128, n=192, warps=8), Softmax.LINEAR, Schedule.PINGPONG, Out.E4M3),
     (128, Tile(m=128, n=64, warps=8), Softmax.EXP2, Schedule.PINGPONG, None),
     (192, Tile(m=128, n=192, warps=8), Softmax.LINEAR, Schedule.COLUMNS, None),
     (256, Tile(m=128, n=128, warps=8), Softmax.EXP2, Schedule.SERIAL, None),

@@ -334,8 +334,8 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_causal_e4m3_bf1
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_causal_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_fp16_linear_pingpong_solo;
@@ -356,7 +356,6 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e5m2_fp16_e
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e5m2_bf16_exp2_serial_solo;
@@ -369,6 +368,7 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_fp16_l
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e5m2_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo;
@@ -1598,10 +1598,10 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4, 128, 128, 128, OutType::fp16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, false},
-    {"sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo, 128, 128, 192, OutType::bf16,
+    {"sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo, 128, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     192, true, true},
-    {"sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo, 128, 128, 192, OutType::e4m3,
+     128, true, true},
+    {"sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo, 128, 128, 192, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      192, true, true},
     {"sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo, 128, 128, 192, OutType::fp16,
@@ -1664,9 +1664,6 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo, 128, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_e4m3_linear_serial_solo, 128, 64, 128, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true},
     {"sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo, 128, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
@@ -1701,6 +1698,9 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo, 128, 64, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true},
+    {"sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo, 128, 64, 256, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
     {"sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo, 128, 64, 256, OutType::fp16,

@@ -118,8 +118,8 @@ def describe(request: Request) -> str:
         try:
             plan = make_plan(request, shipped=True)
             chosen = choose(request, plan, shipped=True)
-        except UnsupportedError:
-            return "no kernel: " + "\n           ".join(error.reasons)
+        except UnsupportedError as refused:  # the table's reasons beside what is not built
+            return "no kernel: " + "\n           ".join(dict.fromkeys((*error.reasons, *refused.reasons)))
         built = "built: no; " + "; ".join(error.reasons)
         shipped = True
     variant, _, decision = chosen

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from .results import OK, UNAVAILABLE, Row
 from .shapes import GRID_HEAD_DIMS, GRID_SEQLENS, HISTORY, Shape
@@ -36,22 +37,14 @@ def best_peer(cell: Mapping[str, Row], peers: Sequence[str] = FP8_PEERS) -> Row 
     return min(ran, key=lambda row: row.median_us or math.inf, default=None)
 
 
-def ratio(cell: Mapping[str, Row], peers: Sequence[str] = FP8_PEERS) -> float | None:
-    """How many times faster ours is than the fastest of ``peers``; None where either is missing."""
+def ratio(cell: Mapping[str, Row], peers: Sequence[str] = FP8_PEERS, *, quantised: bool = False) -> float | None:
+    """How many times faster ours is than the fastest of ``peers``, with ``quantised`` its quantisation included; None
+    where either is missing."""
     own, peer = cell.get(OWN), best_peer(cell, peers)
-    if own is None or peer is None or not own.median_us or not peer.median_us:
+    if own is None or peer is None:
         return None
-    return peer.median_us / own.median_us
-
-
-def whole_ratio(cell: Mapping[str, Row]) -> float | None:
-    """How many times faster ours is, its quantisation included, than the fastest bf16 attention: what a user of bf16
-    tensors gains. None where either is missing."""
-    own, peer = cell.get(OWN), best_peer(cell, BF16_PEERS)
-    whole = None if own is None else own.with_quantisation_us
-    if whole is None or peer is None or not peer.median_us:
-        return None
-    return peer.median_us / whole
+    us = own.with_quantisation_us if quantised else own.median_us
+    return peer.median_us / us if us and peer.median_us else None
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -133,8 +126,10 @@ def _grid_tables(by_shape: Mapping[Shape, Cell]) -> list[str]:
         row = [by_shape[shape] for shape in shapes]
         body = [_line(name, row, _of(name, lambda r: r.tflops)) for name in CONTENDERS]
         body.append(_line("**ours / better FP8 peer**", row, ratio, 2))
-        body.append(_line("ours / best bf16", row, lambda cell: ratio(cell, BF16_PEERS), 2))
-        body.append(_line("ours, quantisation included / best bf16", row, whole_ratio, 2))
+        body.append(_line("ours / best bf16", row, partial(ratio, peers=BF16_PEERS), 2))
+        body.append(
+            _line("ours, quantisation included / best bf16", row, partial(ratio, peers=BF16_PEERS, quantised=True), 2)
+        )
         body += [_line(f"{n}, quantisation included", row, _of(n, _with_quantisation)) for n in (OWN, *FP8_PEERS)]
         body.append(_line(f"{OWN}, us", row, _of(OWN, lambda r: r.median_us), 1))
         body.append(_line("quantisation and packing, us", row, _of(OWN, lambda r: r.quantise_us), 1))

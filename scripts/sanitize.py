@@ -20,8 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from scripts.build_extension import PROFILES  # noqa: E402  (needs the path above when run as a file)
+
 TOOLS = ("memcheck", "racecheck", "synccheck")
-PROFILES = ("dev", "ci", "release")
 KERNELS = "kns=attention,kns=pack"  # parts of their names
 CLUSTERS = {"solo": 1, "split2": 2, "split4": 4}
 

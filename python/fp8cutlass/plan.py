@@ -18,11 +18,6 @@ from .operator import choose as choose_kernel
 from .request import Plan, Request
 from .target import granularities, head_dims, target, unserved
 
-TRANSFORMED = {  # what `explain` says of them, in the order in which they are applied
-    "smooth_k": "the mean of some keys of a head subtracted from all (smooth_k)",
-    "hadamard": "Q and K rotated by a Hadamard matrix (hadamard)",
-}
-
 
 def make_plan(request: Request, *, shipped: bool = False) -> Plan:
     """Check a request; UnsupportedError says what is wrong with it or which kernel is missing.
@@ -140,7 +135,7 @@ def describe(request: Request) -> str:
     if plan.half and request.scaling == "block" and variant.key_block != KEY_BLOCK:
         quantised += f", a descale per {variant.key_block} keys"
     lines.append(f"numerics:  {precision}{quantised}")
-    changed = [text for name, text in TRANSFORMED.items() if getattr(request, name)]
+    changed = [text for name, text in validate.TRANSFORMS.items() if getattr(request, name)]
     if changed:
         lines.append(f"before:    {', then '.join(changed)}")
     if variant.schedule != "multistage":

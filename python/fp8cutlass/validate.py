@@ -19,7 +19,10 @@ CHOICES = {
     "causal_alignment": ("top_left", "bottom_right"),
     "fallback": ("error", "sdpa"),
 }
-TRANSFORMS = ("smooth_k", "hadamard")  # of operands that are quantised inside
+TRANSFORMS = {  # of operands that are quantised inside, in the order in which they are applied; the text of `explain`
+    "smooth_k": "the mean of some keys of a head subtracted from all (smooth_k)",
+    "hadamard": "Q and K rotated by a Hadamard matrix (hadamard)",
+}
 FLAGS = ("is_causal", "enable_gqa", *TRANSFORMS, "return_lse", "return_amax")
 
 

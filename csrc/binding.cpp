@@ -61,9 +61,11 @@ void diagnose(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v
 void pack(int64_t key_block, const Tensor& q, const Tensor& k, const Tensor& v, int64_t q_granularity,
           int64_t k_granularity, int64_t v_granularity, double score_amax, double v_amax, bool negate_q,
           const Tensor& q8, const Tensor& k8, const Tensor& v8, const Tensor& q_descale, const Tensor& k_descale,
-          const Tensor& v_descale, const std::optional<Tensor>& amax) {
-  const PackArguments arguments{key_block, q,  k,  v,  q_granularity, k_granularity, v_granularity, score_amax, v_amax,
-                                negate_q,  q8, k8, v8, q_descale,     k_descale,     v_descale,     amax};
+          const Tensor& v_descale, const std::optional<Tensor>& amax, bool hadamard,
+          const std::optional<Tensor>& k_mean) {
+  const PackArguments arguments{
+      key_block, q,  k,  v,         q_granularity, k_granularity, v_granularity, score_amax, v_amax, negate_q,
+      q8,        k8, v8, q_descale, k_descale,     v_descale,     amax,          hadamard,   k_mean};
   const PackEntry& entry = find_pack(arguments);
   const PackParams params = pack_params(arguments);
   const int device = q.get_device_index();
@@ -86,7 +88,8 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
   m.def(
       "pack(int key_block, Tensor q, Tensor k, Tensor v, int q_granularity, int k_granularity, int v_granularity, "
       "float score_amax, float v_amax, bool negate_q, Tensor(a!) q8, Tensor(b!) k8, Tensor(c!) v8, "
-      "Tensor(d!) q_descale, Tensor(e!) k_descale, Tensor(f!) v_descale, Tensor(g!)? amax) -> ()");
+      "Tensor(d!) q_descale, Tensor(e!) k_descale, Tensor(f!) v_descale, Tensor(g!)? amax, "
+      "bool hadamard, Tensor(h!)? k_mean) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {

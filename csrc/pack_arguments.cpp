@@ -144,6 +144,11 @@ PackParams pack_params(const PackArguments& a) {
   params.operand[kPackV] = operand_of(a, kPackV, kV, a.v, a.v8, a.v_descale, a.v_granularity, a.v_amax);
   require(params.operand[kPackQ].granularity != Granularity::block, "q_granularity: Q has no blocks of keys");
   set_amax(params, a);
+  params.hadamard = a.hadamard;
+  if (a.k_mean) {
+    require_shape(*a.k_mean, "k_mean", {batch, kv_heads, a.q8.size(3)});
+    params.k_mean = float_pointer(*a.k_mean, "k_mean", a.q);
+  }
   return params;
 }
 

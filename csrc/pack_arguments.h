@@ -29,6 +29,8 @@ struct PackArguments {
   const Tensor& k_descale;
   const Tensor& v_descale;
   const std::optional<Tensor>& amax;  // zeros, one for each descale of an operand per tensor, head or channel: Q, K, V
+  bool hadamard;
+  const std::optional<Tensor>& k_mean;  // (B, Hkv, head_dim), where keys are smoothed
 };
 
 // The compiled kernel for these operands. Throws std::runtime_error where there is none.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -78,9 +79,11 @@ def run_packs(profiles: Sequence[str]) -> int:
         for width, keys in ((head_dim, 2 * block + 130), (head_dim - 8, 3)):
             q = reference.randn(2, 4, keys + 7, width, seed=1, device="cuda").to(dtype)
             k = reference.randn(2, 2, keys, width, seed=2, device="cuda").to(dtype)
-            for granularity in gpu.built_manifest().scaling.values():
-                sizes = {"head_dim": head_dim, "key_block": block, "amax": 14.0}
-                fused.quantise_and_pack(q, k, k, granularity=granularity, negate_q=True, **sizes)
+            modes = gpu.built_manifest().scaling.values()
+            for granularity, both in itertools.product(modes, (False, True)):
+                options = {"head_dim": head_dim, "key_block": block, "amax": 14.0, "negate_q": True}
+                options |= {"smooth_k": both, "hadamard": both}
+                fused.quantise_and_pack(q, k, k, granularity=granularity, **options)
                 torch.cuda.synchronize()
                 launched += 1
     return launched

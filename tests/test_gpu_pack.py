@@ -14,12 +14,15 @@ import torch.nn.functional as F
 from gpu import built_manifest, built_packs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference import attention64, relative_l2
 
 import fp8cutlass
 from fp8cutlass import fused
 from fp8cutlass.fused import Operands
 from fp8cutlass.pack import pack_v, pad_token_descale
+from fp8cutlass.prepare import prepared
 from fp8cutlass.quantize import V_AMAX, quantize
+from fp8cutlass.smooth import key_mean
 
 pytestmark = pytest.mark.gpu
 
@@ -28,6 +31,7 @@ MODES = built_manifest().scaling
 SOURCES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 VALUES = ("normal", "rows", "tiny", "denormal", "zeros", "huge", "broken", "all broken", "negative zeros")
 STRIDES = ("bhsd", "bshd", "wide rows", "spaced", "expanded", "unaligned", "transposed")
+TRANSFORMS = ({}, {"smooth_k": True}, {"hadamard": True}, {"smooth_k": True, "hadamard": True})
 SETTINGS = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -85,33 +89,40 @@ def laid_out(x: torch.Tensor, order: str) -> torch.Tensor:
 def specified(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pack: dict[str, Any], **options: Any) -> Operands:
     """What torch makes of the same operands on the CPU."""
     granularity, amax = options["granularity"], options["amax"]
-    missing, block = pack["head_dim"] - q.shape[3], pack["key_block"]
+    head_dim, block = pack["head_dim"], pack["key_block"]
+    mean = key_mean(k) if options.get("smooth_k") else None
+    q, k = prepared(q, k, mean, head_dim=head_dim, hadamard=options.get("hadamard", False))
+    mean = None if mean is None else F.pad(mean, (0, head_dim - mean.shape[2]))
     q8, q_descale = quantize(q, granularity=granularity["q"], amax=amax)
     k8, k_descale = quantize(k, granularity=granularity["k"], amax=amax, block=block)
     v8, v_descale = quantize(v, granularity=granularity["v"], amax=V_AMAX, block=block)
-    q8, k8, v8 = (F.pad(x.contiguous().view(torch.uint8), (0, missing)) for x in (q8, k8, v8))
+    q8, k8, v8 = (F.pad(x.contiguous().view(torch.uint8), (0, head_dim - x.shape[3])) for x in (q8, k8, v8))
     if options["negate_q"]:
         q8 = q8 ^ 0x80
     if granularity["k"] == "token":
         k_descale = pad_token_descale(k_descale)
     if granularity["v"] == "channel":
-        v_descale = F.pad(v_descale, (0, missing), value=1.0)
-    return Operands(q8, k8, pack_v(v8), q_descale, k_descale, v_descale)
+        v_descale = F.pad(v_descale, (0, head_dim - v.shape[3]), value=1.0)
+    return Operands(q8, k8, pack_v(v8), q_descale, k_descale, v_descale, mean)
 
 
 def poisoned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pack: dict[str, Any], **options: Any) -> Operands:
     """What the kernel makes in memory that was full of something else."""
     q, k, v = (fused.readable(x) for x in (q, k, v))
     shape = {"head_dim": pack["head_dim"], "key_block": pack["key_block"], "granularity": options["granularity"]}
-    made = fused.empty_operands(q, k, v, **shape)
+    made = fused.empty_operands(q, k, v, **shape, smooth_k=options.pop("smooth_k", False))
     for x in vars(made).values():
-        x.fill_(0xA5 if x.dtype == torch.uint8 else torch.nan)
+        if x is not None:
+            x.fill_(0xA5 if x.dtype == torch.uint8 else torch.nan)
     fused.fill(made, q, k, v, key_block=pack["key_block"], **options)
     return made
 
 
 def check(made: Operands, want: Operands) -> None:
+    assert (made.k_mean is None) == (want.k_mean is None)
     for name, x in vars(want).items():
+        if x is None:
+            continue
         got = getattr(made, name).cpu()
         assert got.shape == x.shape, name
         if x.dtype == torch.float32:
@@ -146,6 +157,8 @@ def test_bits(pack: dict[str, Any], scaling: str, data: st.DataObject) -> None:
         "granularity": MODES[scaling],
         "amax": draw(st.sampled_from([14.0, 448.0])),
         "negate_q": draw(st.booleans()),
+        "smooth_k": draw(st.booleans()),
+        "hadamard": draw(st.booleans()),
     }
     check(poisoned(*map(on_card, host), pack, **options), specified(*host, pack, **options))
 
@@ -164,9 +177,10 @@ def test_every_value_of_the_source_type(pack: dict[str, Any]) -> None:
     patterns = F.pad(patterns, (0, -len(patterns) % width)).view(dtype).reshape(1, 1, -1, width)
     for scaling in MODES:
         for amax in (14.0, 448.0):
-            options = {"granularity": MODES[scaling], "amax": amax, "negate_q": False}
-            card = patterns.cuda()
-            check(poisoned(card, card, card, pack, **options), specified(*[patterns] * 3, pack, **options))
+            for transforms in TRANSFORMS:
+                options = {"granularity": MODES[scaling], "amax": amax, "negate_q": False} | transforms
+                card = patterns.cuda()
+                check(poisoned(card, card, card, pack, **options), specified(*[patterns] * 3, pack, **options))
 
 
 @pytest.mark.parametrize("scaling", MODES)
@@ -178,23 +192,25 @@ def test_more_heads_than_a_grid_dimension_holds(scaling: str) -> None:
     check(poisoned(card, card, card, pack, **options), specified(x, x, x, pack, **options))
 
 
+@pytest.mark.parametrize("transforms", TRANSFORMS, ids=str)
 @pytest.mark.parametrize("scaling", MODES)
-def test_long_sequences(scaling: str) -> None:
+def test_long_sequences(scaling: str, transforms: dict[str, bool]) -> None:
     """More CTAs than are resident, and a group over thousands of them."""
     for pack in PACKS:
         if pack["head_dim"] != max(p["head_dim"] for p in PACKS):
             continue
         host = [values_of("normal", (1, 2, 20_011, pack["head_dim"]), SOURCES[pack["source"]], s) for s in range(3)]
-        options = {"granularity": MODES[scaling], "amax": 448.0, "negate_q": False}
+        options = {"granularity": MODES[scaling], "amax": 448.0, "negate_q": False} | transforms
         check(poisoned(*(x.cuda() for x in host), pack, **options), specified(*host, pack, **options))
 
 
 @pytest.mark.parametrize("scaling", MODES)
-def test_capture_and_replay(scaling: str) -> None:
+@pytest.mark.parametrize("transforms", TRANSFORMS, ids=str)
+def test_capture_and_replay(scaling: str, transforms: dict[str, bool]) -> None:
     """A graph packs what its inputs hold when it is replayed, maxima of an earlier replay forgotten."""
     pack = PACKS[0]
     shape, dtype = (2, 3, 300, pack["head_dim"]), SOURCES[pack["source"]]
-    options = {"granularity": MODES[scaling], "amax": 14.0, "negate_q": False}
+    options = {"granularity": MODES[scaling], "amax": 14.0, "negate_q": False} | transforms
     inputs = [values_of("huge", shape, dtype, seed).cuda() for seed in range(3)]
     poisoned(*inputs, pack, **options)  # loads the library and the kernel
     graph = torch.cuda.CUDAGraph()
@@ -250,3 +266,23 @@ def test_wrong_calls_are_refused(change: dict[str, Any], named: str) -> None:
     options: dict[str, Any] = block | {"amax": 14.0, "negate_q": False} | change
     with pytest.raises(RuntimeError, match=named):
         fused.fill(made, x, x, x, **options)
+
+
+@pytest.mark.parametrize("transforms", TRANSFORMS[1:], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_attention_with_transforms(head_dim: int, transforms: dict[str, bool]) -> None:
+    """Grouped heads, keys with a bias: result and LSE are those of float64 on what was given."""
+    generator = torch.Generator().manual_seed(7)
+    q = torch.randn(2, 6, 300, head_dim, generator=generator).bfloat16()
+    k, v = (torch.randn(2, 2, 700, head_dim, generator=generator).bfloat16() for _ in range(2))
+    if "smooth_k" in transforms:
+        k = (k.float() + 8 * torch.randn(2, 2, 1, head_dim, generator=generator)).bfloat16()
+    card = [x.cuda() for x in (q, k, v)]
+    served, reason = fp8cutlass.supports(*card, enable_gqa=True, **transforms)
+    if not served:
+        pytest.skip(reason)
+    for scale in (head_dim**-0.5, -(head_dim**-0.5)):
+        out, lse = fp8cutlass.attention(*card, enable_gqa=True, return_lse=True, scale=scale, **transforms)
+        want = attention64(q, k, v, scale)
+        assert relative_l2(out.cpu(), want.out) < 0.066
+        assert float((lse.cpu() - want.lse).square().mean().sqrt()) < 0.02

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -284,3 +285,10 @@ def test_opcheck() -> None:
     options = (None, torch.bfloat16, "block", "fast", True, 3, 0.2, True, True, "", True, True)
     tests = ("test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(attention_half, (q, k, v, *options), test_utils=tests)
+
+
+def test_kernels_hold_the_same_constants() -> None:
+    """Samples and signs stand in the header of the kernels as well."""
+    header = (Path(__file__).parent.parent / "include/fp8cutlass/transform.cuh").read_text()
+    assert f"kSamples = {SAMPLES};" in header
+    assert ", ".join(f"0x{word:08x}" for word in SIGNS) in " ".join(header.split())

@@ -4,9 +4,10 @@
 // Quantises Q, K and V, fp16, to e4m3 for the attention kernels of head_dim 96 whose block descales stand for
 // 128 keys, and packs V, all in one launch. One CTA takes 128 rows of one head of one operand: it reads them once,
 // holds them in registers while their maximum is found, and writes them once. Where a group is a head, a tensor or a
-// channel, another kernel finds the maxima first.
+// channel, another kernel finds the maxima first. Both have a second form, for calls that subtract a mean from K or rotate
+// Q and K: the block is transformed in its registers before its maximum is taken.
 
-#include "fp8cutlass/pack.cuh"
+#include "fp8cutlass/transform.cuh"
 
 namespace fp8cutlass {
 namespace {
@@ -24,11 +25,16 @@ constexpr int kRowStep = kThreads / kLanes;  // from one of them to the next
 static_assert(8 * kLanes * kChunks == kHeadDim && kRowStep * kPasses == kRows);
 static_assert(kRows <= kThreads && kHeadDim <= kThreads);  // a thread finds the scale of a row or a column
 
+// CTAs an SM that the kernels which transform are held to, so that one loads while another computes.
+constexpr int kTransformCtas = kPasses * kChunks > 8 ? 2 : 3;
+
 using Stage = TransposeStage<kRows, kHeadDim, kLanes>;
 static_assert(Stage::kBytes == 12544);  // of shared memory
+static_assert(packing::kSamples * kHeadDim * 4 <= Stage::kBytes);  // K's samples lie there while their mean is taken
 
-// Finds the scale of each group of the block and stores its descale. inverse[t] becomes the factor of row t, of column t
+// Finds the scale of each group of a block of X and stores its descale. inverse[t] becomes the factor of row t, of column t
 // or, where a block, head or tensor shares one, of everything.
+template <class X>
 __device__ void make_scales(const PackOperand& o, const Block& block, const uint32_t (&largest)[kPasses],
                             float (&inverse)[kThreads]) {
   const int thread = threadIdx.x, begin = block.index * kRows;
@@ -40,7 +46,7 @@ __device__ void make_scales(const PackOperand& o, const Block& block, const uint
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
         const uint32_t bits = packing::row_max<kLanes>(largest[pass]);
-        if (thread % kLanes == 0) inverse[thread / kLanes + pass * kRowStep] = Source::low(bits);
+        if (thread % kLanes == 0) inverse[thread / kLanes + pass * kRowStep] = X::low(bits);
       }
       __syncthreads();
       stores = thread < kRows && begin + thread < o.rows;  // rows past the last token are zeros, with a descale of 1
@@ -51,7 +57,7 @@ __device__ void make_scales(const PackOperand& o, const Block& block, const uint
       const int groups = (o.tokens + kRows - 1) / kRows;
       stores = thread == 0 && block.index < groups;  // V is padded to 128 keys, which may be a block more
       group = int64_t{block.head} * groups + block.index;
-      group_max = Source::low(packing::block_max(packing::largest_of(largest)));
+      group_max = X::low(packing::block_max(packing::largest_of(largest)));
       break;
     }
     case Granularity::channel:
@@ -71,6 +77,7 @@ __device__ void make_scales(const PackOperand& o, const Block& block, const uint
 }
 
 // Q and K: rows stay rows.
+template <class X>
 __device__ void pack_rows(const PackOperand& o, const Block& block, const uint4 (&x)[kPasses][kChunks],
                           const float (&inverse)[kThreads], uint32_t flip) {
   const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes, begin = block.index * kRows;
@@ -83,7 +90,7 @@ __device__ void pack_rows(const PackOperand& o, const Block& block, const uint4 
     if (begin + row < o.tokens) {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
-        const uint2 bytes = packing::e4m3x8<Source>(x[pass][i], factor);
+        const uint2 bytes = packing::e4m3x8<X>(x[pass][i], factor);
         *reinterpret_cast<uint2*>(out + 8 * kLanes * i) = uint2{bytes.x ^ flip, bytes.y ^ flip};
       }
     }
@@ -112,40 +119,74 @@ __device__ void pack_columns(const PackOperand& o, const Block& block, const uin
                                                 o.rows - begin, stage);
 }
 
-__global__ void __launch_bounds__(kThreads) pack(const __grid_constant__ PackParams p) {
+// Quantises a block of X.
+template <class X, bool kMayBeV>
+__device__ __forceinline__ void quantise(const PackParams& p, const Block& block, uint4 (&x)[kPasses][kChunks],
+                                         float (&inverse)[kThreads], uint8_t* stage) {
+  const PackOperand& o = p.operand[block.operand];
+  uint32_t largest[kPasses];  // of |x|, in two halves
+  packing::finite_magnitudes<X>(largest, x, packing::kMagnitude);
+  make_scales<X>(o, block, largest, inverse);
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) packing::keep(x[pass]);
+  if (kMayBeV && block.operand == kPackV) {
+    pack_columns(o, block, x, inverse, stage);
+  } else {
+    pack_rows<X>(o, block, x, inverse, block.operand == kPackQ ? p.q_flip : 0);
+  }
+}
+
+template <bool kTransform>
+__global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : 0) pack(const __grid_constant__ PackParams p) {
   extern __shared__ __align__(16) uint8_t stage[];  // Stage
   __shared__ __align__(16) float inverse[kThreads];
   packing::allow_dependents();
   const Block block = packing::find_block(p);
-  const PackOperand& o = p.operand[block.operand];
   uint4 x[kPasses][kChunks];
-  uint32_t largest[kPasses];  // of |x|, in two halves
-  packing::load<kLanes>(x, o, block, block.index * kRows, p.head_dim);
-  packing::finite_magnitudes<Source>(largest, x, packing::kMagnitude);
-  make_scales(o, block, largest, inverse);
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) packing::keep(x[pass]);
-  if (block.operand == kPackV) {
-    pack_columns(o, block, x, inverse, stage);
-  } else {
-    pack_rows(o, block, x, inverse, block.operand == kPackQ ? p.q_flip : 0);
+  packing::load<kLanes>(x, p.operand[block.operand], block, block.index * kRows, p.head_dim);
+  if constexpr (kTransform) {
+    __shared__ __align__(16) float mean[kHeadDim];
+    if (packing::transforms(p, block)) {
+      packing::transform<Source, kLanes>(x, mean, reinterpret_cast<float*>(stage), p, block, block.index * kRows);
+      quantise<packing::Bf16, false>(p, block, x, inverse, stage);
+      return;
+    }
   }
+  quantise<Source, true>(p, block, x, inverse, stage);
+}
+
+// Raises the maximum of the group, no channel, that a block of X belongs to.
+template <class X>
+__device__ __forceinline__ void raise_group(const PackOperand& o, const Block& block, uint4 (&x)[kPasses][kChunks]) {
+  uint32_t largest[kPasses];
+  packing::finite_magnitudes<X>(largest, x, 0);
+  const uint32_t bits = packing::block_max(packing::largest_of(largest));
+  if (threadIdx.x == 0) packing::raise(o.amax + (o.granularity == Granularity::head ? block.head : 0), X::low(bits));
 }
 
 // The largest finite |x| of each group into PackOperand::amax.
-__global__ void __launch_bounds__(kThreads) amax(const __grid_constant__ PackParams p) {
+template <bool kTransform>
+__global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : 0) amax(const __grid_constant__ PackParams p) {
   __shared__ uint32_t of_column[kHeadDim];
   const Block block = packing::find_block(p);
   const PackOperand& o = p.operand[block.operand];
   uint4 x[kPasses][kChunks];
-  uint32_t largest[kPasses];
   packing::load<kLanes>(x, o, block, block.index * kRows, p.head_dim);
-  packing::finite_magnitudes<Source>(largest, x, 0);
+  if constexpr (kTransform) {
+    extern __shared__ __align__(16) uint8_t stage[];  // Stage
+    __shared__ __align__(16) float mean[kHeadDim];
+    if (packing::transforms(p, block)) {
+      packing::transform<Source, kLanes>(x, mean, reinterpret_cast<float*>(stage), p, block, block.index * kRows);
+      raise_group<packing::Bf16>(o, block, x);
+      return;
+    }
+  }
   if (o.granularity != Granularity::channel) {
-    const uint32_t bits = packing::block_max(packing::largest_of(largest));
-    if (threadIdx.x == 0) packing::raise(o.amax + (o.granularity == Granularity::head ? block.head : 0), Source::low(bits));
+    raise_group<Source>(o, block, x);
     return;
   }
+  uint32_t largest[kPasses];
+  packing::finite_magnitudes<Source>(largest, x, 0);
   if (threadIdx.x < kHeadDim) of_column[threadIdx.x] = 0;
   __syncthreads();
   packing::column_max<kLanes>(of_column, x);
@@ -155,7 +196,9 @@ __global__ void __launch_bounds__(kThreads) amax(const __grid_constant__ PackPar
 }
 
 int launch(const PackParams& params, CUstream_st* stream) {
-  return packing::launch<kRows>(pack, amax, Stage::kBytes, params, stream);
+  if (params.k_mean != nullptr || params.hadamard)
+    return packing::launch<kRows>(pack<true>, amax<true>, Stage::kBytes, Stage::kBytes, params, stream);
+  return packing::launch<kRows>(pack<false>, amax<false>, Stage::kBytes, 0, params, stream);
 }
 
 }  // namespace

@@ -298,7 +298,7 @@ inline int launch_blocks(Kernel kernel, const PackParams& params, int smem_bytes
 
 // `amax` runs before `pack` where an operand's groups are larger than a block. A CTA takes kRows rows.
 template <int kRows>
-int launch(Kernel pack, Kernel amax, int smem_bytes, PackParams params, CUstream_st* stream) {
+int launch(Kernel pack, Kernel amax, int pack_bytes, int amax_bytes, PackParams params, CUstream_st* stream) {
   PackParams first = params;
   for (int i = 0; i < kPackOperands; ++i) {
     PackOperand& o = params.operand[i];
@@ -310,8 +310,8 @@ int launch(Kernel pack, Kernel amax, int smem_bytes, PackParams params, CUstream
     first.operand[i] = o;
     if (o.amax == nullptr) first.operand[i].ctas = 0;
   }
-  const int status = launch_blocks(amax, first, 0, stream);
-  return status != cudaSuccess ? status : launch_blocks(pack, params, smem_bytes, stream);
+  const int status = launch_blocks(amax, first, amax_bytes, stream);
+  return status != cudaSuccess ? status : launch_blocks(pack, params, pack_bytes, stream);
 }
 
 }  // namespace fp8cutlass::packing

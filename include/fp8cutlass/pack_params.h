@@ -31,6 +31,8 @@ struct PackParams {
   PackOperand operand[kPackOperands];
   int batch;
   int head_dim;     // D, a multiple of 8, at most the kernel's
+  float* k_mean;    // (B, Hkv, the kernel's head_dim), written: a mean of K that is subtracted from it; or null
+  bool hadamard;    // rotate the rows of Q and K
   uint32_t q_flip;  // XORed onto four bytes of Q: 0x80808080 turns its sign, for a negative softmax scale
 };
 

@@ -1,7 +1,7 @@
 """Quantisation and packing on CUDA: :func:`quantize` of Q, K and V and :func:`pack_v` in one kernel, bit for bit.
 
 Each element is read once and written once, but for descales that more than a block of a head shares: those take a
-first kernel that finds the maxima.
+first kernel that finds the maxima. What :mod:`prepare` does to Q and K happens on the way.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Operands:
     q_descale: torch.Tensor
     k_descale: torch.Tensor
     v_descale: torch.Tensor
+    k_mean: torch.Tensor | None = None  # (B, Hkv, D): what was subtracted from the keys, where they are smoothed
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
@@ -54,6 +55,8 @@ def quantise_and_pack(
     amax: float,
     granularity: Mapping[str, str],
     negate_q: bool,
+    smooth_k: bool = False,
+    hadamard: bool = False,
 ) -> Operands:
     """Make a kernel's operands of q (B, H, Sq, D) and k, v (B, Hkv, Sk, D), bf16 or fp16 on a card, no dimension empty.
 
@@ -63,20 +66,28 @@ def quantise_and_pack(
         amax: what the largest magnitude of a group of Q and K becomes; of V it is 256.
         granularity: of "q", "k" and "v", a row of ``scaling`` of the manifest.
         negate_q: turn the sign of Q, for a negative softmax scale.
+        smooth_k, hadamard: subtract a mean from the keys, rotate Q and K: ``smooth``, ``rotate`` and ``prepare``.
 
     Raises RuntimeError where the extension has no kernel for ``head_dim``, ``key_block`` and the dtype: it holds those
     that its attention kernels need.
     """
     q, k, v = (readable(x) for x in (q, k, v))
-    made = empty_operands(q, k, v, head_dim=head_dim, key_block=key_block, granularity=granularity)
-    fill(made, q, k, v, key_block=key_block, amax=amax, granularity=granularity, negate_q=negate_q)
+    made = empty_operands(q, k, v, head_dim=head_dim, key_block=key_block, granularity=granularity, smooth_k=smooth_k)
+    fill(made, q, k, v, key_block=key_block, amax=amax, granularity=granularity, negate_q=negate_q, hadamard=hadamard)
     return made
 
 
 def empty_operands(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, head_dim: int, key_block: int, granularity: Mapping[str, str]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    head_dim: int,
+    key_block: int,
+    granularity: Mapping[str, str],
+    smooth_k: bool = False,
 ) -> Operands:
-    """Allocate them, Q and K dense in the memory order of q and k."""
+    """Allocate them, Q and K dense in the memory order of q and k; ``k_mean`` with ``smooth_k``."""
     padded = -(-k.shape[2] // KEY_BLOCK) * KEY_BLOCK
     descales = []
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -84,7 +95,10 @@ def empty_operands(
         shape = canonical_shape(granularity[name], (*x.shape[:2], rows, head_dim), key_block)
         descales.append(x.new_empty(shape, dtype=torch.float32))
     q8, k8 = (empty_rows(x, head_dim, torch.uint8) for x in (q, k))
-    return Operands(q8, k8, v.new_empty((*v.shape[:2], head_dim, padded), dtype=torch.uint8), *descales)
+    v8 = v.new_empty((*v.shape[:2], head_dim, padded), dtype=torch.uint8)
+    k_mean = k.new_empty((*k.shape[:2], head_dim), dtype=torch.float32) if smooth_k else None
+    q_descale, k_descale, v_descale = descales
+    return Operands(q8, k8, v8, q_descale, k_descale, v_descale, k_mean)
 
 
 def fill(
@@ -97,8 +111,9 @@ def fill(
     amax: float,
     granularity: Mapping[str, str],
     negate_q: bool,
+    hadamard: bool = False,
 ) -> None:
-    """Write every byte of ``made`` from operands that are :func:`readable`."""
+    """Write every byte of ``made`` from operands that are :func:`readable`; where it has a ``k_mean``, of smooth K."""
     descales = {"q": made.q_descale, "k": made.k_descale, "v": made.v_descale}
     groups = sum(d.numel() for name, d in descales.items() if granularity[name] in BEYOND_BLOCKS)
     extension.load()
@@ -116,4 +131,6 @@ def fill(
         made.v,
         *descales.values(),
         q.new_zeros((groups,), dtype=torch.float32) if groups else None,
+        hadamard,
+        made.k_mean,
     )

@@ -81,11 +81,14 @@ def quantised(call: Call, variant: Variant, granularity: Mapping[str, str]) -> C
 def run_half(call: Call, variant: Variant, number: int, granularity: Mapping[str, str], outputs: Outputs) -> None:
     """Run one kernel on bf16 or fp16 operands and fill ``outputs``; see :func:`run`."""
     if call.q.is_cuda:
-        _forward(call, number, variant.head_dim, kernel_operands(call, variant, granularity), outputs)
+        made = kernel_operands(call, variant, granularity)
+        _forward(call, number, variant.head_dim, made, outputs)
+        mean = made.k_mean
     else:
         run(quantised(call, variant, granularity), variant, number, outputs)
-    if call.smooth_k and call.return_lse:
-        restore_lse(outputs[1], call.q, key_mean(call.k), call.scale)
+        mean = key_mean(call.k) if call.smooth_k else None
+    if mean is not None and call.return_lse:
+        restore_lse(outputs[1], call.q, mean[..., : call.q.shape[3]], call.scale)
 
 
 def run(call: Call, variant: Variant, number: int, outputs: Outputs) -> None:
@@ -103,7 +106,7 @@ def run(call: Call, variant: Variant, number: int, outputs: Outputs) -> None:
 
 def kernel_operands(call: Call, variant: Variant, granularity: Mapping[str, str]) -> Operands:
     """What the compiled kernel reads for a call on bf16 or fp16 operands."""
-    if not call.q.is_cuda or call.smooth_k or call.hadamard:
+    if not call.q.is_cuda:
         return _packed(call.scaling, *_fitted(quantised(call, variant, granularity), variant))
     return quantise_and_pack(
         call.q,
@@ -114,6 +117,8 @@ def kernel_operands(call: Call, variant: Variant, granularity: Mapping[str, str]
         amax=score_amax(variant),
         granularity=granularity,
         negate_q=call.scale < 0,
+        smooth_k=call.smooth_k,
+        hadamard=call.hadamard,
     )
 
 

@@ -21,7 +21,7 @@ struct AttendArguments {
   double score_amax, v_amax;  // what the largest |x| of a group becomes, of Q and K and of V
   bool hadamard;
   bool seq_major;  // the result lies in memory in the order (B, S, H, D)
-  double scale;  // of any sign
+  double scale;    // of any sign
   int64_t causal_offset;
   const std::optional<Tensor>& k_mean;       // (B, Hkv, head_dim), written: keys are smoothed where it is given
   const std::optional<Tensor>& out_descale;  // (1,), exactly when out is FP8
@@ -29,7 +29,8 @@ struct AttendArguments {
   const std::optional<Tensor>& amax;         // (1,), zero
 };
 
-// Launches both kernels on the current stream and returns the result, (B, H, Sq, the variant's head_dim), dense. Throws std::runtime_error naming the argument.
+// Launches both kernels on the current stream and returns the result, (B, H, Sq, the variant's head_dim), dense. Throws
+// std::runtime_error naming the argument.
 Tensor attend(const AttendArguments& arguments, const VariantEntry& variant);
 
 }  // namespace fp8cutlass

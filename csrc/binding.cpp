@@ -98,9 +98,14 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "bool hadamard, Tensor(h!)? k_mean) -> ()");
   m.def(
       "attend(int variant, Tensor q, Tensor k, Tensor v, int q_granularity, int k_granularity, int v_granularity, "
-      "float score_amax, float v_amax, bool hadamard, bool seq_major, float scale, int causal_offset, Tensor(a!)? k_mean, "
+      "float score_amax, float v_amax, bool hadamard, bool seq_major, float scale, int causal_offset, Tensor(a!)? "
+      "k_mean, "
       "Tensor? out_descale, Tensor(b!)? lse, Tensor(c!)? amax) -> Tensor");
 }
+
+// `attend` also in place of the fallback for autograd, which would look at every argument to find that there is nothing
+// to do: there is no backward, and `attention` says so.
+STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, AutogradCUDA, m) { m.impl("attend", TORCH_BOX(&fp8cutlass::attend_half)); }
 
 STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {
   m.impl("forward", TORCH_BOX(&fp8cutlass::forward));

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <sstream>
 
 #include "check.h"
 
@@ -86,22 +85,22 @@ int64_t descale_count(Granularity shared_by, int64_t batch_heads, int64_t tokens
 }
 
 std::string shape_text(const View& tensor) {
-  std::ostringstream text;
-  text << "(";
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) text << (dim ? ", " : "") << tensor.size(dim);
-  text << ")";
-  return text.str();
+  std::string text = "(";
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (dim > 0) text += ", ";
+    append(text, tensor.size(dim));
+  }
+  return text + ")";
 }
 
 void require_shape(const View& tensor, const char* name, std::initializer_list<int64_t> shape) {
   if (has_shape(tensor, shape)) return;
-  std::ostringstream expected;
-  const char* separator = "";
+  std::string expected;
   for (const int64_t size : shape) {
-    expected << separator << size;
-    separator = ", ";
+    if (!expected.empty()) expected += ", ";
+    append(expected, size);
   }
-  fail(name, " has shape ", shape_text(tensor), ", expected (", expected.str(), ")");
+  fail(name, " has shape ", shape_text(tensor), ", expected (", expected, ")");
 }
 
 void require_same_device(const View& tensor, const char* name, const View& q) {

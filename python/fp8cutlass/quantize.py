@@ -71,7 +71,7 @@ def quantize(
     """
     limit = _check(x, granularity, dtype, amax, block)
     if descale is None:
-        group = _group_amax(x, granularity, block)
+        group = group_amax(x, granularity, block)
         group = torch.where(group > 0, group.clamp_min(limit * 2.0**-126), limit)
         # A reciprocal on purpose: CUDA divides by a scalar that way, the CPU does not, and both must give the same
         # bits. By a tensor both divide in two roundings: its reciprocal, then a product.
@@ -115,7 +115,7 @@ def _check(x: torch.Tensor, granularity: str, dtype: torch.dtype, amax: float | 
     return limit
 
 
-def _group_amax(x: torch.Tensor, granularity: str, block: int) -> torch.Tensor:
+def group_amax(x: torch.Tensor, granularity: str, block: int = KEY_BLOCK) -> torch.Tensor:
     """Largest finite |x| of each group in float32: (), (B, H), (B, H, ceil(S / block)), (B, H, S) or (B, H, D)."""
     batch, heads, tokens, head_dim = x.shape
     if x.numel() == 0:  # a maximum over nothing is an error in torch; here it is an all-zero group

@@ -7,7 +7,7 @@ first kernel that finds the maxima. What :mod:`prepare` does to Q and K happens 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,18 @@ def quantise_and_pack(
     return made
 
 
+def descale_shape(name: str, shape: Sequence[int], granularity: str, key_block: int) -> tuple[int, ...]:
+    """Of the descale of operand "q", "k" or "v", whose shape is (B, H, S, the kernel's head_dim)."""
+    if name == "k" and granularity == "token":
+        shape = (*shape[:2], -(-shape[2] // KEY_BLOCK) * KEY_BLOCK, shape[3])
+    return canonical_shape(granularity, shape, key_block)
+
+
+def packed_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of packed V, which was (B, Hkv, Sk, the kernel's head_dim)."""
+    return (*shape[:2], shape[3], -(-shape[2] // KEY_BLOCK) * KEY_BLOCK)
+
+
 def empty_operands(
     q: torch.Tensor | None,
     k: torch.Tensor | None,
@@ -95,12 +107,12 @@ def empty_operands(
         made[name] = made[f"{name}_descale"] = None
         if x is None:
             continue
-        padded = -(-x.shape[2] // KEY_BLOCK) * KEY_BLOCK
-        rows = padded if (name, granularity[name]) == ("k", "token") else x.shape[2]
-        shape = canonical_shape(granularity[name], (*x.shape[:2], rows, head_dim), key_block)
-        made[f"{name}_descale"] = x.new_empty(shape, dtype=torch.float32)
+        shape = (*x.shape[:3], head_dim)
+        made[f"{name}_descale"] = x.new_empty(
+            descale_shape(name, shape, granularity[name], key_block), dtype=torch.float32
+        )
         if name == "v":
-            made[name] = x.new_empty((*x.shape[:2], head_dim, padded), dtype=torch.uint8)
+            made[name] = x.new_empty(packed_shape(shape), dtype=torch.uint8)
         else:
             made[name] = empty_rows(x, head_dim, torch.uint8)
     k_mean = None

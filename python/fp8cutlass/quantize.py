@@ -12,9 +12,6 @@ FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 GRANULARITIES = ("tensor", "head", "block", "token", "channel")
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# 256 products of two values up to 14 are at most 50,176, which an f16 score (65,504) holds at every head_dim <= 256.
-# 14 = 448 / 32, so the largest element of a block is as exact as at 448.
-SCORE_AMAX = 14.0
 # A power of two: a constant V becomes V8 = 256 everywhere, so the products P V8 lose to truncation in the accumulator
 # what the sum of P loses, and their quotient is exact.
 V_AMAX = 256.0

@@ -1,7 +1,7 @@
 """Which kernel reads keys that were packed for another one, over the whole table: sm90a has three sizes of blocks.
 
-Regressions these catch: a kernel that reads descales of other blocks or scores that do not fit f16, a choice that leaves
-the table's own kernel without need, a refusal that does not say why.
+Regressions these catch: a kernel that reads descales of other blocks or scores that do not fit f16, a choice that
+leaves the table's own kernel without need, a refusal that does not say why.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_every_query_is_served_by_a_kernel_that_reads_what_was_packed(
         try:
             got = choose(asked, form)
         except NoKernelError as error:
-            assert (head_dim, out, form.key_block) == (96, "e4m3", 256), error  # its masked kernels have 128 and 192
+            assert out == "e4m3" and form.key_block > 128, error  # which fewer kernels write
             continue
         assert misfits(got, form, scaling) == [] and scaling in got.scalings
         assert (got.out, got.causal, got.head_dim) == (own.out, own.causal, own.head_dim)

@@ -13,7 +13,7 @@ from .request import Request
 HELD = ("scaling", "precision", "smooth_k", "hadamard")  # arguments of attention that packing has settled
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class PackedKV:
     """What ``pack_kv`` returns and ``attention`` takes as ``key``. The bytes are those that a call on key and value
     itself would make; docs/architecture.md describes them. Not to be made or changed by hand."""

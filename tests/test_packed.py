@@ -97,6 +97,17 @@ def test_output_types_and_out() -> None:
     assert torch.equal(out, attention(q, k, v, enable_gqa=True))
 
 
+def test_packed_for_a_pinned_kernel() -> None:
+    """One of a wider head_dim: later queries find kernels that read it without naming one."""
+    q, k, v = operands()
+    wide = supports(*operands(128), enable_gqa=True, precision="accurate")[1].split()[0]
+    packed = pack_kv(k, v, kernel=wide)
+    assert packed.kernel == wide and packed.k.shape[3] == 128 and packed.amax == 448
+    want = attention(q, k, v, enable_gqa=True, kernel=wide)
+    assert torch.equal(attention(q, packed, enable_gqa=True, kernel=wide), want)
+    assert torch.equal(attention(q, packed, enable_gqa=True), want)
+
+
 def test_many_queries_and_nothing_is_kept_of_key_and_value() -> None:
     q, k, v = operands()
     packed = pack_kv(k, v, smooth_k=True)

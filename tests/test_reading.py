@@ -108,8 +108,13 @@ def test_what_no_kernel_reads_is_refused() -> None:
         NoKernelError, match=r"a descale per \d+ keys, packed with one per 256.*pack key and value again"
     ):
         choose(asked, KVForm(96, 256, 14.0))
-    with pytest.raises(NoKernelError, match="head_dim 128, packed are 256 columns"):
-        choose(problem(), KVForm(256, 128, 14.0))
+
+
+def test_keys_that_are_packed_wider_than_they_are() -> None:
+    """For a pinned kernel: any of that head_dim reads them, no narrower one does."""
+    assert choose(problem(), KVForm(256, 128, 14.0)).head_dim == 256
+    with pytest.raises(UnsupportedError, match="head_dim 128, packed are 256 columns"):
+        choose(problem(), KVForm(256, 128, 14.0), choose(problem()).id)
 
 
 def test_a_pinned_kernel_reads_them_or_is_refused(manifest: Manifest) -> None:

@@ -131,8 +131,8 @@ class Table:
         return [self.cell(seqlen=seqlen, load=load, **values) for seqlen in lengths for load in loads]
 
     def near(self, problem: Problem) -> Iterator[Decision]:
-        """The decisions for the same operands, result and mask at every length and load, the nearest first; then, for
-        keys of ``fast`` kernels are in the range of the others as well, those of ``accurate``."""
+        """The decisions for the same operands, result and mask at every length and load, the nearest first; then those
+        of ``accurate``, as keys that were made for ``fast`` kernels are in their range too."""
         values = {name: getattr(problem, name) for name in ("arch", "head_dim", "dtype", "out", "scaling", "causal")}
         lengths = (*self._seqlen_bounds, max(self._seqlen_bounds, default=0) + 1)
         here = self._position("seqlen", problem.seqlen_k), self._position("load", problem.load)
@@ -213,7 +213,8 @@ def decide(
         decision = pinned(manifest, problem, kernel)
     else:
         table = load_table(directory)
-        key = replace(problem, head_dim=padded_head_dim(problem.head_dim, manifest.head_dims[problem.arch]))
+        columns = problem.head_dim if form is None else form.head_dim
+        key = replace(problem, head_dim=padded_head_dim(columns, manifest.head_dims[problem.arch]))
         decision = table.lookup(key)
         if decision.variant is not None and not _fits_blocks(manifest.find(decision.variant), problem):
             decision = table.lookup(replace(key, precision="accurate"))  # of blocks that divide KEY_BLOCK

@@ -118,7 +118,7 @@ Tensor attend(const AttendArguments& a, const VariantEntry& variant) {
   const PackParams pack_launch = pack_params(packing);
   const Tensor out = empty_result(a, variant);
   ForwardParams params =
-      forward_params({packing.q8, packing.k8, packing.v8, packing.q_descale, packing.k_descale, packing.v_descale,
+      forward_params({*packing.q8, *packing.k8, *packing.v8, *packing.q_descale, *packing.k_descale, *packing.v_descale,
                       a.out_descale, out, a.lse, a.amax, std::abs(a.scale), a.causal_offset},
                      variant);
   const DeviceGuard guard(device);

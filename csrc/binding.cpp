@@ -1,8 +1,8 @@
 // The torch operators of the extension, through LibTorch's stable ABI: one library serves every torch from 2.10 on.
 //
-// `forward` and `diagnose` launch one variant, `pack` the kernel that makes its operands, `attend` both, on the current
-// stream of the tensors' device. They return without synchronising, so they can be captured into a CUDA graph. Outputs
-// are written in place, but for the result of `attend`.
+// `forward` and `diagnose` launch one variant, `pack` the kernel that makes its operands or some of them, `attend`
+// both, on the current stream of the tensors' device. They return without synchronising, so they can be captured into a
+// CUDA graph. Outputs are written in place, but for the result of `attend`.
 #include <torch/csrc/stable/library.h>
 
 #include "arguments.h"
@@ -54,17 +54,18 @@ void diagnose(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v
   launch_here(entry, params, q);
 }
 
-void pack(int64_t key_block, const Tensor& q, const Tensor& k, const Tensor& v, int64_t q_granularity,
-          int64_t k_granularity, int64_t v_granularity, double score_amax, double v_amax, bool negate_q,
-          const Tensor& q8, const Tensor& k8, const Tensor& v8, const Tensor& q_descale, const Tensor& k_descale,
-          const Tensor& v_descale, const std::optional<Tensor>& amax, bool hadamard,
-          const std::optional<Tensor>& k_mean) {
+void pack(int64_t key_block, const std::optional<Tensor>& q, const std::optional<Tensor>& k,
+          const std::optional<Tensor>& v, int64_t q_granularity, int64_t k_granularity, int64_t v_granularity,
+          double score_amax, double v_amax, bool negate_q, const std::optional<Tensor>& q8,
+          const std::optional<Tensor>& k8, const std::optional<Tensor>& v8, const std::optional<Tensor>& q_descale,
+          const std::optional<Tensor>& k_descale, const std::optional<Tensor>& v_descale,
+          const std::optional<Tensor>& amax, bool hadamard, const std::optional<Tensor>& k_mean) {
   const PackArguments arguments{
       key_block, q,  k,  v,         q_granularity, k_granularity, v_granularity, score_amax, v_amax, negate_q,
       q8,        k8, v8, q_descale, k_descale,     v_descale,     amax,          hadamard,   k_mean};
   const PackEntry& entry = find_pack(arguments);
   const PackParams params = pack_params(arguments);
-  const int device = q.get_device_index();
+  const int device = static_cast<int>(first_operand(arguments).device());
   const DeviceGuard guard(device);
   check_launch(entry.launch(params, current_stream(device)), entry.id, device);
 }
@@ -92,9 +93,9 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
   m.def("diagnose(" FP8CUTLASS_COMMON_ARGUMENTS
         ", Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o) -> ()");
   m.def(
-      "pack(int key_block, Tensor q, Tensor k, Tensor v, int q_granularity, int k_granularity, int v_granularity, "
-      "float score_amax, float v_amax, bool negate_q, Tensor(a!) q8, Tensor(b!) k8, Tensor(c!) v8, "
-      "Tensor(d!) q_descale, Tensor(e!) k_descale, Tensor(f!) v_descale, Tensor(g!)? amax, "
+      "pack(int key_block, Tensor? q, Tensor? k, Tensor? v, int q_granularity, int k_granularity, int v_granularity, "
+      "float score_amax, float v_amax, bool negate_q, Tensor(a!)? q8, Tensor(b!)? k8, Tensor(c!)? v8, "
+      "Tensor(d!)? q_descale, Tensor(e!)? k_descale, Tensor(f!)? v_descale, Tensor(g!)? amax, "
       "bool hadamard, Tensor(h!)? k_mean) -> ()");
   m.def(
       "attend(int variant, Tensor q, Tensor k, Tensor v, int q_granularity, int k_granularity, int v_granularity, "

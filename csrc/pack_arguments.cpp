@@ -31,13 +31,34 @@ struct Names {
   const char *x, *out, *descale, *granularity, *amax;
 };
 
-PackOperand operand_of(const PackArguments& a, PackOrder which, const Names& name, const View& x, const View& out,
-                       const View& descale, int64_t granularity, double amax) {
+// What the operands have in common.
+struct Sizes {
+  int64_t batch, columns, head_dim;  // columns are the caller's, head_dim is the kernel's
+};
+
+Sizes sizes_of(const PackArguments& a) {
+  const View& x = first_operand(a);
+  const std::optional<View>& out = a.q ? a.q8 : a.k ? a.k8 : a.v8;
+  require(out.has_value(), "the output of the first operand is absent");
+  require(x.dim() == 4 && out->dim() == 4, "operands and their outputs must have 4 dimensions");
+  return {x.size(0), x.size(3), out->size(a.q || a.k ? 3 : 2)};
+}
+
+// An operand that is absent has no rows, and so no CTAs.
+PackOperand operand_of(const PackArguments& a, const Sizes& sizes, PackOrder which, const Names& name,
+                       const std::optional<View>& given, const std::optional<View>& given_out,
+                       const std::optional<View>& given_descale, int64_t granularity, double amax) {
+  require(given.has_value() == given_out.has_value() && given.has_value() == given_descale.has_value(), name.x, ", ",
+          name.out, " and ", name.descale, " must be all there or all absent");
+  if (!given) return {};
+  const View &x = *given, &out = *given_out, &descale = *given_descale, &first = first_operand(a);
   const bool packed = which == kPackV;
-  const int64_t batch = a.q.size(0), head_dim = a.q8.size(3);
+  const int64_t batch = sizes.batch, head_dim = sizes.head_dim;
   if (x.dim() != 4) fail(name.x, " must have 4 dimensions, got shape ", shape_text(x));
-  require(x.scalar_type() == a.q.scalar_type(), name.x, " is not of the type of q");
-  require_same_device(x, name.x, a.q);
+  require_shape(x, name.x, {batch, x.size(1), x.size(2), sizes.columns});
+  if (x.numel() == 0) fail("empty tensors take no launch: ", name.x, " has shape ", shape_text(x));
+  require(x.scalar_type() == first.scalar_type(), name.x, " is not of the type of the other operands");
+  require_same_device(x, name.x, first);
   PackOperand o{};
   o.x = x.data();
   require_aligned(o.x, name.x);
@@ -53,7 +74,7 @@ PackOperand operand_of(const PackArguments& a, PackOrder which, const Names& nam
   o.limit_reciprocal = static_cast<float>(1.0 / amax);
 
   require(out.scalar_type() == ScalarType::Byte, name.out, " must be a uint8 view of e4m3 data");
-  require_same_device(out, name.out, a.q);
+  require_same_device(out, name.out, first);
   if (packed) {
     require_shape(out, name.out, {batch, o.heads, head_dim, o.rows});
     require(out.is_contiguous(), name.out, " must be contiguous");
@@ -67,27 +88,27 @@ PackOperand operand_of(const PackArguments& a, PackOrder which, const Names& nam
 
   const int64_t expected = descales_of(o, batch, a.key_block, head_dim);
   require(descale.numel() == expected, name.descale, " has ", descale.numel(), " values, expected ", expected);
-  o.descale = float_pointer(descale, name.descale, a.q);
+  o.descale = float_pointer(descale, name.descale, first);
   return o;
 }
 
 bool needs_amax(const PackOperand& o) {
-  return o.granularity != Granularity::token && o.granularity != Granularity::block;
+  return o.x != nullptr && o.granularity != Granularity::token && o.granularity != Granularity::block;
 }
 
 // The operands share one tensor of maxima, in the order Q, K, V.
-void set_amax(PackParams& params, const PackArguments& a) {
+void set_amax(PackParams& params, const PackArguments& a, const Sizes& sizes) {
   int64_t total = 0, begin[kPackOperands] = {};
   constexpr int kOrder[] = {kPackQ, kPackK, kPackV};
   for (const int which : kOrder) {
     begin[which] = total;
     const PackOperand& o = params.operand[which];
-    if (needs_amax(o)) total += descales_of(o, params.batch, a.key_block, a.q8.size(3));
+    if (needs_amax(o)) total += descales_of(o, params.batch, a.key_block, sizes.head_dim);
   }
   const int64_t given = a.amax ? a.amax->numel() : 0;
   require(given == total, "amax has ", given, " values, expected ", total);
   if (total == 0) return;
-  float* maxima = float_pointer(*a.amax, "amax", a.q);
+  float* maxima = float_pointer(*a.amax, "amax", first_operand(a));
   for (const int which : kOrder) {
     if (needs_amax(params.operand[which])) params.operand[which].amax = maxima + begin[which];
   }
@@ -95,12 +116,17 @@ void set_amax(PackParams& params, const PackArguments& a) {
 
 }  // namespace
 
+const View& first_operand(const PackArguments& a) {
+  const std::optional<View>& first = a.q ? a.q : a.k ? a.k : a.v;
+  require(first.has_value(), "q, k and v are all absent");
+  return *first;
+}
+
 const PackEntry& find_pack(const PackArguments& a) {
-  require(a.q.dim() == 4 && a.q8.dim() == 4, "q and q8 must have 4 dimensions");
-  const ScalarType type = a.q.scalar_type();
-  require(type == ScalarType::BFloat16 || type == ScalarType::Half, "q must be bfloat16 or float16");
+  const ScalarType type = first_operand(a).scalar_type();
+  require(type == ScalarType::BFloat16 || type == ScalarType::Half, "operands must be bfloat16 or float16");
   const SourceType source = type == ScalarType::Half ? SourceType::fp16 : SourceType::bf16;
-  const int64_t head_dim = a.q8.size(3);
+  const int64_t head_dim = sizes_of(a).head_dim;
   for (int i = 0; i < kPackCount; ++i) {
     const PackEntry& entry = kPacks[i];
     if (entry.head_dim == head_dim && entry.key_block == a.key_block && entry.source == source) return entry;
@@ -111,31 +137,26 @@ const PackEntry& find_pack(const PackArguments& a) {
 
 PackParams pack_params(const PackArguments& a) {
   PackParams params{};
-  const int64_t batch = a.q.size(0), heads = a.q.size(1), head_dim = a.q.size(3);
-  require(a.k.dim() == 4 && a.v.dim() == 4, "k and v must have 4 dimensions");
-  const int64_t kv_heads = a.k.size(1), seqlen_k = a.k.size(2);
-  if (batch == 0 || heads == 0 || kv_heads == 0 || a.q.size(2) == 0 || seqlen_k == 0) {
-    fail("empty tensors take no launch: q has shape ", shape_text(a.q), ", k has shape ", shape_text(a.k));
-  }
-  require(head_dim > 0 && head_dim % 8 == 0 && head_dim <= a.q8.size(3), "q has head_dim ", head_dim,
-          ", which must be a multiple of 8, at most the ", a.q8.size(3), " of q8");
-  require_shape(a.k, "k", {batch, kv_heads, seqlen_k, head_dim});
-  require_shape(a.v, "v", {batch, kv_heads, seqlen_k, head_dim});
-  params.batch = to_int(batch, "the batch size");
-  params.head_dim = to_int(head_dim, "the head_dim");
+  const Sizes sizes = sizes_of(a);
+  require(sizes.columns > 0 && sizes.columns % 8 == 0 && sizes.columns <= sizes.head_dim, "operands have head_dim ",
+          sizes.columns, ", which must be a multiple of 8, at most the ", sizes.head_dim, " of their outputs");
+  params.batch = to_int(sizes.batch, "the batch size");
+  params.head_dim = to_int(sizes.columns, "the head_dim");
   params.q_flip = a.negate_q ? 0x80808080u : 0;
   constexpr Names kQ{"q", "q8", "q_descale", "q_granularity", "score_amax"};
   constexpr Names kK{"k", "k8", "k_descale", "k_granularity", "score_amax"};
   constexpr Names kV{"v", "v8", "v_descale", "v_granularity", "v_amax"};
-  params.operand[kPackQ] = operand_of(a, kPackQ, kQ, a.q, a.q8, a.q_descale, a.q_granularity, a.score_amax);
-  params.operand[kPackK] = operand_of(a, kPackK, kK, a.k, a.k8, a.k_descale, a.k_granularity, a.score_amax);
-  params.operand[kPackV] = operand_of(a, kPackV, kV, a.v, a.v8, a.v_descale, a.v_granularity, a.v_amax);
-  require(params.operand[kPackQ].granularity != Granularity::block, "q_granularity: Q has no blocks of keys");
-  set_amax(params, a);
+  params.operand[kPackQ] = operand_of(a, sizes, kPackQ, kQ, a.q, a.q8, a.q_descale, a.q_granularity, a.score_amax);
+  params.operand[kPackK] = operand_of(a, sizes, kPackK, kK, a.k, a.k8, a.k_descale, a.k_granularity, a.score_amax);
+  params.operand[kPackV] = operand_of(a, sizes, kPackV, kV, a.v, a.v8, a.v_descale, a.v_granularity, a.v_amax);
+  if (a.k && a.v) require_shape(*a.v, "v", {sizes.batch, a.k->size(1), a.k->size(2), sizes.columns});
+  require(!a.q || params.operand[kPackQ].granularity != Granularity::block, "q_granularity: Q has no blocks of keys");
+  set_amax(params, a, sizes);
   params.hadamard = a.hadamard;
   if (a.k_mean) {
-    require_shape(*a.k_mean, "k_mean", {batch, kv_heads, a.q8.size(3)});
-    params.k_mean = float_pointer(*a.k_mean, "k_mean", a.q);
+    require(a.k.has_value(), "k_mean goes with k, which is absent");
+    require_shape(*a.k_mean, "k_mean", {sizes.batch, a.k->size(1), sizes.head_dim});
+    params.k_mean = float_pointer(*a.k_mean, "k_mean", *a.k);
   }
   return params;
 }

@@ -74,7 +74,7 @@ CASES = {
     ),
     51: Case("zeros everywhere, or in one block: descale 1, zeros, no NaN"),
     52: Case("magnitudes so small that the inverse of a descale would overflow"),
-    53: Case("values beyond 448 after a caller's scale: saturated alike on both devices", "on a card"),
+    53: Case("values beyond 448 after a caller's scale: saturated alike on both devices"),
     54: Case("a NaN or infinity in one row of Q, K or V: only the rows that see it", "on a card"),
     55: Case("descales of the wrong shape: an error with the expected one"),
     56: Case("features that are not there, a mask, dropout, gradients: refused by name"),

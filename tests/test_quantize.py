@@ -104,7 +104,7 @@ def test_extreme_magnitudes_at_the_smallest_amax(magnitude: float) -> None:
 
 
 @pytest.mark.edge(54)
-@pytest.mark.parametrize("granularity", ["tensor", "head", "block"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_non_finite_values_stay_where_they_are(granularity: str, dtype: torch.dtype) -> None:
     """One NaN or infinity changes neither the descale nor any other byte (torchao#4725)."""

@@ -9,6 +9,7 @@
 namespace fp8cutlass {
 
 // One operand: (B, heads, tokens, D) of bf16 or fp16 becomes e4m3 with descales, D filled up to the kernel's head_dim.
+// All zeros where it is absent: without rows there are no CTAs for it.
 struct PackOperand {
   const void* x;  // strides in elements, last dimension contiguous, 16-byte aligned rows
   int64_t stride_batch, stride_head, stride_row;

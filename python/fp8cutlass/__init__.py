@@ -1,8 +1,9 @@
 """FP8 attention for PyTorch on Ada and Hopper.
 
-``attention`` takes the place of ``torch.nn.functional.scaled_dot_product_attention``; ``quantize`` makes FP8 tensors
-and their descales; ``supports`` and ``explain`` say whether and by which kernel a call would be served. On CPU
-tensors an emulator of the kernels runs.
+``attention`` takes the place of ``torch.nn.functional.scaled_dot_product_attention``; ``pack_kv`` makes keys and values
+ready for many calls; ``quantize`` makes FP8 tensors and their descales, ``StaticScale`` and ``DelayedScale`` descales
+that are known before the tensor is; ``supports`` and ``explain`` say whether and by which kernel a call would be
+served. On CPU tensors an emulator of the kernels runs.
 """
 
 import sys
@@ -11,7 +12,18 @@ from typing import TYPE_CHECKING
 
 from ._version import __version__
 
-__all__ = ["UnsupportedError", "__version__", "attention", "explain", "quantize", "supports"]
+__all__ = [
+    "DelayedScale",
+    "PackedKV",
+    "StaticScale",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "explain",
+    "pack_kv",
+    "quantize",
+    "supports",
+]
 
 
 def _is_command() -> bool:
@@ -27,7 +39,10 @@ def _is_command() -> bool:
 if TYPE_CHECKING or not _is_command():
     from .api import attention, explain, supports
     from .errors import UnsupportedError
+    from .packed import PackedKV
+    from .packing import pack_kv
     from .quantize import quantize
+    from .scaling import DelayedScale, StaticScale
 else:
 
     def __getattr__(name: str) -> object:
@@ -36,7 +51,7 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        for home in ("api", "errors", "quantize"):
+        for home in ("api", "errors", "packed", "packing", "quantize", "scaling"):
             module = import_module(f".{home}", __name__)
             globals().update((public, getattr(module, public)) for public in __all__ if hasattr(module, public))
         return globals()[name]

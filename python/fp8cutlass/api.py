@@ -9,14 +9,15 @@ import torch
 from . import eager
 from .errors import NoKernelError, UnsupportedError
 from .fallback import sdpa
+from .packed import PackedKV
 from .plan import choose, describe, execute, make_plan
 from .request import Request
 
 
 def attention(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | PackedKV,
+    value: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -50,6 +51,8 @@ def attention(
             zeros to the next head dim that has kernels. Sk = 0 gives zeros and an LSE of -inf. ``scaling="block"``,
             and on Hopper every mode but "token", sums value in float32 with its descale: max |value| * 2^25 * Sk must
             stay below 3e38. Otherwise the descale of value is applied at the end and there is no such limit.
+            ``key`` may be what ``pack_kv`` made of both, without a value: scaling, precision, smooth_k and hadamard are
+            then those of the packing, and query is bf16 or fp16 as they were.
         attn_mask, dropout_p: not supported; anything but None and 0.0 is refused.
         is_causal: hide from row i every key past ``i`` (``causal_alignment="top_left"``, as SDPA has it) or past
             ``i + Sk - Sq`` (``"bottom_right"``, as FlashAttention has it, refused without is_causal). A row without

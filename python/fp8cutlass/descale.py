@@ -24,9 +24,9 @@ def canonical_shape(granularity: str, shape: Sequence[int], block: int = KEY_BLO
     return (batch, heads, tokens if granularity == "token" else head_dim)
 
 
-def accepted_shapes(granularity: str, shape: Sequence[int]) -> list[tuple[int, ...]]:
+def accepted_shapes(granularity: str, shape: Sequence[int], block: int = KEY_BLOCK) -> list[tuple[int, ...]]:
     """The canonical shape last, before it every coarser one."""
-    canonical = canonical_shape(granularity, shape)
+    canonical = canonical_shape(granularity, shape, block)
     coarser: list[tuple[int, ...]] = [(), (1,)]
     if granularity != "tensor":
         coarser += [(shape[1],), (shape[0], shape[1])]
@@ -38,7 +38,7 @@ def refuse_host(name: str, value: object) -> str | None:
     the device; a kernel clamps what it multiplies up to the smallest normal number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return f"{name} must be a float or a float32 tensor, got {type(value).__name__}"
-    if name == "out_descale":  # the kernels multiply by its inverse
+    if name in ("out_descale", "descale"):  # of what is quantised: it is multiplied by the inverse
         if not SMALLEST <= value <= 1 / SMALLEST:
             return f"{name} must lie in [2^-126, 2^126], where it and its inverse are normal float32, got {value}"
     elif not SMALLEST <= value <= FLOAT32_MAX:
@@ -46,13 +46,22 @@ def refuse_host(name: str, value: object) -> str | None:
     return None
 
 
-def refuse(name: str, value: object, granularity: str, shape: Sequence[int], device: torch.device) -> list[str]:
-    """Say everything that is wrong with a descale for an operand of shape (B, H, S, D) on ``device``."""
+def refuse(
+    name: str,
+    value: object,
+    granularity: str,
+    shape: Sequence[int],
+    device: torch.device,
+    block: int = KEY_BLOCK,
+    operand: str = "query",
+) -> list[str]:
+    """Say everything that is wrong with a descale for an operand of shape (B, H, S, D) on ``device``, that of
+    ``operand``."""
     if not isinstance(value, torch.Tensor):
         refusal = refuse_host(name, value)
         return [] if refusal is None else [refusal]
     wrong = []
-    accepted = accepted_shapes(granularity, shape)
+    accepted = accepted_shapes(granularity, shape, block)
     if tuple(value.shape) not in accepted:
         wrong.append(
             f"{name} has shape {tuple(value.shape)}; one descale per {granularity} means {accepted[-1]}, "
@@ -61,13 +70,15 @@ def refuse(name: str, value: object, granularity: str, shape: Sequence[int], dev
     if value.dtype != torch.float32:
         wrong.append(f"{name} must be float32, got {value.dtype}")
     if value.device != device:
-        wrong.append(f"{name} is on {value.device}, query is on {device}")
+        wrong.append(f"{name} is on {value.device}, {operand} is on {device}")
     return wrong
 
 
-def to_canonical(value: object, granularity: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+def to_canonical(
+    value: object, granularity: str, shape: Sequence[int], device: torch.device, block: int = KEY_BLOCK
+) -> torch.Tensor:
     """Spread an accepted descale over the canonical shape, float32 and contiguous."""
-    canonical = canonical_shape(granularity, shape)
+    canonical = canonical_shape(granularity, shape, block)
     if not isinstance(value, torch.Tensor):
         return torch.full(canonical, float(value), dtype=torch.float32, device=device)  # type: ignore[arg-type]
     if tuple(value.shape) == canonical:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from itertools import product
 from pathlib import Path
 
 from . import log
 from .errors import NoKernelError, UnsupportedError
 from .manifest import KEY_BLOCK, Manifest, Variant, load_manifest, load_table_data
+from .reading import KVForm, readable
 
 CPU_ARCH = "sm89"  # what the emulator stands for
 CPU_SM_COUNT = 58  # of an L4, the card that the sm89 table is made for
@@ -128,6 +130,20 @@ class Table:
         lengths, loads = (*self._seqlen_bounds, unbounded), self.axes["load"]
         return [self.cell(seqlen=seqlen, load=load, **values) for seqlen in lengths for load in loads]
 
+    def near(self, problem: Problem) -> Iterator[Decision]:
+        """The decisions for the same operands, result and mask at every length and load, the nearest first; then those
+        of ``accurate``, as keys that were made for ``fast`` kernels are in their range too."""
+        values = {name: getattr(problem, name) for name in ("arch", "head_dim", "dtype", "out", "scaling", "causal")}
+        lengths = (*self._seqlen_bounds, max(self._seqlen_bounds, default=0) + 1)
+        here = self._position("seqlen", problem.seqlen_k), self._position("load", problem.load)
+        away = [
+            (abs(i - here[0]), abs(j - here[1]), seqlen, load)
+            for (i, seqlen), (j, load) in product(enumerate(lengths), enumerate(self.axes["load"]))
+        ]
+        for precision in dict.fromkeys((problem.precision, "accurate")):
+            for _, _, seqlen, load in sorted(away, key=lambda cell: cell[:2]):
+                yield self.cell(seqlen=seqlen, load=load, precision=precision, **values)
+
 
 @cache
 def load_table(directory: Path) -> Table:
@@ -183,27 +199,33 @@ def _fits_blocks(variant: Variant, problem: Problem) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def decide(directory: Path, problem: Problem, kernel: str = "") -> tuple[Variant, int, Decision]:
-    """Choose the kernel for a problem from the pair of files in ``directory``.
+def decide(
+    directory: Path, problem: Problem, kernel: str = "", form: KVForm | None = None
+) -> tuple[Variant, int, Decision]:
+    """Choose the kernel for a problem from the pair of files in ``directory``; one that reads keys and values of
+    ``form`` where they are packed already.
 
     Returns the variant, whose head_dim is that of the problem or wider, its number in an extension built from that
     manifest, and the decision behind it. Raises UnsupportedError with the table's reason where it holds no kernel.
     """
-    manifest = load_manifest(directory)
+    manifest, key = load_manifest(directory), problem
     if kernel:
         decision = pinned(manifest, problem, kernel)
     else:
         table = load_table(directory)
-        key = replace(problem, head_dim=padded_head_dim(problem.head_dim, manifest.head_dims[problem.arch]))
+        columns = problem.head_dim if form is None else form.head_dim
+        key = replace(problem, head_dim=padded_head_dim(columns, manifest.head_dims[problem.arch]))
         decision = table.lookup(key)
         if decision.variant is not None and not _fits_blocks(manifest.find(decision.variant), problem):
             decision = table.lookup(replace(key, precision="accurate"))  # of blocks that divide KEY_BLOCK
     if decision.variant is None:
         raise NoKernelError(refusal(problem.arch, manifest.profile, decision.reason))
+    if form is not None:
+        decision = readable(decision, load_table(directory).near(key), manifest, form, problem.scaling, bool(kernel))
     if _logger is not None and (problem, decision) not in _logged:
         _logged.add((problem, decision))
         _logger.info("%s: %s; %s; evidence: %s", problem, decision.variant, decision.criterion, decision.evidence)
-    return manifest.find(decision.variant), manifest.index[decision.variant], decision
+    return manifest.find(str(decision.variant)), manifest.index[str(decision.variant)], decision
 
 
 def refusal(arch: str, profile: str, reason: str) -> str:

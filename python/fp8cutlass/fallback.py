@@ -25,6 +25,8 @@ def sdpa(request: Request, cause: UnsupportedError) -> torch.Tensor:
     beyond = [name for name in ("return_lse", "return_amax") if getattr(request, name)]
     if request.out_dtype == torch.float8_e4m3fn:
         beyond.append("out_dtype=torch.float8_e4m3fn")
+    if request.packed is not None:
+        beyond.append("a PackedKV, which does not hold key and value any more")
     if beyond:
         raise UnsupportedError(*cause.reasons, f"fallback='sdpa' cannot serve {', '.join(beyond)}") from cause
     _warn(str(cause))

@@ -1,4 +1,5 @@
-"""Quantisation and packing on CUDA: :func:`quantize` of Q, K and V and :func:`pack_v` in one kernel, bit for bit.
+"""Quantisation and packing on CUDA: :func:`quantize` of Q, K and V and :func:`pack_v` in one kernel, bit for bit. An
+operand that is None is left out, and so is what it would become.
 
 Each element is read once and written once, but for descales that more than a block of a head shares: those take a
 first kernel that finds the maxima. What :mod:`prepare` does to Q and K happens on the way.
@@ -6,7 +7,7 @@ first kernel that finds the maxima. What :mod:`prepare` does to Q and K happens 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,14 +27,14 @@ BEYOND_BLOCKS = ("tensor", "head", "channel")  # granularities whose maxima take
 class Operands:
     """What a kernel of head_dim D reads: the FP8 bytes, uint8, of Q (B, H, Sq, D) and K (B, Hkv, Sk, D), rows 16-byte
     aligned, and of packed V (B, Hkv, D, ceil(Sk / 128) * 128); and their descales, float32, contiguous. K's descales of
-    tokens are padded with ones to whole tiles, V's of channels to D."""
+    tokens are padded with ones to whole tiles, V's of channels to D. None is what was not made."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    q_descale: torch.Tensor
-    k_descale: torch.Tensor
-    v_descale: torch.Tensor
+    q: torch.Tensor | None
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    q_descale: torch.Tensor | None
+    k_descale: torch.Tensor | None
+    v_descale: torch.Tensor | None
     k_mean: torch.Tensor | None = None  # (B, Hkv, D): what was subtracted from the keys, where they are smoothed
 
 
@@ -46,9 +47,9 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantise_and_pack(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     *,
     head_dim: int,
     key_block: int,
@@ -58,7 +59,8 @@ def quantise_and_pack(
     smooth_k: bool = False,
     hadamard: bool = False,
 ) -> Operands:
-    """Make a kernel's operands of q (B, H, Sq, D) and k, v (B, Hkv, Sk, D), bf16 or fp16 on a card, no dimension empty.
+    """Make a kernel's operands of q (B, H, Sq, D) and k, v (B, Hkv, Sk, D), bf16 or fp16 on a card, no dimension empty,
+    one of them at least.
 
     Args:
         head_dim: the kernel's, at least D: the columns between are zeros.
@@ -71,16 +73,28 @@ def quantise_and_pack(
     Raises RuntimeError where the extension has no kernel for ``head_dim``, ``key_block`` and the dtype: it holds those
     that its attention kernels need.
     """
-    q, k, v = (readable(x) for x in (q, k, v))
+    q, k, v = (None if x is None else readable(x) for x in (q, k, v))
     made = empty_operands(q, k, v, head_dim=head_dim, key_block=key_block, granularity=granularity, smooth_k=smooth_k)
     fill(made, q, k, v, key_block=key_block, amax=amax, granularity=granularity, negate_q=negate_q, hadamard=hadamard)
     return made
 
 
+def descale_shape(name: str, shape: Sequence[int], granularity: str, key_block: int) -> tuple[int, ...]:
+    """Of the descale of operand "q", "k" or "v", whose shape is (B, H, S, the kernel's head_dim)."""
+    if name == "k" and granularity == "token":
+        shape = (*shape[:2], -(-shape[2] // KEY_BLOCK) * KEY_BLOCK, shape[3])
+    return canonical_shape(granularity, shape, key_block)
+
+
+def packed_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of packed V, which was (B, Hkv, Sk, the kernel's head_dim)."""
+    return (*shape[:2], shape[3], -(-shape[2] // KEY_BLOCK) * KEY_BLOCK)
+
+
 def empty_operands(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     *,
     head_dim: int,
     key_block: int,
@@ -88,24 +102,30 @@ def empty_operands(
     smooth_k: bool = False,
 ) -> Operands:
     """Allocate them, Q and K dense in the memory order of q and k; ``k_mean`` with ``smooth_k``."""
-    padded = -(-k.shape[2] // KEY_BLOCK) * KEY_BLOCK
-    descales = []
+    made: dict[str, torch.Tensor | None] = {}
     for name, x in (("q", q), ("k", k), ("v", v)):
-        rows = padded if (name, granularity[name]) == ("k", "token") else x.shape[2]
-        shape = canonical_shape(granularity[name], (*x.shape[:2], rows, head_dim), key_block)
-        descales.append(x.new_empty(shape, dtype=torch.float32))
-    q8, k8 = (empty_rows(x, head_dim, torch.uint8) for x in (q, k))
-    v8 = v.new_empty((*v.shape[:2], head_dim, padded), dtype=torch.uint8)
-    k_mean = k.new_empty((*k.shape[:2], head_dim), dtype=torch.float32) if smooth_k else None
-    q_descale, k_descale, v_descale = descales
-    return Operands(q8, k8, v8, q_descale, k_descale, v_descale, k_mean)
+        made[name] = made[f"{name}_descale"] = None
+        if x is None:
+            continue
+        shape = (*x.shape[:3], head_dim)
+        made[f"{name}_descale"] = x.new_empty(
+            descale_shape(name, shape, granularity[name], key_block), dtype=torch.float32
+        )
+        if name == "v":
+            made[name] = x.new_empty(packed_shape(shape), dtype=torch.uint8)
+        else:
+            made[name] = empty_rows(x, head_dim, torch.uint8)
+    k_mean = None
+    if smooth_k and k is not None:
+        k_mean = k.new_empty((*k.shape[:2], head_dim), dtype=torch.float32)
+    return Operands(**made, k_mean=k_mean)
 
 
 def fill(
     made: Operands,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     *,
     key_block: int,
     amax: float,
@@ -115,7 +135,7 @@ def fill(
 ) -> None:
     """Write every byte of ``made`` from operands that are :func:`readable`; where it has a ``k_mean``, of smooth K."""
     descales = {"q": made.q_descale, "k": made.k_descale, "v": made.v_descale}
-    groups = sum(d.numel() for name, d in descales.items() if granularity[name] in BEYOND_BLOCKS)
+    beyond = [d for name, d in descales.items() if d is not None and granularity[name] in BEYOND_BLOCKS]
     extension.load()
     torch.ops.fp8cutlass_C.pack(
         key_block,
@@ -130,7 +150,7 @@ def fill(
         made.k,
         made.v,
         *descales.values(),
-        q.new_zeros((groups,), dtype=torch.float32) if groups else None,
+        beyond[0].new_zeros((sum(d.numel() for d in beyond),)) if beyond else None,
         hadamard,
         made.k_mean,
     )

@@ -14,11 +14,11 @@ from . import extension
 from .attend import Attend, prepare
 from .emulator import emulate
 from .fused import Operands, quantise_and_pack, readable
-from .manifest import Variant
+from .manifest import SCORE_AMAX, Variant
 from .memory import aligned, as_bytes, empty_rows, is_seq_major
-from .pack import pack_v, pad_token_descale
+from .pack import pack_v, pad_token_descale, unpack_v
 from .prepare import prepared
-from .quantize import FP8_MAX, SCORE_AMAX, V_AMAX, quantize
+from .quantize import FP8_MAX, V_AMAX, quantize
 from .smooth import key_mean, restore_lse
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -122,6 +122,21 @@ def run(call: Call, variant: Variant, number: int, outputs: Outputs) -> None:
         _launch(call, number, variant.head_dim, operands, descales, outputs)
     else:
         _emulate(call, variant, operands, descales, outputs)
+
+
+def run_made(call: Call, variant: Variant, number: int, made: Operands, outputs: Outputs) -> None:
+    """Run one kernel on operands in the form that it reads, and fill ``outputs``; ``call`` gives the options."""
+    if call.q.is_cuda:
+        _forward(call, number, variant.head_dim, made, outputs)
+        return
+    q, k, v, q_descale, k_descale, v_descale = (
+        cast(torch.Tensor, x) for x in (made.q, made.k, made.v, made.q_descale, made.k_descale, made.v_descale)
+    )
+    if call.scaling == "token":
+        k_descale = k_descale[:, :, : k.shape[2]]
+    e4m3 = torch.float8_e4m3fn
+    fp8 = (q.view(e4m3), k.view(e4m3), unpack_v(v.view(e4m3), k.shape[2]))
+    _emulate(call, variant, fp8, [q_descale, k_descale, v_descale], outputs)
 
 
 def kernel_operands(call: Call, variant: Variant, granularity: Mapping[str, str]) -> Operands:

@@ -19,14 +19,15 @@ from .errors import UnsupportedError
 from .launch import Call, Outputs, empty_outputs, run, run_half
 from .manifest import Variant, load_manifest
 from .memory import as_bytes
+from .reading import KVForm
 from .target import Target, target
 
 DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # quantised inside
 OUT_NAMES = {dtype: name for name, dtype in OUT_DTYPES.items()}
 
-_RESULTS = "(Tensor out, Tensor lse, Tensor amax)"
-_OPTIONS = (
+RESULTS = "(Tensor out, Tensor lse, Tensor amax)"
+OPTIONS = (
     "Tensor? out_descale, ScalarType out_dtype, str scaling, str precision, bool causal, SymInt causal_offset, "
     "float scale, bool return_lse, bool return_amax, str kernel"
 )
@@ -42,8 +43,10 @@ def choose(
     causal: bool,
     precision: str,
     kernel: str,
+    form: KVForm | None = None,
 ) -> tuple[Variant, int, Decision]:
-    """The kernel for operands of these sizes: the variant, its number in the extension, and why."""
+    """The kernel for operands of these sizes: the variant, its number in the extension, and why. ``form`` is that of
+    packed keys and values."""
     batch, heads, seqlen_q, head_dim = q.shape
     problem = Problem(
         arch=at.arch,
@@ -60,7 +63,7 @@ def choose(
         quantised=q.dtype in DTYPE_NAMES,
         sm_count=at.sm_count,
     )
-    variant, number, decision = decide(at.directory, problem, kernel)
+    variant, number, decision = decide(at.directory, problem, kernel, form)
     if q.is_cuda and at.arch not in variant.targets:  # only a pinned one; the emulator runs them all
         raise UnsupportedError(f"kernel={kernel!r} is built for {', '.join(variant.targets)}, {q.device} is {at.arch}")
     return variant, number, decision
@@ -81,13 +84,10 @@ def _attention(call: Call) -> Outputs:
         precision=call.precision,
         kernel=call.kernel,
     )
-    trivial = not call.q.numel() or not call.k.shape[2]
-    if call.q_descale is None and not trivial:
+    if call.q_descale is None and call.q.numel() and call.k.shape[2]:
         return run_half(call, variant, number, modes[call.scaling])
     outputs = empty_outputs(call)
-    if trivial:
-        _fill_trivial(outputs)
-    else:
+    if not fill_trivial(outputs, call.k):
         run(call, variant, number, outputs)
     return outputs
 
@@ -107,16 +107,9 @@ def _check(call: Call, modes: dict[str, dict[str, str]]) -> None:
     if q.dtype not in dtypes or k.dtype != q.dtype or v.dtype != q.dtype:
         accepted = " or all ".join(map(str, dtypes))
         wrong.append(f"q, k and v must be all {accepted}, got {q.dtype}, {k.dtype} and {v.dtype}")
-    if call.out_dtype not in OUT_NAMES:
-        wrong.append(f"out_dtype must be one of {', '.join(map(str, OUT_NAMES))}, got {call.out_dtype}")
-    if (call.out_dtype == torch.float8_e4m3fn) != (call.out_descale is not None):
-        wrong.append("out_descale goes with out_dtype=torch.float8_e4m3fn, and with it only")
-    if call.out_descale is not None and (call.out_descale.shape, call.out_descale.dtype) != ((1,), torch.float32):
-        wrong.append("out_descale must be float32 of shape (1,)")
-    if not abs(call.scale) <= FLOAT32_MAX:  # false for NaN
-        wrong.append(f"scale must be finite in float32, got {call.scale}")
+    wrong += wrong_options(call, modes)
     if call.scaling not in modes:
-        raise UnsupportedError(*wrong, f"scaling must be one of {', '.join(modes)}, got {call.scaling!r}")
+        raise UnsupportedError(*wrong)
     for name, x, descale in zip("qkv", operands, (call.q_descale, call.k_descale, call.v_descale), strict=True):
         if descale is None:
             continue
@@ -130,34 +123,62 @@ def _check(call: Call, modes: dict[str, dict[str, str]]) -> None:
         raise UnsupportedError(*wrong)
 
 
-def _fill_trivial(outputs: Outputs) -> None:
+def wrong_options(call: Call, modes: dict[str, dict[str, str]]) -> list[str]:
+    """What is wrong with the arguments of a bare operator that are no operands."""
+    wrong = []
+    if call.out_dtype not in OUT_NAMES:
+        wrong.append(f"out_dtype must be one of {', '.join(map(str, OUT_NAMES))}, got {call.out_dtype}")
+    if (call.out_dtype == torch.float8_e4m3fn) != (call.out_descale is not None):
+        wrong.append("out_descale goes with out_dtype=torch.float8_e4m3fn, and with it only")
+    if call.out_descale is not None and (call.out_descale.shape, call.out_descale.dtype) != ((1,), torch.float32):
+        wrong.append("out_descale must be float32 of shape (1,)")
+    if not abs(call.scale) <= FLOAT32_MAX:  # false for NaN
+        wrong.append(f"scale must be finite in float32, got {call.scale}")
+    if call.scaling not in modes:
+        wrong.append(f"scaling must be one of {', '.join(modes)}, got {call.scaling!r}")
+    return wrong
+
+
+def fill_trivial(outputs: Outputs, k: torch.Tensor) -> bool:
     """Serve the calls that need no kernel: nothing to write, or no key to look at."""
     out, lse, amax = outputs
+    if out.numel() and k.shape[2]:
+        return False
     as_bytes(out).zero_()
     lse.fill_(-torch.inf)
     amax.zero_()
+    return True
 
 
 _library = torch.library.Library("fp8cutlass", "DEF")
 
 
-def _register(name: str, arguments: str, as_call: Callable[..., Call]) -> Any:
-    """Define an operator on CPU and CUDA; ``as_call`` brings its arguments into the form of Call."""
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    _library.define(f"{name}({arguments}) -> {_RESULTS}", tags=tags)
+def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define an operator on CPU and CUDA, ``fake`` for tensors without memory, and return it."""
+    name = schema.split("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     for device in ("CPU", "CUDA"):
-        _library.impl(name, lambda *args: _attention(as_call(*args)), device)
-    torch.library.register_fake(f"fp8cutlass::{name}", lambda *args: empty_outputs(as_call(*args)), lib=_library)
+        _library.impl(name, run, device)
+    torch.library.register_fake(f"fp8cutlass::{name}", fake, lib=_library)
     return getattr(torch.ops.fp8cutlass, name).default
+
+
+def _register(name: str, arguments: str, as_call: Callable[..., Call]) -> Any:
+    """Define attention; ``as_call`` brings its arguments into the form of Call."""
+    return register(
+        f"{name}({arguments}) -> {RESULTS}",
+        lambda *args: _attention(as_call(*args)),
+        lambda *args: empty_outputs(as_call(*args)),
+    )
 
 
 attention_fp8 = _register(
     "attention_fp8",
-    f"Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, {_OPTIONS}",
+    f"Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, {OPTIONS}",
     Call,
 )
 attention_half = _register(
     "attention_half",
-    f"Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool smooth_k=False, bool hadamard=False",
+    f"Tensor q, Tensor k, Tensor v, {OPTIONS}, bool smooth_k=False, bool hadamard=False",
     lambda q, k, v, *options: Call(q, k, v, None, None, None, *options),
 )

@@ -15,6 +15,8 @@ from .launch import Outputs, score_amax
 from .manifest import KEY_BLOCK, Variant
 from .operator import DTYPE_NAMES, OUT_NAMES, attention_fp8, attention_half
 from .operator import choose as choose_kernel
+from .packed import PackedKV, open_packed
+from .packed_operator import attention_packed
 from .request import Plan, Request
 from .target import granularities, head_dims, target, unserved
 
@@ -24,6 +26,8 @@ def make_plan(request: Request, *, shipped: bool = False) -> Plan:
 
     With ``shipped`` the shipped table answers even if nothing is built for the device.
     """
+    if isinstance(request.key, PackedKV):
+        open_packed(request, request.key)
     validate.check_options(request)
     validate.check_shapes(request)
     validate.check_types(request)
@@ -71,6 +75,7 @@ def choose(request: Request, plan: Plan, *, shipped: bool = False) -> tuple[Vari
         causal=request.is_causal,
         precision=plan.precision,
         kernel=request.kernel or "",
+        form=None if request.packed is None else request.packed.form,
     )
 
 
@@ -91,6 +96,10 @@ def execute(request: Request, plan: Plan) -> Outputs:
         request.return_amax,
         request.kernel or "",
     )
+    packed = request.packed
+    if packed is not None:
+        held = (packed.k, packed.v, packed.k_descale, packed.v_descale, packed.k_mean)
+        return attention_packed(plan.q, *held, *options, packed.key_block, packed.amax, packed.hadamard)
     operands = (plan.q, plan.k, plan.v)
     if plan.half:
         return attention_half(*operands, *options, request.smooth_k, request.hadamard)
@@ -131,13 +140,16 @@ def describe(request: Request) -> str:
     if decision.runner_up is not None:
         lines.append(f"runner-up: {decision.runner_up}, {decision.runner_up_cost_us:g} us")
     precision = f"softmax {variant.softmax}, scores {variant.score}, output {OUT_DTYPES[variant.out]}"
-    quantised = f", Q and K quantised to amax {score_amax(variant):g}" if plan.half else ""
+    what = "Q and K" if request.packed is None else "Q"
+    quantised = f", {what} quantised to amax {score_amax(variant):g}" if plan.half else ""
     if plan.half and request.scaling == "block" and variant.key_block != KEY_BLOCK:
         quantised += f", a descale per {variant.key_block} keys"
     lines.append(f"numerics:  {precision}{quantised}")
     changed = [text for name, text in validate.TRANSFORMS.items() if getattr(request, name)]
     if changed:
         lines.append(f"before:    {', then '.join(changed)}")
+    if request.packed is not None:
+        lines.append(f"keys:      packed with amax {request.packed.amax:g} for {request.packed.kernel}")
     if variant.schedule != "multistage":
         lines.append(f"schedule:  {variant.schedule}, cluster {variant.cluster}")
     if variant.head_dim != plan.q.shape[3]:

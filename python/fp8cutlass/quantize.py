@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .descale import SMALLEST, refuse, to_canonical
 from .manifest import KEY_BLOCK
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 GRANULARITIES = ("tensor", "head", "block", "token", "channel")
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# 256 products of two values up to 14 are at most 50,176, which an f16 score (65,504) holds at every head_dim <= 256.
-# 14 = 448 / 32, so the largest element of a block is as exact as at 448.
-SCORE_AMAX = 14.0
 # A power of two: a constant V becomes V8 = 256 everywhere, so the products P V8 lose to truncation in the accumulator
 # what the sum of P loses, and their quotient is exact.
 V_AMAX = 256.0
@@ -26,8 +24,21 @@ def quantize(
     dtype: torch.dtype = torch.float8_e4m3fn,
     amax: float | None = None,
     block: int = KEY_BLOCK,
+    descale: torch.Tensor | float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise ``x`` so that the largest finite magnitude of each group becomes ``amax``.
+    """Quantise ``x`` so that the largest finite magnitude of each group becomes ``amax``, or by a ``descale`` that is
+    known already.
+
+    ``attention(..., scaling=mode)`` takes FP8 operands of these granularities:
+
+    ======  =======  =======  =======
+    mode    query    key      value
+    ======  =======  =======  =======
+    tensor  tensor   tensor   tensor
+    head    head     head     head
+    block   token    block    block
+    token   token    token    channel
+    ======  =======  =======  =======
 
     Args:
         x: (B, H, S, D), bf16, fp16 or fp32, any strides, CPU or CUDA.
@@ -37,6 +48,10 @@ def quantize(
         amax: the value that a group's maximum is mapped to; 1 to the largest of ``dtype`` (448, 57344), the default.
             14 keeps Q K^T inside f16 up to head_dim 256, which the linear-code kernels need.
         block: tokens in a block; ``attention`` takes blocks of 128.
+        descale: instead of one that is found in ``x``: a float in [2^-126, 2^126], or a float32 tensor of the shape
+            below or a coarser one, (), (1,), (H,), (B, H), on the device of ``x``. Elements then saturate at ``amax``.
+            Values of a tensor are not checked: they are clamped to that interval, so that neither they nor their
+            inverse vanish, and a NaN makes its group NaN.
 
     Returns:
         ``x_fp8`` of the shape and memory order of ``x``, and the float32 contiguous ``descale`` of shape (1,), (B, H),
@@ -45,20 +60,37 @@ def quantize(
     A group of zeros gets descale 1. A group whose maximum is below ``amax * 2^-126`` gets 2^-126, so that neither the
     descale nor its inverse overflows or vanishes in float32. Finite values saturate. NaN stays NaN; an infinity becomes
     NaN in e4m3, which has none, and stays one in e5m2; neither enters a descale, so the other values of a group keep
-    theirs. Nothing waits for the device.
+    theirs. Nothing waits for the device. CPU and CUDA give the same bits in eager mode; a compiler may round a
+    division otherwise.
 
     Raises:
         ValueError: an argument outside the above; TypeError where ``x`` is no tensor.
     """
     limit = _check(x, granularity, dtype, amax, block)
-    group = _group_amax(x, granularity, block)
-    group = torch.where(group > 0, group.clamp_min(limit * 2.0**-126), limit)
-    # A reciprocal on purpose: CUDA divides by a scalar that way, the CPU does not, and both must give the same bits.
-    descale, inverse = group * (1.0 / limit), limit / group
+    if descale is None:
+        group = group_amax(x, granularity, block)
+        group = torch.where(group > 0, group.clamp_min(limit * 2.0**-126), limit)
+        # A reciprocal on purpose: CUDA divides by a scalar that way, the CPU does not, and both must give the same
+        # bits. By a tensor both divide in two roundings: its reciprocal, then a product.
+        descale, inverse = group * (1.0 / limit), limit / group
+    else:
+        descale = _given(descale, granularity, x, block)
+        inverse = descale.reciprocal()
+        inverse = inverse.reshape(()) if granularity == "tensor" else inverse
     scaled = x.float() * _spread(inverse, granularity, x.shape[2], block)
+    scaled = torch.where(scaled.isnan(), torch.nan, scaled)  # the sign of a NaN is not the same on all devices
     beyond = scaled if dtype == torch.float8_e5m2 else torch.full_like(scaled, torch.nan)
     x_fp8 = torch.where(x.isfinite(), scaled.clamp(-limit, limit), beyond).to(dtype)
     return x_fp8, descale.reshape(1) if granularity == "tensor" else descale
+
+
+def _given(descale: torch.Tensor | float, granularity: str, x: torch.Tensor, block: int) -> torch.Tensor:
+    """A caller's descale in its canonical shape, clamped to what has a normal inverse; ValueError for a wrong one."""
+    wrong = refuse("descale", descale, granularity, x.shape, x.device, block, operand="x")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    canonical = to_canonical(descale, granularity, x.shape, x.device, block)
+    return canonical.clamp(SMALLEST, 1 / SMALLEST)
 
 
 def _check(x: torch.Tensor, granularity: str, dtype: torch.dtype, amax: float | None, block: int) -> float:
@@ -80,7 +112,7 @@ def _check(x: torch.Tensor, granularity: str, dtype: torch.dtype, amax: float | 
     return limit
 
 
-def _group_amax(x: torch.Tensor, granularity: str, block: int) -> torch.Tensor:
+def group_amax(x: torch.Tensor, granularity: str, block: int = KEY_BLOCK) -> torch.Tensor:
     """Largest finite |x| of each group in float32: (), (B, H), (B, H, ceil(S / block)), (B, H, S) or (B, H, D)."""
     batch, heads, tokens, head_dim = x.shape
     if x.numel() == 0:  # a maximum over nothing is an error in torch; here it is an all-zero group

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from .packed import PackedKV
 
 
 @dataclass
 class Request:
-    """The arguments of ``attention``, unchecked; ``attention`` documents them."""
+    """The arguments of ``attention``, unchecked; ``attention`` documents them. Where key is a PackedKV, ``make_plan``
+    puts it into ``packed`` and a tensor into its place."""
 
     query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    key: Any
+    value: Any = None
     attn_mask: Any = None
     dropout_p: float = 0.0
     is_causal: bool = False
@@ -37,6 +41,7 @@ class Request:
     out: torch.Tensor | None = None
     kernel: str | None = None
     fallback: str = "error"
+    packed: PackedKV | None = field(default=None, init=False)
 
     def bhsd(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """query, key and value viewed as (B, H, S, D); the tensors are known to have four dimensions."""

@@ -56,7 +56,8 @@ def _target(
     return Target(extension.built_dir(), extension.device_arch(device), extension.sm_count(device))
 
 
-def _device(kind: str, index: int | None) -> torch.device:
+def device_of(kind: str, index: int | None) -> torch.device:
+    """The device of that type and number."""
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
@@ -64,7 +65,7 @@ def _device(kind: str, index: int | None) -> torch.device:
 def head_dims(kind: str, index: int | None, shipped: bool) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The head dims that a device has kernels for, ascending; or none, and the reasons."""
     try:
-        at = target(_device(kind, index), shipped=shipped)
+        at = target(device_of(kind, index), shipped=shipped)
     except NoKernelError as error:
         return (), error.reasons
     return load_manifest(at.directory).head_dims[at.arch], ()
@@ -92,7 +93,7 @@ def unserved(
     precision: str,
 ) -> tuple[str, ...]:
     """The reasons why no kernel serves such a call, whatever its lengths; none if one does."""
-    at = target(_device(kind, index), shipped=shipped)
+    at = target(device_of(kind, index), shipped=shipped)
     return _unserved(at, head_dim, dtype, out, scaling, causal, precision)
 
 

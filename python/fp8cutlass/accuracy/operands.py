@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..manifest import KEY_BLOCK, Variant
-from ..quantize import FP8_MAX, SCORE_AMAX, V_AMAX, dequantize, quantize
+from ..manifest import KEY_BLOCK, SCORE_AMAX, Variant
+from ..quantize import FP8_MAX, V_AMAX, dequantize, quantize
 from ..target import granularities
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

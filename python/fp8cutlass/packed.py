@@ -1,0 +1,85 @@
+"""Keys and values that are quantised and packed once and attended many times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .errors import UnsupportedError
+from .reading import KVForm
+from .request import Request
+
+HELD = ("scaling", "precision", "smooth_k", "hadamard")  # arguments of attention that packing has settled
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class PackedKV:
+    """What ``pack_kv`` returns and ``attention`` takes as ``key``. The bytes are those that a call on key and value
+    itself would make; docs/architecture.md describes them. Not to be made or changed by hand."""
+
+    k: torch.Tensor  # (B, Hkv, Sk, head_dim of the kernel) uint8
+    v: torch.Tensor  # (B, Hkv, head_dim of the kernel, ceil(Sk / 128) * 128) uint8
+    k_descale: torch.Tensor  # float32, of the scaling mode; of tokens padded to whole tiles, of channels to head_dim
+    v_descale: torch.Tensor
+    k_mean: torch.Tensor | None  # (B, Hkv, head_dim of the kernel) float32 with smooth_k
+    like: torch.Tensor  # one element that nobody reads, expanded to (B, Hkv, Sk, D): what key and value were
+    kernel: str  # the variant that they were packed for; others read them too
+    key_block: int  # keys that share a descale of scaling "block"
+    amax: float  # what K was quantised to
+    scaling: str
+    precision: str
+    smooth_k: bool
+    hadamard: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        """(B, Hkv, Sk, D) of key and value."""
+        return self.like.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of key and value, which a query has to have: bf16 or fp16."""
+        return self.like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.k.device
+
+    @property
+    def form(self) -> KVForm:
+        """What a kernel has to know to read it."""
+        return KVForm(self.k.shape[3], self.key_block, self.amax)
+
+    def __repr__(self) -> str:
+        tensors = (self.k, self.v, self.k_descale, self.v_descale, self.k_mean)
+        size = sum(x.numel() * x.element_size() for x in tensors if x is not None)
+        held = ", ".join(f"{name}={getattr(self, name)!r}" for name in HELD)
+        return (
+            f"PackedKV({tuple(self.shape)}, {self.dtype}, {self.device}, {held}, key_block={self.key_block}, "
+            f"amax={self.amax:g}, for {self.kernel}, {size} bytes)"
+        )
+
+
+def open_packed(request: Request, packed: PackedKV) -> None:
+    """Bring a request whose key is packed into the form of one on tensors, in place, so that everything that is known
+    of calls holds for it: ``like`` stands for key and value, and what packing has settled is filled in.
+
+    UnsupportedError for arguments that say otherwise.
+    """
+    wrong = []
+    if request.value is not None:
+        wrong.append(f"value must be None where key is a PackedKV, which holds it, got {type(request.value).__name__}")
+    for name in HELD:
+        given, held = getattr(request, name), getattr(packed, name)
+        if given not in (held, getattr(Request, name)):
+            wrong.append(
+                f"{name}={given!r} is not what key was packed with, {name}={held!r}: leave it out, or pack again"
+            )
+    if wrong:
+        raise UnsupportedError(*wrong)
+    like = packed.like.transpose(1, 2) if request.layout == "bshd" else packed.like
+    request.packed, request.key, request.value = packed, like, like
+    for name in HELD:
+        setattr(request, name, getattr(packed, name))

@@ -30,9 +30,9 @@ COMMON = (
     "Tensor? out_descale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? amax, float scale, int causal_offset"
 )
 PACK = (
-    "int key_block, Tensor q, Tensor k, Tensor v, int q_granularity, int k_granularity, int v_granularity, "
-    "float score_amax, float v_amax, bool negate_q, Tensor(a!) q8, Tensor(b!) k8, Tensor(c!) v8, "
-    "Tensor(d!) q_descale, Tensor(e!) k_descale, Tensor(f!) v_descale, Tensor(g!)? amax, bool hadamard, "
+    "int key_block, Tensor? q, Tensor? k, Tensor? v, int q_granularity, int k_granularity, int v_granularity, "
+    "float score_amax, float v_amax, bool negate_q, Tensor(a!)? q8, Tensor(b!)? k8, Tensor(c!)? v8, "
+    "Tensor(d!)? q_descale, Tensor(e!)? k_descale, Tensor(f!)? v_descale, Tensor(g!)? amax, bool hadamard, "
     "Tensor(h!)? k_mean"
 )
 ATTEND = (

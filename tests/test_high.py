@@ -54,7 +54,7 @@ def test_the_largest_error(scaling: str, out_dtype: torch.dtype) -> None:
         x = operands_of(chosen(q, k, v, **options), q, k, v, scaling)
         error[precision] = largest_error(attention(q, k, v, **options), x)
     assert error["high"] <= HIGH_ERROR < error["accurate"]
-    # bf16 rounds an output of up to 0.55 by 2^-9 of a power of two: 2e-3. In fp16 little else is left than P.
+    # bf16 rounds an output from 0.5 to 1 by up to 2^-9; in fp16 what is left is the rounding of P.
     assert error["high"] <= (2.5e-3 if out_dtype == torch.bfloat16 else 5e-4)
 
 

@@ -37,13 +37,13 @@ def estimate_registers(v: Variant, fragments: int, q_in_registers: bool, rows_in
     """
     output = fragments * v.head_dim // 2
     scores = fragments * v.tile_n // (4 if v.softmax is Softmax.LINEAR else 2)
-    prob = fragments * v.tile_n // 8
+    prob = fragments * v.tile_n // 8 * v.terms
     product = fragments * 8  # two n8 blocks of P V in flight
     q = fragments * v.head_dim // 8 if q_in_registers else fragments * 4
     state = fragments * (14 if rows_in_registers else 2)  # reference, sums, slopes, factors
     # From 96 accumulators on, the compiler needs slack for the alignment of fragments: without it spills were seen.
     slack = 46 if output >= 96 else 0
-    addresses = 36 if v.softmax is Softmax.EXP2 else 56  # the code-domain path keeps more maxima and offsets in flight
+    addresses = 56 if v.softmax is Softmax.LINEAR else 36  # the code domain keeps more maxima and offsets in flight
     # P overwrites S piece by piece, so only the larger of (S) and (P + product) counts beside O and Q.
     return output + max(scores + prob // 2, prob + product) + q + state + addresses + slack
 
@@ -81,7 +81,7 @@ def derive(v: Variant) -> Sm89Derived:
     }
     limit = min(limits, key=lambda k: limits[k])
     steps_n, steps_d = v.tile_n // 32, v.head_dim // 32
-    values = fragments * (v.head_dim // 8 + 1) * steps_n  # P V and the row sums
+    values = fragments * (v.head_dim // 8 + 1) * steps_n * v.terms  # P V and the row sums
     scores = fragments * v.tile_n // 8
     return Sm89Derived(
         threads=threads,

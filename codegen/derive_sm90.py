@@ -80,7 +80,7 @@ def estimate_registers(v: Variant) -> int:
     output = v.head_dim // 2
     product = (v.head_dim // parts(v) + ONES) // 2
     scores = v.tile_n // (4 if v.softmax is Softmax.LINEAR else 2)
-    prob = v.tile_n // 8
+    prob = v.tile_n // 8 * v.terms
     token = STATE_TOKEN if GRANULARITY[v.scaling].k == "token" else 0
     if v.schedule is Schedule.COLUMNS:  # two parts at a time, or the last one beside the next scores
         return output + prob + product - ONES // 2 + max(scores, product) + STATE_SERIAL + token
@@ -119,7 +119,7 @@ def derive(v: Variant) -> Sm90Derived:
         buffers = 1
         smem = _smem(v, buffers, value_stage, descale_slots)
     products = parts(v)
-    mma = -(-v.head_dim // 32) + products * v.tile_n // 32
+    mma = -(-v.head_dim // 32) + products * v.terms * v.tile_n // 32
     consumer, producer = CONSUMER_REGISTERS.get(v.warpgroups, 0), PRODUCER_REGISTERS.get(v.warpgroups, 0)
     part_buffers = products
     tight = v.schedule is Schedule.COLUMNS and v.warpgroups == 2

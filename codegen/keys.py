@@ -7,14 +7,20 @@ from dataclasses import dataclass
 from codegen.arch import TARGETS, Card
 from codegen.cost import Shape
 from codegen.matrix import HEAD_DIMS
-from codegen.spec import Dtype, Out, Scaling, axis_text
+from codegen.spec import Dtype, Out, Scaling, Softmax, axis_text
 
 SEQLEN_BOUNDS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # inclusive; a last bucket has no bound
 LOAD_ROWS = 128  # rows of a work item when the load is judged
 # A load and how many such items an SM it has fewer than, as a fraction; the last is unbounded.
 LOAD_BOUNDS = (("few", 1, 8), ("light", 2, 1))
 LOADS = (*(name for name, _, _ in LOAD_BOUNDS), "heavy")
-PRECISIONS = ("fast", "accurate")
+# The softmaxes that serve what the caller asks for, the preferred one first.
+SOFTMAXES = {
+    "fast": (Softmax.LINEAR, Softmax.EXP2),
+    "accurate": (Softmax.EXP2,),
+    "high": (Softmax.EXP2X2,),
+}
+PRECISIONS = tuple(SOFTMAXES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,7 @@ MATRICES = (
         causal=(False, True),
         dtype=(Dtype.E4M3, Dtype.E5M2),
         out=(Out.BF16, Out.FP16, Out.E4M3),
-        softmax=(Softmax.EXP2, Softmax.LINEAR),
+        softmax=(Softmax.EXP2, Softmax.LINEAR, Softmax.EXP2X2),
         schedule=(Schedule.MULTISTAGE,),
         cluster=(Cluster.SOLO,),
     ),
@@ -119,7 +119,7 @@ MATRICES = (
         causal=(False, True),
         dtype=(Dtype.E4M3, Dtype.E5M2),
         out=(Out.BF16, Out.FP16, Out.E4M3),
-        softmax=(Softmax.EXP2, Softmax.LINEAR),
+        softmax=(Softmax.EXP2, Softmax.LINEAR, Softmax.EXP2X2),
         schedule=tuple(s for s in Schedule if s is not Schedule.MULTISTAGE),
         cluster=(Cluster.SOLO, Cluster.SPLIT2, Cluster.SPLIT4),
     ),
@@ -170,6 +170,12 @@ def _default_mode(v: Variant) -> bool:
     return v.scaling is Scaling.BLOCK and v.dtype is Dtype.E4M3 and v.out is Out.BF16
 
 
+def _two_terms_profile(v: Variant) -> str:
+    # Both ways of scaling K, with and without a mask; and where O is widest.
+    narrow = v.head_dim == 64 and v.out is Out.BF16 and v.scaling in (Scaling.BLOCK, Scaling.TOKEN)
+    return "ci" if narrow or (_default_mode(v) and v.head_dim == 256 and not v.causal) else "release"
+
+
 def _sm89_profile(v: Variant) -> str:
     # dev: the default mode of two head_dims, enough for the demo
     if _default_mode(v) and v.head_dim in (32, 64):
@@ -200,7 +206,9 @@ _PROFILE = {"sm89": _sm89_profile, "sm90a": _sm90a_profile}
 
 def profile_of(v: Variant) -> str:
     """The smallest profile that contains an emitted variant."""
-    return "ci" if v.kind is Kind.DIAG else _PROFILE[v.family](v)
+    if v.kind is Kind.DIAG:
+        return "ci"
+    return _two_terms_profile(v) if v.terms > 1 else _PROFILE[v.family](v)
 
 
 def in_profile(v: Variant, profile: str) -> bool:

@@ -108,6 +108,22 @@ E5M2_OUT = Rule(
     of_choice=True,
 )
 
+TWO_TERMS_OUT = Rule(
+    name="TWO-TERMS-OUT",
+    why="an e4m3 output rounds by 2^-4 what a second term of P gains",
+    refuses=lambda v, d: v.terms > 1 and v.out is Out.E4M3,
+    explain=lambda v, d: "two terms of P with e4m3 output are not offered (bf16 and fp16 are)",
+    of_choice=True,
+)
+
+TWO_TERMS_E5M2 = Rule(
+    name="TWO-TERMS-E5M2",
+    why="e5m2 operands have lost more to their own rounding than a second term of P gains",
+    refuses=lambda v, d: v.terms > 1 and v.dtype is Dtype.E5M2,
+    explain=lambda v, d: "two terms of P with e5m2 operands are not offered (e4m3 are)",
+    of_choice=True,
+)
+
 E4M3_OUT_TOKEN = Rule(
     name="E4M3-OUT-TOKEN",
     why="an e4m3 output belongs to a pipeline with static scales, which are not one a token",

@@ -15,6 +15,8 @@ from codegen.rule import (
     REGISTERS,
     TILE_M,
     TILE_N,
+    TWO_TERMS_E5M2,
+    TWO_TERMS_OUT,
     WARP_ROWS,
     WARPS,
     Rule,
@@ -90,6 +92,8 @@ SM89_RULES = (
     ),
     E5M2_OUT,
     E4M3_OUT_TOKEN,
+    TWO_TERMS_E5M2,
+    TWO_TERMS_OUT,
     Rule(
         name="DIAG-TILE",
         why="one kernel a code path is enough for the tests; at head_dim 256 the taps leave registers for 32 keys",

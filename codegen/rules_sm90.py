@@ -17,6 +17,8 @@ from codegen.rule import (
     SCORE_REGS,
     TILE_M,
     TILE_N,
+    TWO_TERMS_E5M2,
+    TWO_TERMS_OUT,
     WARPS,
     Rule,
     smem_rule,
@@ -47,7 +49,7 @@ def _merge(d: Derived) -> tuple[int, int]:
 
 
 def _split_refused(v: Variant) -> bool:
-    offered = v.tile_m in SPLIT_ROWS and v.kind is Kind.FWD and v.schedule in SPLIT_SCHEDULES
+    offered = v.tile_m in SPLIT_ROWS and v.kind is Kind.FWD and v.schedule in SPLIT_SCHEDULES and v.terms == 1
     return v.cluster is not Cluster.SOLO and not offered
 
 
@@ -68,6 +70,8 @@ SM90A_RULES = (
     ),
     E5M2_OUT,
     E4M3_OUT_TOKEN,
+    TWO_TERMS_E5M2,
+    TWO_TERMS_OUT,
     Rule(
         name="HEAD-DIM",
         why="TMA writes rows of 64 or of 128 bytes without bank conflicts; only 96 is padded to one of them",
@@ -118,8 +122,8 @@ SM90A_RULES = (
         why="a split serves problems with too few rows for the card, and its CTAs do not take turns",
         refuses=lambda v, d: _split_refused(v),
         explain=lambda v, d: (
-            f"offered to forward kernels with {' or '.join(map(str, SPLIT_ROWS))} rows "
-            f"and schedule {' or '.join(map(str, SPLIT_SCHEDULES))}"
+            f"offered to forward kernels with {' or '.join(map(str, SPLIT_ROWS))} rows, "
+            f"schedule {' or '.join(map(str, SPLIT_SCHEDULES))} and one term of P"
         ),
     ),
     smem_rule("sm90a", "sm_90a"),

@@ -185,8 +185,8 @@ def _modelled(v: Variant) -> Variant:
 
 
 def _most(v: Variant) -> int:
-    """How many kernels the class of a variant may get: fewer in the modes of sm90a that few calls have."""
-    rare = v.family == "sm90a" and (v.dtype is Dtype.E5M2 or v.out is Out.E4M3)
+    """How many kernels the class of a variant may get: fewer in the modes that few calls have."""
+    rare = v.terms > 1 or (v.family == "sm90a" and (v.dtype is Dtype.E5M2 or v.out is Out.E4M3))
     return MOST_RARE if rare else MOST_MEASURED
 
 

@@ -40,6 +40,7 @@ class Out(Name):
 
 class Softmax(Name):
     EXP2 = "exp2"  # f32 scores, P = e4m3(2^x)
+    EXP2X2 = "exp2x2"  # the same with P as the sum of two e4m3 numbers, each multiplied by V
     LINEAR = "linear"  # f16 scores, P by its e4m3 code
 
 
@@ -131,8 +132,13 @@ class Variant:
 
     @property
     def score(self) -> str:
-        """Accumulator of Q K^T: the code-domain softmax works on f16 pairs, the exact one on f32."""
+        """Accumulator of Q K^T: the code-domain softmax works on f16 pairs, the exact ones on f32."""
         return "f16" if self.softmax is Softmax.LINEAR else "f32"
+
+    @property
+    def terms(self) -> int:
+        """e4m3 numbers whose sum is a P: each takes a product with V and one with ones."""
+        return 2 if self.softmax is Softmax.EXP2X2 else 1
 
 
 def _one_of(names: type[Name]) -> str:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from codegen.arch import FAMILIES, families_of
 from codegen.derive import derive
-from codegen.keys import Key, axes
+from codegen.keys import SOFTMAXES, Key, axes
 from codegen.matrix import head_dims, matrix_of
 from codegen.rules import RULES
 from codegen.scaling import served
 from codegen.select import Order, Timing, order, timing
-from codegen.spec import Cluster, Dtype, Kind, Out, Scaling, Softmax, Variant
+from codegen.spec import Cluster, Dtype, Kind, Out, Scaling, Variant
 
 CRITERIA = (
     "only candidate",
@@ -48,13 +48,9 @@ class Table:
 
 
 def candidates_of(key: Key, emitted: tuple[Variant, ...]) -> list[Variant]:
-    """Emitted kernels that compute what the key asks for: those of the first family that has any.
-
-    `fast` prefers the code-domain softmax where it is built.
-    """
+    """Emitted kernels that compute what the key asks for: those of the first family that has any."""
     if key.head_dim not in head_dims(key.arch):
         return []
-    softmaxes = (Softmax.LINEAR, Softmax.EXP2) if key.precision == "fast" else (Softmax.EXP2,)
     for family in families_of(key.arch):
         serving = [
             v
@@ -64,7 +60,7 @@ def candidates_of(key: Key, emitted: tuple[Variant, ...]) -> list[Variant]:
             and (v.head_dim, v.dtype, v.out, v.causal) == (key.head_dim, key.dtype, key.out, key.causal)
             and key.scaling in served(v)
         ]
-        for softmax in softmaxes:
+        for softmax in SOFTMAXES[key.precision]:
             found = [v for v in serving if v.softmax is softmax]
             if found:
                 return found
@@ -134,7 +130,7 @@ def _refusal(key: Key, family: str) -> str | None:
         causal=key.causal,
         dtype=key.dtype,
         out=key.out,
-        softmax=Softmax.EXP2,
+        softmax=SOFTMAXES[key.precision][-1],
         schedule=matrix.schedule[0],
         cluster=Cluster.SOLO,
     )

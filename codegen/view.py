@@ -19,6 +19,7 @@ def summary(v: Variant) -> str:
     softmax = {
         Softmax.LINEAR: "code-domain softmax on f16 scores",
         Softmax.EXP2: "exponential softmax on float32 scores",
+        Softmax.EXP2X2: "exponential softmax on float32 scores, P in two terms",
     }[v.softmax]
     text = (
         f"head_dim {v.head_dim}, {v.dtype} operands, {v.out} output, {mask}, {softmax};\n"

@@ -18,14 +18,14 @@ from click.testing import CliRunner
 
 from fp8cutlass import attention
 from fp8cutlass.accuracy import measure, standard
-from fp8cutlass.accuracy.command import accuracy
+from fp8cutlass.accuracy.command import PRECISIONS, accuracy
 from fp8cutlass.accuracy.inputs import INPUTS, biased_keys, normal
 from fp8cutlass.accuracy.measure import Figures, Row, exact, judge, kernels_of, table
 from fp8cutlass.accuracy.measures import max_error, rmse
 from fp8cutlass.accuracy.operands import operands_of
 from fp8cutlass.accuracy.reference import attention64
 from fp8cutlass.accuracy.report import line
-from fp8cutlass.accuracy.standard import COLUMNS, MODES, SMALL, Mode
+from fp8cutlass.accuracy.standard import COLUMNS, HIGH_ERROR, MODES, SMALL, Mode
 from fp8cutlass.accuracy.ztest import FLOOR, LIMITS, ZTest
 from fp8cutlass.emulator import emulate
 
@@ -50,8 +50,8 @@ def run(*arguments: str) -> Any:
 
 
 def test_the_small_table_passes() -> None:
-    """What `--quick` measures on the CPU, in full: every mode at both precisions, every figure finite."""
-    rows = list(table("cpu", ("fast", "accurate"), quick=True))
+    """What `--quick` measures on the CPU, in full: every mode at every precision, every figure finite."""
+    rows = list(table("cpu", PRECISIONS, quick=True))
     assert [line(row) for row in rows if row.status == "FAIL"] == []
     measured = [row for row in rows if row.status == "pass"]
     wanted = {(inputs, mode.name) for inputs, shape in COLUMNS if shape == SMALL for mode in MODES}
@@ -60,14 +60,17 @@ def test_the_small_table_passes() -> None:
         kernels = {row.kernel for row in measured if row.inputs == inputs}
         assert sum(name.endswith("_linear") for name in kernels) == 3  # token scaling has exp2 alone
         assert sum(name.endswith("_exp2") for name in kernels) == 4
+        assert sum(name.endswith("_exp2x2") for name in kernels) == 4
     for row in measured:
         values = dataclasses.asdict(row.figures)
-        z = values.pop("z")
+        z, own_error = values.pop("z"), values.pop("own_error")
         assert all(math.isfinite(x) for x in values.values())
-        assert (z is not None) == (row.mode in [mode.name for mode in PLAIN])
+        assert (z is not None) == (own_error is not None) == (row.mode in [mode.name for mode in PLAIN])
+        if own_error is not None and row.inputs == "randn":
+            assert (own_error <= HIGH_ERROR) == (row.precision == "high")
 
 
-@pytest.mark.parametrize("precision", ["fast", "accurate"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("mode", PLAIN, ids=lambda mode: mode.name)
 def test_the_operands_of_the_z_test_are_those_of_the_kernel(mode: Mode, precision: str) -> None:
     """Bit for bit: attention's result is the emulator's on the operands that the z-test dequantises."""
@@ -133,15 +136,23 @@ def test_smoothing_by_hand_takes_the_bias_away() -> None:
     ],
 )
 def test_every_gate_can_fail(changes: dict[str, Any], word: str) -> None:
-    figures = Figures(0.05, 1e-3, 1e-2, 0.99, GOOD)
+    figures = Figures(0.05, 1e-3, 1e-2, 0.99, 4e-3, GOOD)
     assert judge(figures, 0.066, "randn") == ()
     missed = judge(dataclasses.replace(figures, **changes), 0.066, "randn")
     assert len(missed) >= 1 and all(word in text for text in missed)
 
 
+@pytest.mark.parametrize("own_error", [0.0051, math.nan])
+def test_the_error_of_a_kernel_is_gated_where_that_is_promised(own_error: float) -> None:
+    figures = Figures(0.05, 1e-3, 1e-2, 0.99, own_error, GOOD)
+    (missed,) = judge(figures, 0.066, "randn", "high")
+    assert "own error" in missed
+    assert judge(figures, 0.066, "randn", "accurate") == judge(figures, 0.066, "outlier", "high") == ()
+
+
 def test_the_floor_is_for_normal_inputs() -> None:
     """With a row of one hot key P is exact, and so is the result."""
-    figures = Figures(0.05, 1e-3, 1e-2, 0.99, dataclasses.replace(GOOD, rms=0.19))
+    figures = Figures(0.05, 1e-3, 1e-2, 0.99, 4e-3, dataclasses.replace(GOOD, rms=0.19))
     assert judge(figures, 0.066, "outlier") == ()
 
 
@@ -210,6 +221,6 @@ def test_no_card_is_a_usage_error() -> None:
 @pytest.mark.gpu
 def test_the_table_on_the_card() -> None:
     """Every row that the built profile serves, large shapes too."""
-    rows: list[Row] = list(table("cuda", ("fast", "accurate")))
+    rows: list[Row] = list(table("cuda", PRECISIONS))
     assert [line(row) for row in rows if row.status == "FAIL"] == []
     assert any(row.status == "pass" and row.kernel != "torch" for row in rows)

@@ -53,7 +53,8 @@ def test_every_small_variant(variant: Variant) -> None:
     out = got.out.float() * (OUT_DESCALE if variant.out == "e4m3" else 1.0)
     z = z_test(out, want, variant.softmax, got.out.dtype)
     assert z.refusals() == [] and z.rms >= 0.2
-    assert relative_l2(out, want.out) <= (0.045 if variant.out == "e4m3" else 0.035)
+    limit = 0.045 if variant.out == "e4m3" else 0.0022 if variant.softmax == "exp2x2" else 0.035
+    assert relative_l2(out, want.out) <= limit
     assert float((got.lse - want.lse).abs().max()) <= 1e-4 + 2.0**-12 * want.max_score
     assert abs(float(got.amax) / float(want.out.abs().max()) - 1) < 0.1
 
@@ -158,7 +159,7 @@ def test_mutants_of_the_kernel_die(softmax: str) -> None:
     ratio=st.sampled_from([1, 2, 3, 5, 7, 8, 16]),
     mask=st.sampled_from([None, "top_left", "bottom_right"]),
     scaling=st.sampled_from(["tensor", "head", "block", "token"]),
-    precision=st.sampled_from(["fast", "accurate"]),
+    precision=st.sampled_from(["fast", "accurate", "high"]),
 )
 def test_any_size(seqlen_q: int, seqlen_k: int, ratio: int, mask: str | None, scaling: str, precision: str) -> None:
     """Against float64 under an explicit mask, on the original operands; rows without keys are exactly 0 and -inf."""
@@ -191,7 +192,7 @@ def test_any_size(seqlen_q: int, seqlen_k: int, ratio: int, mask: str | None, sc
 @pytest.mark.edge(7, 8)
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (5, 200), (200, 5), (128, 128), (129, 127), (64, 65)])
-@pytest.mark.parametrize("precision", ["fast", "accurate"])
+@pytest.mark.parametrize("precision", ["fast", "accurate", "high"])
 def test_causal_alignments(alignment: str, seqlen_q: int, seqlen_k: int, precision: str) -> None:
     """V one-hot in the key: the output shows which keys a row saw."""
     q = torch.zeros(1, 1, seqlen_q, 256, dtype=torch.bfloat16)
@@ -275,8 +276,8 @@ def test_score_step_changes_only_the_rounding_of_scores() -> None:
     assert torch.equal(*steps)
 
 
-def test_manifest_covers_both_softmaxes_and_all_scalings(manifest: Manifest) -> None:
+def test_manifest_covers_all_softmaxes_and_scalings(manifest: Manifest) -> None:
     """The parametrisation above is worth nothing if the profiles shrink."""
     assert {(v.softmax, v.scaling) for v in SMALL} >= {("linear", s) for s in ("tensor", "head", "block")} | {
         ("exp2", s) for s in manifest.scaling
-    }
+    } | {("exp2x2", s) for s in ("block", "token")}

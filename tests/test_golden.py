@@ -37,6 +37,10 @@ def _exp2_token_full(v: Variant) -> bool:
     return forward and v.scaling is Scaling.TOKEN and not v.causal
 
 
+def _two_terms(v: Variant) -> bool:
+    return v.family == "sm89" and v.terms == 2 and v.scaling is Scaling.BLOCK and v.head_dim == 64 and v.causal
+
+
 def _diagnostic(v: Variant) -> bool:
     return v.family == "sm89" and v.kind is Kind.DIAG and v.softmax is Softmax.LINEAR
 
@@ -47,7 +51,12 @@ def _sm90a_overlapped(v: Variant) -> bool:
 
 
 def _sm90a_wide_token(v: Variant) -> bool:
-    return v.family == "sm90a" and v.head_dim == 256 and v.scaling is Scaling.TOKEN and v.causal and v.kind is Kind.FWD
+    wide = v.family == "sm90a" and v.head_dim == 256 and v.scaling is Scaling.TOKEN and v.causal
+    return wide and v.kind is Kind.FWD and v.terms == 1
+
+
+def _sm90a_two_terms(v: Variant) -> bool:
+    return v.family == "sm90a" and v.terms == 2 and v.scaling is Scaling.TOKEN and v.head_dim == 256 and not v.causal
 
 
 def _sm90a_columns(v: Variant) -> bool:
@@ -65,10 +74,12 @@ def _sm90a_diagnostic(v: Variant) -> bool:
 QUERIES: dict[str, Callable[[Variant], bool]] = {
     "linear_block_causal.cu": _linear_block_causal,
     "exp2_token_full.cu": _exp2_token_full,
+    "two_terms.cu": _two_terms,
     "diagnostic.cu": _diagnostic,
     "sm90a_overlapped.cu": _sm90a_overlapped,
     "sm90a_wide_token.cu": _sm90a_wide_token,
     "sm90a_columns.cu": _sm90a_columns,
+    "sm90a_two_terms.cu": _sm90a_two_terms,
     "sm90a_split.cu": _sm90a_split,
     "sm90a_diagnostic.cu": _sm90a_diagnostic,
 }

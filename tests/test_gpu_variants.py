@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from gpu import built_variants, is_emulated, run_kernel
 from reference import Operands, attention64, min_row_cosine, operands_of, randn, relative_l2, z_test
 
+from fp8cutlass.accuracy.standard import HIGH_ERROR
+from fp8cutlass.accuracy.ztest import OUT_ERROR
 from fp8cutlass.emulator import OUT_DTYPES, emulate
 from fp8cutlass.manifest import Variant
 
@@ -20,6 +23,11 @@ L2_STEPS = 4  # up to so many steps of 32 products; every further one may round 
 E4M3_OUT_L2 = 2.0**-4 / 3**0.5  # rounding of an e4m3 output alone: uniform inside a step of at most 2^-3
 # A difference d before that rounding moves the share d / step of the elements, each by a whole step: sqrt(d * step).
 L2_EMULATOR_E4M3 = (L2_EMULATOR * 2.0**-3.5) ** 0.5
+
+# P in two terms, relative L2 with the tensor core's accumulator simulated (13 fraction bits, fp16 output): 5.8e-4 to
+# 7.6e-4 against float64, 4.8e-4 to 8.2e-4 against the emulator, most at head_dim 256. Half as much again, and the
+# rounding of the output: 0.74 of its largest, on average over a power of two.
+HIGH_L2 = {out: math.hypot(1.25e-3, 0.74 * OUT_ERROR[dtype] / 3**0.5) for out, dtype in OUT_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,10 @@ def check(variant: Variant, shape: Shape, scaling: str) -> None:
     assert abs(float(amax) / float(emulated.amax) - 1) <= 2e-2
     rounding = E4M3_OUT_L2 if variant.out == "e4m3" else 0.0
     assert relative_l2(real, reference.out) <= L2_DEQUANTISED + rounding
+    if variant.softmax == "exp2x2":
+        assert max(relative_l2(real, expected), relative_l2(real, reference.out)) <= HIGH_L2[variant.out]
+        if shape is SHAPES[0]:
+            assert float((real.double() - reference.out).abs().max()) <= HIGH_ERROR
     assert min_row_cosine(real[seen], reference.out[seen]) >= 0.99
     # Scores are sums of head_dim / 32 steps. In f16 each is rounded; in float32 the tensor core truncates each to 13
     # fraction bits, except where it is emulated.

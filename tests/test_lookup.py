@@ -37,7 +37,7 @@ SMALL_AXES: list[tuple[str, list[Any]]] = [
     ("out", ["bf16", "fp16", "e4m3"]),
     ("scaling", ["tensor", "head", "block", "token"]),
     ("causal", [False, True]),
-    ("precision", ["fast", "accurate"]),
+    ("precision", ["fast", "accurate", "high"]),
     ("load", ["few", "light", "heavy"]),
 ]
 
@@ -200,7 +200,7 @@ ILLEGAL = [
     (4, (-1, 3)),  # out
     (5, (-1, 4)),  # scaling
     (6, (-1, 2)),  # causal
-    (7, (-1, 2)),  # precision
+    (7, (-1, 3)),  # precision
     (8, (-1,)),  # batch
     (9, (-1,)),  # heads
     (10, (-1,)),  # seqlen_q

@@ -88,7 +88,7 @@ def test_a_split_pays_where_there_are_few_items_and_costs_where_there_are_many()
 
 
 def test_exponentials_and_scales_of_keys_cost() -> None:
-    assert us(softmax=Softmax.EXP2) > us()
+    assert us(softmax=Softmax.EXP2X2) > us(softmax=Softmax.EXP2) > us()
     token = parse_id(BASE.id.replace("_block_", "_token_").replace("_linear_", "_exp2_"))
     assert cost(token, SHAPE, H200).us > us(softmax=Softmax.EXP2)
 

@@ -28,7 +28,7 @@ from mutants import (
 SEQLENS = (512, 4096)
 SOFTMAXES = ("linear", "exp2")
 CLEAN = [("linear", scaling) for scaling in ("tensor", "head", "block")]
-CLEAN += [("exp2", scaling) for scaling in ("tensor", "head", "block", "token")]
+CLEAN += [(softmax, scaling) for softmax in ("exp2", "exp2x2") for scaling in ("tensor", "head", "block", "token")]
 
 
 # Mutants of one problem in a row: it takes seconds to make, and two are kept.

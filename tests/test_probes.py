@@ -12,6 +12,7 @@ from reference import attention64, make_operands, randn, relative_l2, visible, z
 from fp8cutlass import attention, quantize
 
 MODES = [(scaling, precision) for scaling in ("tensor", "head", "block", "token") for precision in ("fast", "accurate")]
+MODES += [("block", "high"), ("token", "high")]
 modes = pytest.mark.parametrize(("scaling", "precision"), MODES)
 
 

@@ -46,10 +46,11 @@ WIDE = replace(BASE, head_dim=256, tile=tile(128, 32, 4), stages=1)
 ALONE = replace(BASE, tile=tile(128, 128, 8), stages=4)
 EXP2 = replace(BASE, softmax=Softmax.EXP2)
 HOPPER_EXP2 = replace(HOPPER, softmax=Softmax.EXP2)
+TERMS, HOPPER_TERMS = (replace(v, softmax=Softmax.EXP2X2) for v in (BASE, HOPPER))
 HOPPER_SPILLS = replace(HOPPER, head_dim=128, tile=tile(128, 64, 8), softmax=Softmax.EXP2, schedule=Schedule.PINGPONG)
 HOPPER_BIG = replace(HOPPER, head_dim=256, tile=tile(128, 256, 8), stages=4)
 HOPPER_FULL = replace(HOPPER_EXP2, head_dim=128, tile=tile(192, 128, 12))
-SPLIT = "offered to forward kernels with 64 or 128 rows and schedule serial"
+SPLIT = "offered to forward kernels with 64 or 128 rows, schedule serial and one term of P"
 
 # rule, a variant that breaks it and nothing before it, the message
 CASES: list[tuple[str, Variant, str]] = [
@@ -100,6 +101,16 @@ CASES: list[tuple[str, Variant, str]] = [
         replace(EXP2, scaling=Scaling.TOKEN, out=Out.E4M3),
         "e4m3 output with token scaling is not offered (tensor, head and block are)",
     ),
+    (
+        "TWO-TERMS-OUT",
+        replace(TERMS, out=Out.E4M3),
+        "two terms of P with e4m3 output are not offered (bf16 and fp16 are)",
+    ),
+    (
+        "TWO-TERMS-E5M2",
+        replace(TERMS, dtype=Dtype.E5M2),
+        "two terms of P with e5m2 operands are not offered (e4m3 are)",
+    ),
     ("HEAD-DIM", replace(BASE, head_dim=48), "head_dim 48 is none of 32, 64, 96, 128, 256"),
     (
         "LOAD-ROWS",
@@ -134,6 +145,16 @@ CASES: list[tuple[str, Variant, str]] = [
         replace(HOPPER_EXP2, scaling=Scaling.TOKEN, out=Out.E4M3),
         "e4m3 output with token scaling is not offered (tensor, head and block are)",
     ),
+    (
+        "TWO-TERMS-OUT",
+        replace(HOPPER_TERMS, out=Out.E4M3),
+        "two terms of P with e4m3 output are not offered (bf16 and fp16 are)",
+    ),
+    (
+        "TWO-TERMS-E5M2",
+        replace(HOPPER_TERMS, dtype=Dtype.E5M2),
+        "two terms of P with e5m2 operands are not offered (e4m3 are)",
+    ),
     ("HEAD-DIM", replace(HOPPER, head_dim=80), "head_dim 80 is none of 64, 96, 128, 192, 256"),
     ("WARPGROUP-ROWS", replace(HOPPER, tile=tile(128, 64, 4)), "128 rows for 4 warps, which own 64"),
     ("KEY-STEPS", replace(HOPPER, tile=tile(128, 96, 8)), "tile_n 96 is no multiple of 64 up to 256"),
@@ -161,6 +182,7 @@ CASES: list[tuple[str, Variant, str]] = [
     ("SPLIT-TILE", replace(HOPPER, tile=tile(192, 128, 12), cluster=Cluster.SPLIT2), SPLIT),
     ("SPLIT-TILE", replace(HOPPER, schedule=Schedule.PINGPONG, cluster=Cluster.SPLIT4), SPLIT),
     ("SPLIT-TILE", replace(HOPPER, kind=Kind.DIAG, cluster=Cluster.SPLIT2), SPLIT),
+    ("SPLIT-TILE", replace(HOPPER_TERMS, stages=3, cluster=Cluster.SPLIT2), SPLIT),
     (
         "SPILLS",
         HOPPER_SPILLS,
@@ -198,10 +220,12 @@ GUARDS = {
 
 
 def test_the_variants_beside_the_cases_are_legal() -> None:
-    for v in (BASE, EXP2, replace(EXP2, scaling=Scaling.TOKEN), replace(EXP2, dtype=Dtype.E5M2)):
+    for v in (BASE, EXP2, TERMS, replace(EXP2, scaling=Scaling.TOKEN), replace(EXP2, dtype=Dtype.E5M2)):
         assert check(v) is None, v.id
     assert check(replace(WIDE, tile=tile(64, 32, 4))) is None
-    for v in (HOPPER, HOPPER_EXP2, replace(HOPPER_EXP2, scaling=Scaling.TOKEN), replace(HOPPER_EXP2, dtype=Dtype.E5M2)):
+    for v in (HOPPER_EXP2, replace(HOPPER_EXP2, scaling=Scaling.TOKEN), replace(HOPPER_EXP2, dtype=Dtype.E5M2)):
+        assert check(v) is None, v.id
+    for v in (HOPPER, HOPPER_TERMS, replace(HOPPER_TERMS, scaling=Scaling.TOKEN, out=Out.FP16)):
         assert check(v) is None, v.id
     for schedule in (Schedule.PINGPONG, Schedule.OVERLAP, Schedule.SERIAL):
         assert check(replace(HOPPER, schedule=schedule)) is None, schedule

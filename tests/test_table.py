@@ -6,6 +6,7 @@ for who asked for accuracy, a kernel that is built and never chosen, a bucket th
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from dataclasses import replace
@@ -17,7 +18,18 @@ from hypothesis import strategies as st
 
 from codegen.arch import CARDS, FAMILIES, TARGETS, Card, families_of, family_of, model_card
 from codegen.derive import derive
-from codegen.keys import LOAD_ROWS, LOADS, PRECISIONS, SEQLEN_BOUNDS, Key, axes, bucket_text, load_of, representative
+from codegen.keys import (
+    LOAD_ROWS,
+    LOADS,
+    PRECISIONS,
+    SEQLEN_BOUNDS,
+    SOFTMAXES,
+    Key,
+    axes,
+    bucket_text,
+    load_of,
+    representative,
+)
 from codegen.keys import seqlen_bucket as bucket
 from codegen.matrix import HEAD_DIMS, MATRICES, PROFILES, head_dims, in_profile, profile_of
 from codegen.rules import RULES, check
@@ -76,7 +88,7 @@ def test_a_cell_gets_what_it_asks_for(profile: str) -> None:
             asked = (key.head_dim, key.dtype, key.out, key.causal)
             assert (v.head_dim, v.dtype, v.out, v.causal) == asked, (key, variant)
             assert key.scaling in served(v), (key, variant)
-            assert key.precision == "fast" or v.softmax is Softmax.EXP2, (key, variant)
+            assert v.softmax in SOFTMAXES[key.precision], (key, variant)
 
 
 def test_an_emulated_kernel_is_taken_only_where_no_native_one_is_built() -> None:
@@ -93,7 +105,8 @@ def test_an_emulated_kernel_is_taken_only_where_no_native_one_is_built() -> None
         emulated += 1
         assert decision.evidence == f"model of {FAMILIES[v.family].model_card}, emulated on {key.arch}"
         for w in emitted:
-            if w.family == native and w.kind is Kind.FWD and key.scaling in served(w) and w.softmax is Softmax.EXP2:
+            asked = key.scaling in served(w) and w.softmax is SOFTMAXES[key.precision][-1]
+            if w.family == native and w.kind is Kind.FWD and asked:
                 assert (w.head_dim, w.dtype, w.out, w.causal) != (key.head_dim, key.dtype, key.out, key.causal)
     assert emulated, "the profile has no such cell: this test shows nothing"
 
@@ -143,7 +156,7 @@ def test_the_release_table_is_empty_only_where_nothing_is_legal() -> None:
     seen = set()
     for key, decision in resolved("release"):
         wanted = (key.head_dim, key.scaling, key.causal, key.dtype, key.out)
-        cell = (key.arch, wanted, decision.reason)
+        cell = (key.arch, key.precision, wanted, decision.reason)
         if decision.variant is not None or cell in seen or key.head_dim not in head_dims(key.arch):
             continue
         seen.add(cell)
@@ -152,10 +165,12 @@ def test_the_release_table_is_empty_only_where_nothing_is_legal() -> None:
         assert name in RULE[native], decision.reason
         for family in families_of(key.arch):
             for v in declared[(family.name, *wanted)]:
-                assert check(v) is not None, f"{v.id} is legal, yet the table says {decision.reason}"
+                legal = v.softmax in SOFTMAXES[key.precision] and check(v) is None
+                assert not legal, f"{v.id} is legal, yet the table says {decision.reason}"
         for v in declared[(native, *wanted)]:
-            assert v.softmax is Softmax.LINEAR or RULE[native][name].broken(v, derive(v)), (v.id, decision.reason)
-    assert {arch for arch, _, _ in seen} == set(ARCHS)
+            if v.softmax is SOFTMAXES[key.precision][-1]:
+                assert RULE[native][name].broken(v, derive(v)), (v.id, decision.reason)
+    assert {(arch, precision) for arch, precision, *_ in seen} == set(itertools.product(ARCHS, PRECISIONS))
 
 
 @pytest.mark.parametrize("profile", PROFILES)

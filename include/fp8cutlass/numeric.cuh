@@ -65,6 +65,27 @@ __device__ __forceinline__ uint32_t e4m3x4(float a, float b, float c, float d) {
   return r;
 }
 
+// Four floats of magnitude 448 at most to two e4m3 numbers each: the nearest one, and the nearest to what that left. By
+// way of f16, of which an instruction takes two, and in which the difference is exact; a in the lowest bytes.
+__device__ __forceinline__ void e4m3x4_terms(uint32_t& low, uint32_t& high, float a, float b, float c, float d) {
+  asm("{\n.reg .b16 h0, h1, l0, l1;\n"
+      ".reg .b32 x0, x1, y0, y1;\n"
+      "cvt.rn.f16x2.f32 x0, %3, %2;\n"
+      "cvt.rn.f16x2.f32 x1, %5, %4;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 h0, x0;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 h1, x1;\n"
+      "cvt.rn.f16x2.e4m3x2 y0, h0;\n"
+      "cvt.rn.f16x2.e4m3x2 y1, h1;\n"
+      "sub.rn.f16x2 x0, x0, y0;\n"
+      "sub.rn.f16x2 x1, x1, y1;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 l0, x0;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 l1, x1;\n"
+      "mov.b32 %0, {l0, l1};\n"
+      "mov.b32 %1, {h0, h1};\n}"
+      : "=r"(low), "=r"(high)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+}
+
 __device__ __forceinline__ uint32_t bf16x2(float lo, float hi) {
   uint32_t d;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));

@@ -83,6 +83,20 @@ __device__ __forceinline__ void pack_p(uint32_t (&p)[kBlocks / 4][4], const floa
     }
 }
 
+// The same in two terms, a step of P V each: what the rounding to e4m3 left, then the e4m3 itself.
+template <int kBlocks>
+__device__ __forceinline__ void pack_p(uint32_t (&p)[kBlocks / 2][4], const float (&s)[kBlocks][4]) {
+#pragma unroll
+  for (int step = 0; step < kBlocks / 4; ++step)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float (&x)[4] = s[4 * step + 2 * h], (&y)[4] = s[4 * step + 2 * h + 1];
+      uint32_t (&low)[4] = p[2 * step], (&high)[4] = p[2 * step + 1];
+      e4m3x4_terms(low[2 * h], high[2 * h], x[0], x[1], y[0], y[1]);
+      e4m3x4_terms(low[2 * h + 1], high[2 * h + 1], x[2], x[3], y[2], y[3]);
+    }
+}
+
 // ---- scores f16, P by its e4m3 code ---------------------------------------------------------------------------------
 //
 // An e4m3 code is, to within the interpolation of one octave, a linear function of log2 P. With S in f16 pairs, one FMA

@@ -65,7 +65,9 @@ def attention(
         scaling: what shares a descale. ``tensor``, ``head``; ``block``: each row of query, 128 keys (of bf16 and fp16
             also 192 or 256, the tile of the kernel); ``token``: each row of query and key, each channel of value.
         precision: ``fast`` lets kernels compute P in the code domain where their conditions hold; ``accurate`` never
-            does, and excludes pinning one that does. FP8 operands always run accurate: their scores may not fit f16.
+            does; ``high`` multiplies V by P in two terms, so that next to nothing is lost beside the rounding of the
+            operands: e4m3, bf16 and fp16 operands, bf16 and fp16 results. Pinning a less precise kernel is excluded.
+            FP8 operands never run ``fast``, but ``accurate`` instead: their scores may not fit f16.
         smooth_k: subtract from every key of a head a mean of some of them before it is quantised, which changes nothing
             but rounding: for keys that share a bias. An LSE is that of the original keys. Not for FP8 operands.
         hadamard: multiply the rows of query and key by one orthonormal matrix before they are quantised, which changes

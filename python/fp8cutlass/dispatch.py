@@ -18,6 +18,8 @@ from .reading import KVForm, readable
 CPU_ARCH = "sm89"  # what the emulator stands for
 CPU_SM_COUNT = 58  # of an L4, the card that the sm89 table is made for
 LOAD_TILE = 128  # query rows of a tile when the load is judged, whatever tile the chosen kernel has
+# What a caller who asks for a precision may pin.
+PRECISE_ENOUGH = {"fast": ("linear", "exp2", "exp2x2"), "accurate": ("exp2", "exp2x2"), "high": ("exp2x2",)}
 AXES = ("arch", "head_dim", "seqlen", "dtype", "out", "scaling", "causal", "precision", "load")
 
 _logger = log.requested("dispatch")  # None unless FP8CUTLASS_LOG asks for it
@@ -178,10 +180,11 @@ def pinned(manifest: Manifest, problem: Problem, kernel: str) -> Decision:
     if problem.scaling not in variant.scalings:
         served = " or ".join(map(repr, variant.scalings))
         wrong.append(f"kernel={kernel!r} has scaling {served}, the call needs scaling={problem.scaling!r}")
-    if problem.precision == "accurate" and variant.softmax == "linear":
+    precise = PRECISE_ENOUGH.get(problem.precision, ())
+    if variant.softmax not in precise:
         wrong.append(
-            f"kernel={kernel!r} has softmax='linear', which precision='accurate' excludes: "
-            "pin a kernel with softmax 'exp2' or ask for precision='fast'"
+            f"kernel={kernel!r} has softmax={variant.softmax!r}, precision={problem.precision!r} takes "
+            f"{' or '.join(map(repr, precise)) or 'none'}"
         )
     if not _fits_blocks(variant, problem):
         wrong.append(

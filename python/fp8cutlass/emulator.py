@@ -14,7 +14,7 @@ from typing import cast
 import torch
 
 from .manifest import Variant, generated_dir, load_manifest
-from .softmax import E4M3_MAX, MAX_SLOPE, MIN_SLOPE, softmax_exp2, softmax_linear
+from .softmax import E4M3_MAX, MAX_SLOPE, MIN_SLOPE, SOFTMAXES
 
 MMA_K = 32  # products of one FP8 matrix instruction
 # A tile that outweighs the reference by more than 2^16 becomes the reference. O holds up to V * 2^16 * P * keys, with P
@@ -234,10 +234,9 @@ def _attend(
             s = s.masked_fill(key > chunk.row + causal_offset, -torch.inf)
         if linear:
             slope = (chunk.q_slope * 8.0 * k_descale).clamp(MIN_SLOPE["linear"], MAX_SLOPE)
-            p, p_bytes, weight, exact = softmax_linear(s, slope, return_lse)
         else:
             slope = (chunk.q_slope if k_per_token else chunk.q_slope * k_descale).clamp(MIN_SLOPE["exp2"], MAX_SLOPE)
-            p, p_bytes, weight, exact = softmax_exp2(s, slope, return_lse)
+        p, p_bytes, weight, exact = SOFTMAXES[variant.softmax](s, slope, return_lse)
         tile_o = p @ chunk.v[:, part]
         if diagnostics:
             kept.append((s, p_bytes, weight, tile_o[:, :, None]))

@@ -51,7 +51,7 @@ class Variant:
     causal: bool
     dtype: str  # "e4m3" or "e5m2"
     out: str  # "bf16", "fp16" or "e4m3"
-    softmax: str  # "linear" or "exp2"
+    softmax: str  # "linear", "exp2" or "exp2x2"
     score: str  # accumulator of Q K^T: "f16" or "f32"
     schedule: str  # how products and softmax overlap: "multistage" (sm89), "pingpong", "overlap" or "serial" (sm90a)
     cluster: str  # CTAs that share a query tile: "solo", "split2" or "split4"

@@ -39,7 +39,8 @@ def make_plan(request: Request, *, shipped: bool = False) -> Plan:
     validate.check_out(request, out_dtype)
     validate.check_features(request)
     # FP8 operands may hold anything up to 448, which f16 scores do not: whoever pins a kernel has seen to it.
-    precision = request.precision if half or request.kernel else "accurate"
+    fits = half or request.kernel or request.precision != "fast"
+    precision = request.precision if fits else "accurate"
     device = (q.device.type, q.device.index, shipped)
     available, refusals = head_dims(*device)
     if not refusals:

@@ -1,9 +1,10 @@
 """Softmax of one KV tile as the kernels compute it, in torch: the counterpart of include/fp8cutlass/softmax.cuh.
 
-Both functions take scores (..., rows, keys) with -inf where masked and a slope (..., rows, 1), and return
+All take scores (..., rows, keys) with -inf where masked and a slope (..., rows, 1), and return
 ``(p, p_bytes, weight, exact)`` with ``2^(score * slope) = p * 2^weight`` up to the rounding of P:
 
-* ``p``: the e4m3 probabilities as float32, and their bytes (uint8);
+* ``p``: the e4m3 probabilities, or the sums of two e4m3 terms, as float32; ``p_bytes``: the bytes (uint8) of the
+  probabilities or of the larger terms;
 * ``weight``: (..., rows, 1), in octaves; -1e30 for a row that sees no key of the tile;
 * ``exact``: sum of the unquantised exponentials at that weight, (..., rows, 1); zeros unless ``want_exact``.
 """
@@ -41,15 +42,40 @@ def row_max(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return top.masked_fill(dead, 0.0), dead
 
 
-def softmax_exp2(scores: torch.Tensor, slope: torch.Tensor, want_exact: bool = True) -> Softmax:
-    """P = e4m3(2^x) for float32 scores; ``slope`` in octaves a score unit."""
+def exponentials(
+    scores: torch.Tensor, slope: torch.Tensor, want_exact: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """2^x for float32 scores, 2^8 in a row's maximum, before any quantisation; their weight and sum."""
     top, dead = row_max(scores)
     offset = fma(-top, slope, EXP2_OFFSET)
     probability = torch.exp2(fma(scores, slope, offset.double()))
-    p8 = probability.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     weight = (-offset).masked_fill(dead, DEAD_WEIGHT)
     exact = probability.sum(-1, keepdim=True) if want_exact else torch.zeros_like(weight)
+    return probability, weight, exact
+
+
+def e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Round to the nearest e4m3, saturating upwards; NaN stays NaN."""
+    return x.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def softmax_exp2(scores: torch.Tensor, slope: torch.Tensor, want_exact: bool = True) -> Softmax:
+    """P = e4m3(2^x) for float32 scores; ``slope`` in octaves a score unit."""
+    probability, weight, exact = exponentials(scores, slope, want_exact)
+    p8 = e4m3(probability)
     return p8.float(), p8.view(torch.uint8), weight, exact
+
+
+def softmax_exp2x2(scores: torch.Tensor, slope: torch.Tensor, want_exact: bool = True) -> Softmax:
+    """The same with P as the sum of two e4m3 terms: e4m3(h) and e4m3(h - e4m3(h)) of h = f16(2^x).
+
+    The error is at most 2^-9 + 2^-11 of P and 2^-10, which stands beside 2^8 in the row's maximum.
+    """
+    probability, weight, exact = exponentials(scores, slope, want_exact)
+    half = probability.half().float()
+    high = e4m3(half)
+    low = e4m3(half - high.float())  # the difference is exact in f16
+    return high.float() + low.float(), high.view(torch.uint8), weight, exact
 
 
 def softmax_linear(scores: torch.Tensor, slope: torch.Tensor, want_exact: bool = True) -> Softmax:
@@ -67,6 +93,9 @@ def softmax_linear(scores: torch.Tensor, slope: torch.Tensor, want_exact: bool =
     if want_exact:
         exact = torch.exp2(fma(scores, slope * 0.125, -weight.double())).sum(-1, keepdim=True)
     return code.view(torch.float8_e4m3fn).float(), code, weight, exact
+
+
+SOFTMAXES = {"linear": softmax_linear, "exp2": softmax_exp2, "exp2x2": softmax_exp2x2}
 
 
 def anchor(top: torch.Tensor, slope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from .request import Request
 
 CHOICES = {
     "layout": ("bhsd", "bshd"),
-    "precision": ("fast", "accurate"),
+    "precision": ("fast", "accurate", "high"),
     "causal_alignment": ("top_left", "bottom_right"),
     "fallback": ("error", "sdpa"),
 }

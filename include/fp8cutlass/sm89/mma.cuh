@@ -93,23 +93,27 @@ __device__ __forceinline__ void row_sums(float (&sum)[kFrags][2], const uint32_t
 
 // O += factor * (P V): the product of one tile starts from zero in the tensor core and is added to O in float32,
 // because the tensor core's accumulator keeps 13 fraction bits. `sink(f, n, t)` sees each product before it is added.
+// P has as many steps as V, or twice as many: two terms for the same keys, one after the other.
 template <class Mma, class VTile, int kFrags, int kBlocks, int kSteps, class Sink>
 __device__ __forceinline__ void accumulate_values(float (&o)[kFrags][kBlocks][4],
                                                   const uint32_t (&p)[kFrags][kSteps][4], const uint8_t* v_tile,
                                                   const float (&factor)[kFrags][2], const Sink& sink) {
+  constexpr int kTerms = kSteps * 32 / VTile::kRowBytes;
   const int lane = lane_offset_b<VTile>();
 #pragma unroll
   for (int n = 0; n < kBlocks; n += 2) {
     float t[kFrags][2][4] = {};
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < kSteps / kTerms; ++step) {
       uint32_t b[4];
       load_b<VTile>(b, v_tile, lane, 8 * n, step);
 #pragma unroll
-      for (int f = 0; f < kFrags; ++f) {
-        mma<Mma>(t[f][0], p[f][step], b[0], b[1]);
-        mma<Mma>(t[f][1], p[f][step], b[2], b[3]);
-      }
+      for (int term = 0; term < kTerms; ++term)
+#pragma unroll
+        for (int f = 0; f < kFrags; ++f) {
+          mma<Mma>(t[f][0], p[f][kTerms * step + term], b[0], b[1]);
+          mma<Mma>(t[f][1], p[f][kTerms * step + term], b[2], b[3]);
+        }
     }
 #pragma unroll
     for (int f = 0; f < kFrags; ++f)

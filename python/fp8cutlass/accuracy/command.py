@@ -7,10 +7,11 @@ from pathlib import Path
 import click
 import torch
 
+from ..validate import CHOICES
 from .measure import Row, table
 from .report import header, line, summary, write_csv
 
-PRECISIONS = ("fast", "accurate")
+PRECISIONS = CHOICES["precision"]
 
 
 @click.command()
@@ -24,7 +25,7 @@ PRECISIONS = ("fast", "accurate")
     type=click.Choice(PRECISIONS),
     multiple=True,
     default=PRECISIONS,
-    help="Repeatable; default both.",
+    help="Repeatable; default all.",
 )
 @click.option(
     "--csv", "csv_file", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Write the table to FILE."
@@ -32,9 +33,9 @@ PRECISIONS = ("fast", "accurate")
 def accuracy(device: str, quick: bool, precisions: tuple[str, ...], csv_file: Path | None) -> None:
     """Measure what each scaling mode loses, and hold it to its gates.
 
-    relative L2, RMSE, largest error and worst row cosine are against float64 on the original inputs; z is against
-    float64 on the quantised inputs, in units of the error that FP8 must make. The exit status is 1 when a gate is
-    missed or nothing was measured.
+    relative L2, RMSE, largest error and worst row cosine are against float64 on the original inputs. The kernel's own
+    largest error and z are against float64 on the quantised inputs, z in units of the error that FP8 must make. The
+    exit status is 1 when a gate is missed or nothing was measured.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device cuda: torch finds no CUDA device")

@@ -18,6 +18,7 @@ COLUMNS = {
     "RMSE": 9,
     "max err": 9,
     "min cos": 8,
+    "own err": 9,
     "z rms": 6,
     "z max": 6,
     "z row": 6,
@@ -25,8 +26,8 @@ COLUMNS = {
 }
 NAMES = 4  # the first columns are names, the others figures
 CSV_TITLES = (
-    "inputs shape mode precision kernel status relative_l2 gate rmse max_error min_row_cosine z_rms z_max z_row_rms "
-    "z_mean reason"
+    "inputs shape mode precision kernel status relative_l2 gate rmse max_error min_row_cosine own_error z_rms z_max "
+    "z_row_rms z_mean reason"
 ).split()
 
 
@@ -42,7 +43,7 @@ def line(row: Row) -> str:
     if figures is None:
         return _line((*cells, *[""] * (len(COLUMNS) - len(cells)))) + f"  skip: {row.skipped}"
     cells += [f"{figures.relative_l2:.4f}", f"{row.gate:.4f}", f"{figures.rmse:.2e}", f"{figures.max_error:.2e}"]
-    cells += [f"{figures.min_row_cosine:.4f}"]
+    cells += [f"{figures.min_row_cosine:.4f}", "-" if figures.own_error is None else f"{figures.own_error:.2e}"]
     z = figures.z
     cells += ["-"] * 4 if z is None else [f"{z.rms:.2f}", f"{z.max:.2f}", f"{z.row_rms:.2f}", f"{z.mean:+.4f}"]
     return _line(cells) + f"  {row.status}" + (": " + "; ".join(row.refusals) if row.refusals else "")
@@ -75,9 +76,10 @@ def write_csv(file: TextIO, rows: Iterable[Row]) -> None:
         cells: list[object] = [row.inputs, _shape(row), row.mode, row.precision, row.kernel, row.status]
         figures = row.figures
         if figures is None:
-            cells += ["", row.gate, *[""] * 7]
+            cells += ["", row.gate, *[""] * 8]
         else:
             z = figures.z
             cells += [figures.relative_l2, row.gate, figures.rmse, figures.max_error, figures.min_row_cosine]
+            cells.append("" if figures.own_error is None else figures.own_error)
             cells += [""] * 4 if z is None else [z.rms, z.max, z.row_rms, z.mean]
         writer.writerow([*cells, row.skipped or "; ".join(row.refusals)])

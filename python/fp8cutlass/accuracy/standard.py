@@ -13,6 +13,7 @@ from .inputs import Shape
 SMALL: Shape = (1, 8, 512, 64)
 LARGE: Shape = (1, 4, 4096, 128)
 COLUMNS = (("randn", SMALL), ("randn", LARGE), ("outlier", SMALL), ("outlier", LARGE), ("K bias", LARGE))
+HIGH_ERROR = 5e-3  # largest error of `precision="high"` against float64 on the quantised operands, N(0, 1)
 MARGIN = 1.25  # the gate is this times the figure: seeds, P by its code (5%), kernels that round alike but not equally
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Derived:
-    """registers: an estimate of what a thread of the main loop needs; register_limit: what it may have."""
+    """registers: an estimate of what a thread of the main loop needs; register_limit: what it may have; spilled: how
+    many more it may keep in local memory."""
 
     threads: int
     rows_per_warp: int
@@ -19,6 +20,7 @@ class Derived:
     ctas_limit: str
     mma_per_tile: int  # matrix instructions a warp (sm90a: a warpgroup) issues for one KV tile
     mma_in_loop: int  # of which so many stand in the main loop's code; fewer where the k steps of Q K^T are a loop
+    spilled: int = 0
 
     @property
     def smem_sum(self) -> str:

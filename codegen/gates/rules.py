@@ -37,16 +37,19 @@ def occupancy(kernel: Kernel, m: Measured) -> int:
     )
 
 
+STACK_UNIT = 16  # bytes, of which a stack frame is a multiple
+
+
 def _spill(kernel: Kernel, m: Measured) -> str | None:
     r = m.resources
-    if r.spill_stores or r.spill_loads:
+    if max(r.spill_stores, r.spill_loads) > 4 * kernel.spilled:
         return f"{r.spill_stores} bytes of spill stores, {r.spill_loads} of loads with {r.registers} registers"
     return None
 
 
 def _local(kernel: Kernel, m: Measured) -> str | None:
     loads, stores, stack = m.listing.counts.get("LDL", 0), m.listing.counts.get("STL", 0), m.resources.stack
-    if loads or stores or stack:
+    if max(loads, stores) > kernel.spilled or stack > -(-4 * kernel.spilled // STACK_UNIT) * STACK_UNIT:
         return f"{loads} LDL and {stores} STL, stack of {stack} bytes: an array is indexed at run time, or spilled"
     return None
 

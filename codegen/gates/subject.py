@@ -20,6 +20,7 @@ class Kernel:
     emulated: whether the family is emulated on the target, so that the instruction mix says nothing.
     smem_bytes, smem_limit: dynamic shared memory of a launch and the most a block may have, in bytes.
     mma_in_loop: matrix instructions in the main loop's code, where an inner loop over k steps stands once.
+    spilled: registers that may go through local memory.
     """
 
     id: str
@@ -33,6 +34,7 @@ class Kernel:
     smem_bytes: int
     smem_limit: int
     mma_in_loop: int
+    spilled: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,7 @@ def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kern
                     smem_bytes=d.smem_bytes,
                     smem_limit=min(family.smem_per_block, TARGETS[target].smem_per_block),
                     mma_in_loop=d.mma_in_loop,
+                    spilled=d.spilled,
                 )
             )
     return sorted(kernels, key=lambda k: (k.target, k.id))

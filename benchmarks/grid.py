@@ -18,10 +18,16 @@ from .timing import Capture, Timing, capture, interleave
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure: microseconds of work in a replay, and replays."""
+    """How long to measure: microseconds of work in a replay, and replays, of which there are fewer where a single
+    launch takes so long that a contender would need more than ``most_us``."""
 
     target_us: float = 4000.0
     replays: int = 20
+    most_us: float = 600_000.0
+
+    def replays_of(self, longest_us: float) -> int:
+        """How often to replay contenders of which the slowest takes ``longest_us``; 3 at least, for a median."""
+        return min(self.replays, max(3, int(self.most_us / max(longest_us, 1.0))))
 
     @property
     def quantise(self) -> Settings:
@@ -29,7 +35,7 @@ class Settings:
         return replace(self, target_us=self.target_us / 4, replays=max(5, self.replays // 2))
 
 
-QUICK = Settings(target_us=1500.0, replays=10)
+QUICK = Settings(target_us=1500.0, replays=10, most_us=200_000.0)
 
 
 def _first_line(error: BaseException) -> str:
@@ -122,7 +128,9 @@ def measure(shape: Shape, peers: Sequence[Peer], settings: Settings) -> list[Row
         else:
             running.append((contender, row, recorded))
     monitor = Monitor()
-    timings = interleave([recorded for _, _, recorded in running], settings.replays, monitor.sample)
+    captures = [recorded for _, _, recorded in running]
+    replays = settings.replays_of(max((recorded.replay_us for recorded in captures), default=0.0))
+    timings = interleave(captures, replays, monitor.sample)
     for (contender, row, _), timing in zip(running, timings, strict=True):
         rows.append(_with_quantisation(_with_timing(row, timing, monitor), contender, settings))
     return rows

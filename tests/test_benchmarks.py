@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 
-from benchmarks import data, evidence, grid, machine, plot, report, results, shapes, timing
+from benchmarks import data, evidence, grid, machine, plot, report, results, timing
 from benchmarks.__main__ import cli
 from benchmarks.peers import PEERS, Contender, Refused, own
 from benchmarks.results import FAILED, OK, UNAVAILABLE, WRONG, Row
@@ -79,11 +79,6 @@ def test_filters_narrow_a_set_and_none_of_them_means_all() -> None:
     ]
     assert len(select("grid", masks=["full"])) == 19
     assert set(select("short")) < set(select("grid"))
-
-
-def test_labels_tell_shapes_apart() -> None:
-    every = {shape for name in shapes.SETS for shape in select(name)} | {Shape(64, True, 1, 512, 1, 8, 2)}
-    assert len({shape.label for shape in every}) == len(every)
 
 
 # Times, ratios, targets
@@ -250,11 +245,29 @@ def test_evidence_for_the_generator(tmp_path: Path) -> None:
     )
 
 
+def test_a_whole_call_stands_beside_the_kernel_alone() -> None:
+    """Measured in one piece, on any shape, and against the bf16 kernels of the run."""
+    shape = Shape(128, True, 4096, 4096, 1, 32, 8)
+    rows = [row(shape, "fp8cutlass", 100.0), row(shape, report.CALL, 160.0), row(shape, "fa3_bf16", 240.0)]
+    (line,) = (line for line in report.markdown({}, rows).splitlines() if line.startswith(f"| {shape.label} |"))
+    assert line.split(" | ")[1:] == ["100.00", "", "", "240.00", "", "", "160.00", "", "2.40", "1.50 |"]
+    in_grid = [dataclasses.replace(r, shape=square(32, 16, 512, 128, True)) for r in rows]
+    lines = report.markdown({}, in_grid).splitlines()
+    assert "| a whole call of ours, us | 160.0 |" in lines
+    assert "| a whole call of ours / best bf16 | 1.50 |" in lines
+
+
+def test_a_long_launch_is_replayed_less_often() -> None:
+    """Or a problem of 256k keys would take minutes; a median needs three."""
+    settings = grid.Settings(target_us=4000.0, replays=20, most_us=600_000.0)
+    assert [settings.replays_of(us) for us in (0.0, 4000.0, 30_000.0, 60_000.0, 10e6)] == [20, 20, 20, 10, 3]
+
+
 # The command without a card
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-@pytest.mark.parametrize("command", [("grid",), ("launch", "--head-dim", "64")], ids=lambda c: c[0])
+@pytest.mark.parametrize("command", [("grid",), ("overhead",), ("launch", "--head-dim", "64")], ids=lambda c: c[0])
 def test_what_needs_a_card_says_so(command: tuple[str, ...]) -> None:
     found = CliRunner().invoke(cli, command)
     assert found.exit_code == 2

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
-from fp8cutlass import __version__, extension
+from fp8cutlass import __version__, attention, extension
 from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.fused import Operands
 from fp8cutlass.launch import Call, kernel_operands, score_amax
@@ -15,6 +16,7 @@ from fp8cutlass.operator import choose
 from fp8cutlass.target import Target, target
 
 from ..data import Data
+from ..report import CALL, OWN
 from .base import Contender, Refused
 
 OUT_DTYPE = torch.bfloat16
@@ -41,13 +43,14 @@ def launcher(number: int, operands: Operands, out: torch.Tensor, scale: float) -
 
 
 class Own:
-    """``kernel`` pins a variant; ``every`` adds all built kernels that serve the shape beside the chosen one."""
+    """``kernel`` pins a variant; ``every`` adds all built kernels that serve the shape beside the chosen one, ``call``
+    the whole of ``attention``."""
 
-    name = "fp8cutlass"
+    name = OWN
     precision = "fp8"
 
-    def __init__(self, *, scaling: str = "block", kernel: str = "", every: bool = False) -> None:
-        self._scaling, self._kernel, self._every = scaling, kernel, every
+    def __init__(self, *, scaling: str = "block", kernel: str = "", every: bool = False, call: bool = False) -> None:
+        self._scaling, self._kernel, self._every, self._call = scaling, kernel, every, call
 
     def available(self) -> str | None:
         try:
@@ -63,7 +66,7 @@ class Own:
     def prepare(self, data: Data) -> list[Contender]:
         at = target(data.q.device)
         try:
-            chosen, number = self._choose(data, at, self._kernel)
+            chosen, number = self.choose(data, at, self._kernel)
         except UnsupportedError as error:
             raise Refused("; ".join(error.reasons)) from error
         out = torch.empty_like(data.q, dtype=OUT_DTYPE)
@@ -88,9 +91,30 @@ class Own:
             )
 
         others = self._others(data, at, chosen) if self._every else []
-        return [contender(*kernel) for kernel in [(chosen, number), *others]]
+        contenders = [contender(*kernel) for kernel in [(chosen, number), *others]]
+        return [*contenders, self._whole(data, chosen)] if self._call else contenders
 
-    def _choose(self, data: Data, at: Target, kernel: str) -> tuple[Variant, int]:
+    def _whole(self, data: Data, chosen: Variant) -> Contender:
+        """``attention`` as a program calls it, from bf16 tensors to the output."""
+        shape = data.shape
+
+        def launch() -> torch.Tensor:
+            out = attention(
+                data.q,
+                data.k,
+                data.v,
+                is_causal=shape.causal,
+                scale=data.scale,
+                enable_gqa=shape.heads != shape.kv_heads,
+                scaling=self._scaling,
+                kernel=self._kernel or None,
+            )
+            return cast(torch.Tensor, out)
+
+        return Contender(CALL, self.precision, launch, kernel=chosen.id)
+
+    def choose(self, data: Data, at: Target, kernel: str = "") -> tuple[Variant, int]:
+        """The table's choice, or the pinned kernel, and its number; UnsupportedError where it does not serve."""
         variant, number, _ = choose(
             at,
             data.q,
@@ -111,7 +135,7 @@ class Own:
         serving = []
         for variant in load_manifest(at.directory).variants:
             try:
-                serving.append(self._choose(data, at, variant.id))
+                serving.append(self.choose(data, at, variant.id))
             except UnsupportedError:  # another head_dim, mask, output or scaling
                 continue
         native = [kernel for kernel in serving if kernel[0].family == at.arch]

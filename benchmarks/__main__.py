@@ -12,8 +12,8 @@ import click
 
 from . import plot as plotting
 from . import report
-from .options import RESULTS, ShapeType, Wanted, need_card, shape_options, stop
-from .results import FAILED, WRONG, Row, Writer, read
+from .options import ShapeType, Wanted, need_card, results_folder, shape_options, stop
+from .results import FAILED, WRONG, Row, read
 from .shapes import Shape
 
 PEER_NAMES = tuple(name for name in report.CONTENDERS if name != report.OWN)
@@ -65,7 +65,7 @@ def grid(
         stop("--no-own contradicts --kernel and --all-kernels")
     need_card("measuring", "; `table` and `plot` work from a CSV")
     from . import machine
-    from .grid import QUICK, Settings, run
+    from .grid import QUICK, Settings, record
     from .peers import PEERS, Own, Peer
 
     peers: list[Peer] = [] if no_own else [Own(scaling=scaling, kernel=kernel, every=all_kernels, call=not all_kernels)]
@@ -74,22 +74,8 @@ def grid(
     stamp = machine.stamp(commit)
     stamp["settings"] = f"{settings.replays} replays of {settings.target_us:g} us, scaling {scaling}"
     stamp |= {peer.name: peer.version() for peer in peers if peer.available() is None}
-    folder = out or RESULTS / machine.card_slug(stamp["card"])
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name or wanted.name}.csv"
-    rows: list[Row] = []
-    left = len(shapes)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = Writer(file, stamp)
-        for found in run(shapes, peers, settings):
-            writer.write(found)
-            rows += found
-            left -= 1
-            elapsed = time.monotonic() - begun
-            click.echo(f"{elapsed:5.0f} s  {_brief(found)}")
-            if left and elapsed > budget:
-                click.echo(f"{elapsed:.0f} s of {budget:g} s are spent: {left} of {len(shapes)} shapes are left out")
-                break
+    path = results_folder(out, stamp) / f"{name or wanted.name}.csv"
+    rows, left = record(path, stamp, shapes, peers, settings, budget, click.echo)
     tables = report.markdown(stamp, rows)
     path.with_suffix(".md").write_text(tables, encoding="utf-8")
     try:
@@ -99,16 +85,6 @@ def grid(
     click.echo(tables)
     click.echo(f"{len(rows)} rows in {time.monotonic() - begun:.0f} s: {path}")
     sys.exit(1 if left or any(row.status in (WRONG, FAILED) for row in rows) else 0)
-
-
-def _brief(rows: list[Row]) -> str:
-    """One line about a shape."""
-    best = report.cells(rows).get(rows[0].shape, {})
-    parts = [f"{name} {best[name].median_us:.1f}" for name in (*report.CONTENDERS, report.CALL) if name in best]
-    others = sum(not row.chosen for row in rows)
-    parts += [f"{others} other kernels"] if others else []
-    parts += [f"{row.contender} {row.status}" for row in rows if row.chosen and row.median_us is None]
-    return f"{rows[0].shape.label}, us: {', '.join(parts)}"
 
 
 @cli.command()
@@ -174,6 +150,49 @@ def launch(head_dim: int, seqlen: int, mask: str, kernel: str) -> None:
 
 
 @cli.command()
+@click.option(
+    "--from", "csv", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Judge this run again."
+)
+@click.option("--thorough", is_flag=True, help="Replay as long as `grid` does.")
+@click.option("--budget", type=float, default=280.0, show_default=True, help="Seconds after which no shape is begun.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
+@click.option("--name", default="regret", show_default=True, help="Stem of the files.")
+@click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
+@shape_options("named")
+def regret(
+    wanted: Wanted, csv: Path | None, thorough: bool, budget: float, out: Path | None, name: str, commit: str
+) -> None:
+    """Time every built kernel that serves a shape, and say how often the chosen one is within 3% of the best.
+
+    Ends with 0 where it is in 95% of all shapes, and of those that nothing was tuned on.
+    """
+    from .regret import judge, markdown, met
+
+    begun = time.monotonic()
+    if csv is not None:
+        stamp, rows = _read(csv)
+        left, path = 0, csv
+    else:
+        need_card("measuring", "; --from judges the CSV of a run")
+        from . import machine
+        from .grid import QUICK, Settings, record
+        from .peers import Own
+
+        own = Own(every=True)
+        if (reason := own.available()) is not None:
+            stop(reason)
+        stamp = machine.stamp(commit)
+        path = results_folder(out, stamp) / f"{name}.csv"
+        rows, left = record(path, stamp, wanted.shapes, [own], Settings() if thorough else QUICK, budget, click.echo)
+    text = markdown(stamp, rows)
+    if csv is None:
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+        click.echo(f"{len(rows)} rows in {time.monotonic() - begun:.0f} s: {path}")
+    click.echo(text)
+    sys.exit(0 if met(judge(rows)) and not left else 1)
+
+
+@cli.command()
 @click.option("--shape", type=ShapeType(), default="1,1,64,64", show_default=True, help="Small: the card must keep up.")
 @click.option("--calls", type=click.IntRange(min=1), default=50, show_default=True, help="Between two waits.")
 @click.option("--batches", type=click.IntRange(min=1), default=40, show_default=True)
@@ -193,8 +212,7 @@ def overhead(shape: Shape, calls: int, batches: int, out: Path | None, commit: s
     found, failed = overhead.measure(todo, torch.cuda.synchronize, calls, batches)
     modules = overhead.by_module(next(iter(todo.values())), calls * batches // 4 or 1)
     stamp = machine.stamp(commit)
-    folder = out or RESULTS / machine.card_slug(stamp["card"])
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = results_folder(out, stamp)
     with (folder / "overhead.csv").open("w", encoding="utf-8", newline="") as file:
         overhead.write_csv(file, stamp, found)
     text = overhead.markdown(stamp, shape, found, failed, modules)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from .data import ERROR_LIMIT, Data, make_data
 from .machine import Monitor
 from .peers import Contender, Peer, Refused
-from .results import FAILED, OK, UNAVAILABLE, WRONG, Row
+from .report import brief
+from .results import FAILED, OK, UNAVAILABLE, WRONG, Row, Writer
 from .shapes import Shape
 from .timing import Capture, Timing, capture, interleave
 
@@ -147,3 +150,31 @@ def run(shapes: Iterable[Shape], peers: Sequence[Peer], settings: Settings) -> I
             if peer.name in absent
         ]
         yield missing + measure(shape, present, settings)
+
+
+def record(
+    path: Path,
+    stamp: Mapping[str, str],
+    shapes: Sequence[Shape],
+    peers: Sequence[Peer],
+    settings: Settings,
+    budget: float,
+    say: Callable[[str], object],
+) -> tuple[list[Row], int]:
+    """Measure shapes, writing rows to ``path`` as they come, until ``budget`` seconds have passed; returns the rows,
+    and how many shapes are left."""
+    begun = time.monotonic()
+    rows: list[Row] = []
+    left = len(shapes)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = Writer(file, stamp)
+        for found in run(shapes, peers, settings):
+            writer.write(found)
+            rows += found
+            left -= 1
+            elapsed = time.monotonic() - begun
+            say(f"{elapsed:5.0f} s  {brief(found)}")
+            if left and elapsed > budget:
+                say(f"{elapsed:.0f} s of {budget:g} s are spent: {left} of {len(shapes)} shapes are left out")
+                break
+    return rows, left

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -86,6 +86,15 @@ def shape_options(default: str) -> Callable[[Callable[..., None]], Callable[...,
         return run
 
     return decorate
+
+
+def results_folder(out: Path | None, stamp: Mapping[str, str]) -> Path:
+    """Where the files of a run go: ``out``, by default the folder of the card in the stamp. It is made."""
+    from .machine import card_slug
+
+    folder = out or RESULTS / card_slug(stamp["card"])
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def stop(reason: str) -> None:

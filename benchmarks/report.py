@@ -232,3 +232,13 @@ def markdown(stamp: Mapping[str, str], rows: Sequence[Row]) -> str:
         lines.append(f"* clock under load: {clocks[0]:.0f} to {clocks[-1]:.0f} MHz")
     lines += _verdict_table(rows) + _grid_tables(by_shape) + _other_table(by_shape) + _quality_table(rows)
     return "\n".join(lines) + "\n"
+
+
+def brief(rows: list[Row]) -> str:
+    """One line about a shape."""
+    best = cells(rows).get(rows[0].shape, {})
+    parts = [f"{name} {best[name].median_us:.1f}" for name in (*CONTENDERS, CALL) if name in best]
+    others = sum(not row.chosen for row in rows)
+    parts += [f"{others} other kernels"] if others else []
+    parts += [f"{row.contender} {row.status}" for row in rows if row.chosen and row.median_us is None]
+    return f"{rows[0].shape.label}, us: {', '.join(parts)}"

@@ -2,7 +2,8 @@
 
 ``shapes`` names the problems, ``data`` makes their tensors and the reference, ``peers`` prepares contenders, ``timing``
 times them, ``grid`` ties these together; ``results`` is the CSV, ``report`` the ratios and tables, ``plot`` the figure,
-``machine`` the stamp that says where numbers come from.
+``machine`` the stamp that says where numbers come from. ``regret`` judges the choice of kernels, ``candidates`` and
+``tune`` improve it, ``overhead`` times the host; ``commands`` and ``options`` are their command lines.
 """
 
 import importlib.util

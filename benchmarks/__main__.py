@@ -12,9 +12,9 @@ import click
 
 from . import plot as plotting
 from . import report
-from .options import ShapeType, Wanted, need_card, results_folder, shape_options, stop
-from .results import FAILED, WRONG, Row, read
-from .shapes import Shape
+from .commands import overhead, regret, tune
+from .options import Wanted, need_card, read_csv, results_folder, shape_options, stop
+from .results import FAILED, WRONG
 
 PEER_NAMES = tuple(name for name in report.CONTENDERS if name != report.OWN)
 
@@ -91,7 +91,7 @@ def grid(
 @csv_argument
 def table(csv: Path) -> None:
     """Print the tables of a CSV."""
-    click.echo(report.markdown(*_read(csv)), nl=False)
+    click.echo(report.markdown(*read_csv(csv)), nl=False)
 
 
 @cli.command()
@@ -101,7 +101,7 @@ def plot(csv: Path, out: Path | None) -> None:
     """Draw the figure of a CSV."""
     path = out or csv.with_suffix(".png")
     try:
-        plotting.draw(*_read(csv), path)
+        plotting.draw(*read_csv(csv), path)
     except plotting.PlotError as error:
         stop(str(error))
     click.echo(path)
@@ -114,15 +114,7 @@ def evidence(csvs: tuple[Path, ...], out: TextIO) -> None:
     """Rewrite measured kernels (of --all-kernels) for the generator; later CSVs win over earlier ones."""
     from .evidence import records, write
 
-    write(out, [record for csv in csvs for record in records(*_read(csv))])
-
-
-def _read(csv: Path) -> tuple[dict[str, str], list[Row]]:
-    try:
-        return read(csv)
-    except ValueError as error:
-        stop(str(error))
-        raise
+    write(out, [record for csv in csvs for record in records(*read_csv(csv))])
 
 
 @cli.command()
@@ -150,84 +142,15 @@ def launch(head_dim: int, seqlen: int, mask: str, kernel: str) -> None:
 
 
 @cli.command()
-@click.option(
-    "--from", "csv", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Judge this run again."
-)
-@click.option("--thorough", is_flag=True, help="Replay as long as `grid` does.")
-@click.option("--budget", type=float, default=280.0, show_default=True, help="Seconds after which no shape is begun.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
-@click.option("--name", default="regret", show_default=True, help="Stem of the files.")
-@click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
-@shape_options("named")
-def regret(
-    wanted: Wanted, csv: Path | None, thorough: bool, budget: float, out: Path | None, name: str, commit: str
-) -> None:
-    """Time every built kernel that serves a shape, and say how often the chosen one is within 3% of the best.
-
-    Ends with 0 where it is in 95% of all shapes, and of those that nothing was tuned on.
-    """
-    from .regret import judge, markdown, met
-
-    begun = time.monotonic()
-    if csv is not None:
-        stamp, rows = _read(csv)
-        left, path = 0, csv
-    else:
-        need_card("measuring", "; --from judges the CSV of a run")
-        from . import machine
-        from .grid import QUICK, Settings, record
-        from .peers import Own
-
-        own = Own(every=True)
-        if (reason := own.available()) is not None:
-            stop(reason)
-        stamp = machine.stamp(commit)
-        path = results_folder(out, stamp) / f"{name}.csv"
-        rows, left = record(path, stamp, wanted.shapes, [own], Settings() if thorough else QUICK, budget, click.echo)
-    text = markdown(stamp, rows)
-    if csv is None:
-        path.with_suffix(".md").write_text(text, encoding="utf-8")
-        click.echo(f"{len(rows)} rows in {time.monotonic() - begun:.0f} s: {path}")
-    click.echo(text)
-    sys.exit(0 if met(judge(rows)) and not left else 1)
-
-
-@cli.command()
-@click.option("--shape", type=ShapeType(), default="1,1,64,64", show_default=True, help="Small: the card must keep up.")
-@click.option("--calls", type=click.IntRange(min=1), default=50, show_default=True, help="Between two waits.")
-@click.option("--batches", type=click.IntRange(min=1), default=40, show_default=True)
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
-@click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
-def overhead(shape: Shape, calls: int, batches: int, out: Path | None, commit: str) -> None:
-    """Measure what an eager call costs the host, and what it is made of."""
-    need_card("the host time of a launch")
-    import torch
-
-    from . import machine, overhead
-    from .peers import Own
-
-    if (reason := Own().available()) is not None:
-        stop(reason)
-    todo = overhead.steps(shape)
-    found, failed = overhead.measure(todo, torch.cuda.synchronize, calls, batches)
-    modules = overhead.by_module(next(iter(todo.values())), calls * batches // 4 or 1)
-    stamp = machine.stamp(commit)
-    folder = results_folder(out, stamp)
-    with (folder / "overhead.csv").open("w", encoding="utf-8", newline="") as file:
-        overhead.write_csv(file, stamp, found)
-    text = overhead.markdown(stamp, shape, found, failed, modules)
-    (folder / "overhead.md").write_text(text, encoding="utf-8")
-    click.echo(text)
-    sys.exit(1 if failed else 0)
-
-
-@cli.command()
 def machine() -> None:
     """Print the stamp of this machine as JSON."""
     from .machine import stamp
 
     click.echo(json.dumps(stamp(), indent=2))
 
+
+for command in (regret, overhead, tune):
+    cli.add_command(command)
 
 if __name__ == "__main__":
     cli(prog_name="python -m benchmarks")

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from .results import Row, read
 from .shapes import MAX_HEAD_DIM, SETS, Shape, parse, select
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -65,6 +66,7 @@ def shape_options(default: str) -> Callable[[Callable[..., None]], Callable[...,
             (
                 click.option(
                     "--set",
+                    "--shapes",
                     "shape_sets",
                     type=click.Choice(sorted(SETS)),
                     multiple=True,
@@ -86,6 +88,15 @@ def shape_options(default: str) -> Callable[[Callable[..., None]], Callable[...,
         return run
 
     return decorate
+
+
+def read_csv(path: Path) -> tuple[dict[str, str], list[Row]]:
+    """The stamp and the rows of a run; ends with 2 where the file is none."""
+    try:
+        return read(path)
+    except ValueError as error:
+        stop(str(error))
+        raise
 
 
 def results_folder(out: Path | None, stamp: Mapping[str, str]) -> Path:

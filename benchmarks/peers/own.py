@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import cast
 
 import torch
@@ -43,14 +43,22 @@ def launcher(number: int, operands: Operands, out: torch.Tensor, scale: float) -
 
 
 class Own:
-    """``kernel`` pins a variant; ``every`` adds all built kernels that serve the shape beside the chosen one, ``call``
-    the whole of ``attention``."""
+    """``kernel`` pins a variant; ``every`` adds all built kernels that serve the shape beside the chosen one, or those
+    ``among`` these ids, and ``call`` the whole of ``attention``."""
 
     name = OWN
     precision = "fp8"
 
-    def __init__(self, *, scaling: str = "block", kernel: str = "", every: bool = False, call: bool = False) -> None:
-        self._scaling, self._kernel, self._every, self._call = scaling, kernel, every, call
+    def __init__(
+        self,
+        *,
+        scaling: str = "block",
+        kernel: str = "",
+        every: bool = False,
+        among: Collection[str] = (),
+        call: bool = False,
+    ) -> None:
+        self._scaling, self._kernel, self._every, self._among, self._call = scaling, kernel, every, among, call
 
     def available(self) -> str | None:
         try:
@@ -134,6 +142,8 @@ class Own:
         of any family."""
         serving = []
         for variant in load_manifest(at.directory).variants:
+            if self._among and variant.id not in self._among:
+                continue
             try:
                 serving.append(self.choose(data, at, variant.id))
             except UnsupportedError:  # another head_dim, mask, output or scaling

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
+from fp8cutlass.timing import Capture, Timing, capture, interleave
+
 from .data import ERROR_LIMIT, Data, make_data
 from .machine import Monitor
 from .peers import Contender, Peer, Refused
 from .report import brief
 from .results import FAILED, OK, UNAVAILABLE, WRONG, Row, Writer
 from .shapes import Shape
-from .timing import Capture, Timing, capture, interleave
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 
-from benchmarks import data, evidence, grid, machine, plot, report, results, timing
+from benchmarks import data, evidence, grid, machine, plot, report, results
 from benchmarks.__main__ import cli
 from benchmarks.peers import PEERS, Contender, Refused, own
 from benchmarks.results import FAILED, OK, UNAVAILABLE, WRONG, Row
 from benchmarks.shapes import GRID_HEAD_DIMS, GRID_SEQLENS, HISTORY, Shape, select, square
+from fp8cutlass import timing
 from fp8cutlass.emulator import emulate
 from fp8cutlass.manifest import generated_dir, load_manifest
 from fp8cutlass.pack import unpack_v

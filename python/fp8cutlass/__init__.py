@@ -1,8 +1,8 @@
 """FP8 attention for PyTorch on Ada and Hopper.
 
 ``attention`` takes the place of ``torch.nn.functional.scaled_dot_product_attention``; ``quantize`` makes FP8 tensors
-and their descales; ``supports`` and ``explain`` say whether and by which kernel a call would be served. On CPU
-tensors an emulator of the kernels runs.
+and their descales; ``supports`` and ``explain`` say whether and by which kernel a call would be served, and
+``tune`` measures which is the fastest on this card. On CPU tensors an emulator of the kernels runs.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ._version import __version__
 
-__all__ = ["UnsupportedError", "__version__", "attention", "explain", "quantize", "supports"]
+__all__ = ["UnsupportedError", "__version__", "attention", "explain", "quantize", "supports", "tune"]
 
 
 def _is_command() -> bool:
@@ -28,6 +28,7 @@ if TYPE_CHECKING or not _is_command():
     from .api import attention, explain, supports
     from .errors import UnsupportedError
     from .quantize import quantize
+    from .tuner import tune
 else:
 
     def __getattr__(name: str) -> object:
@@ -36,7 +37,7 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        for home in ("api", "errors", "quantize"):
+        for home in ("api", "errors", "quantize", "tuner"):
             module = import_module(f".{home}", __name__)
             globals().update((public, getattr(module, public)) for public in __all__ if hasattr(module, public))
         return globals()[name]

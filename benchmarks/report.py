@@ -15,7 +15,8 @@ OWN = "fp8cutlass"
 CALL = "fp8cutlass_call"  # `attention` itself from bf16 tensors, captured: quantisation and all; no line of the figure
 FP8_PEERS = ("fa3_fp8", "cudnn_fp8")
 BF16_PEERS = ("fa3_bf16", "cudnn_bf16", "fa2_bf16")
-CONTENDERS = (OWN, *FP8_PEERS, *BF16_PEERS)  # the order of every table and legend
+SAGE = "sage_call"  # a whole call, as it quantises inside
+CONTENDERS = (OWN, *FP8_PEERS, *BF16_PEERS, SAGE)  # the order of every table and legend
 
 TARGETS = {64: (1.8, 1.4), 128: (1.4, 1.15), 256: (1.12, 1.0)}  # head_dim: geometric mean and minimum of the ratio
 HISTORY_TARGET_US = 6.0
@@ -111,9 +112,9 @@ def _line(label: str, row: Sequence[Cell], value: Callable[[Cell], float | None]
     return [label, *texts] if any(texts) else None
 
 
-def _call_ratio(cell: Cell) -> float | None:
-    """How many times faster a whole call of ours is than the best bf16 kernel."""
-    return ratio({**cell, OWN: cell[CALL]}, BF16_PEERS) if CALL in cell else None
+def _call_ratio(cell: Cell, peers: Sequence[str] = BF16_PEERS) -> float | None:
+    """How many times faster a whole call of ours is than the fastest of ``peers``."""
+    return ratio({**cell, OWN: cell[CALL]}, peers) if CALL in cell else None
 
 
 def _of(contender: str, read: Callable[[Row], float | None]) -> Callable[[Cell], float | None]:
@@ -141,6 +142,7 @@ def _grid_tables(by_shape: Mapping[Shape, Cell]) -> list[str]:
         body.append(_line(f"{OWN}, us", row, _of(OWN, lambda r: r.median_us), 1))
         body.append(_line("a whole call of ours, us", row, _of(CALL, lambda r: r.median_us), 1))
         body.append(_line("a whole call of ours / best bf16", row, _call_ratio, 2))
+        body.append(_line(f"a whole call of ours / {SAGE}", row, partial(_call_ratio, peers=(SAGE,)), 2))
         body.append(_line("quantisation and packing, us", row, _of(OWN, lambda r: r.quantise_us), 1))
         mask = "causal" if causal else "full"
         lines += ["", f"### head_dim {head_dim}, {mask}, useful TFLOPS", ""]
@@ -157,6 +159,7 @@ def _other_table(by_shape: Mapping[Shape, Cell]) -> list[str]:
         "ours / better FP8 peer": ratio,
         "ours / best bf16": partial(ratio, peers=BF16_PEERS),
         "whole call / best bf16": _call_ratio,
+        f"whole call / {SAGE}": partial(_call_ratio, peers=(SAGE,)),
     }
     body = [
         [

@@ -24,7 +24,7 @@ class Row:
 
     shape: Shape
     contender: str
-    precision: str  # "fp8" or "bf16"
+    precision: str  # "fp8", "bf16" or "int8"
     status: str
     reason: str = ""
     kernel: str = ""

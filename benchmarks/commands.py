@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from codegen.arch import TARGETS
+from codegen.evidence import digest
 from codegen.spec import Softmax
 
 from .options import ShapeType, Wanted, need_card, read_csv, results_folder, shape_options, stop
@@ -49,7 +50,7 @@ def regret(
         own = Own(every=True)
         if (reason := own.available()) is not None:
             stop(reason)
-        stamp = machine.stamp(commit)
+        stamp = machine.stamp(commit) | {"measurements": digest()}
         path = results_folder(out, stamp) / f"{name}.csv"
         rows, left = record(path, stamp, wanted.shapes, [own], Settings() if thorough else QUICK, budget, click.echo)
     text = markdown(stamp, rows)
@@ -91,9 +92,7 @@ def overhead(shape: Shape, calls: int, batches: int, out: Path | None, commit: s
 
 @click.command()
 @click.option("--arch", type=click.Choice(list(TARGETS)), default="sm90a", show_default=True)
-@click.option(
-    "--softmax", "softmaxes", type=click.Choice([str(s) for s in Softmax]), multiple=True, help="Default: all."
-)
+@click.option("--softmax", "softmaxes", type=click.Choice(SOFTMAXES), multiple=True, help="Default: both.")
 @click.option("--most", type=click.IntRange(min=0), default=0, help="Candidates of a cell, by the model; 0 takes all.")
 @click.option("--plan", "plan_only", is_flag=True, help="Say what would be built and timed, and stop.")
 @click.option("--build-only", is_flag=True, help="Build the candidates, which needs no card, and stop.")

@@ -43,6 +43,7 @@ SMALL = (1, 2, 300)  # batch, heads, tokens: a tail in both directions
 
 # For an estimate: what capturing and checking a kernel takes, launches of a long problem, and useful rate of an H200.
 KERNEL_S, LAUNCHES, FLOPS = 0.06, 20, 8e14
+EMULATOR_S = 0.3  # of one kernel, on two cores
 
 Say = Callable[[str], object]
 
@@ -67,8 +68,8 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """About what the first look at all of them takes on a card, without building; the second is shorter."""
-        return sum(
+        """About what checking all of them and the first look take, without building; the second is shorter."""
+        return EMULATOR_S * len(self.ids) + sum(
             len(self.kernels[of]) * max(KERNEL_S, LAUNCHES * shape.flops / FLOPS)
             for of, shapes in self.shapes.items()
             for shape in shapes
@@ -171,14 +172,18 @@ def time_all(
     tuned: dict[Class, dict[Shape, str]] = {}
     for of in plan.shapes:
         kernels = [kernel for kernel in plan.kernels[of] if kernel in right]
-        defaults = {shape: kernel for shape, kernel in plan.defaults[of].items() if kernel in right}
+        defaults = plan.defaults[of]
         first: list[Row] = []
+        if wrong := sorted({*defaults.values()} - right):
+            raise TuneError(f"{wrong[0]} is today's choice, and its result is wrong")
         for found in _timed(list(defaults), kernels, defaults, QUICK):
             first += found
             say(brief(found))
             if time.monotonic() > deadline:
                 raise TuneError("the time is spent: fewer shapes, or --most, or a larger --budget")
         for field in fields_of(of, list(defaults), first, defaults):
+            if wrong := sorted({*field.kernels} - right):
+                raise TuneError(f"{wrong[0]} has rows, and its result is wrong")
             say(f"{of[0]} {of[1]} {of[2]} {field.load}: {len(field.kernels)} kernels on {len(field.shapes)} shapes")
             second: list[Row] = []
             for found in _timed(field.shapes, field.kernels, defaults, Settings()):

@@ -11,7 +11,7 @@ import csv
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from pathlib import Path
 from codegen.arch import CARDS, FAMILIES
 from codegen.keys import LOADS, load_of, seqlen_bucket
 from codegen.matrix import undeclared
+from codegen.rules import check
 from codegen.spec import Kind, Scaling, Softmax, Variant, parse_id
 
 FAMILY = "sm90a"
@@ -119,6 +120,7 @@ def read(path: Path) -> Table:
     """The rows of a file; nothing for one that is not there or empty. Raises EvidenceError for a row that cannot be
     used, names a kernel that is not declared or is there twice, and for one that is missing."""
     table: dict[Class, dict[Problem, dict[str, Measurement]]] = defaultdict(lambda: defaultdict(dict))
+    variants: set[Variant] = set()
     if not path.is_file():
         return table
     with path.open(newline="") as file:
@@ -136,16 +138,20 @@ def read(path: Path) -> Table:
             except ValueError as error:
                 raise EvidenceError(f"{path.name}, line {rows.line_num}: {error}") from error
             shapes[v.shape] = measured
-    _check_holes(path, table)
+            variants.add(v)
+    _check_holes(path, table, variants)
     return table
 
 
-def _check_holes(path: Path, table: Table) -> None:
-    """EvidenceError where a kernel has rows for some problems of a class and load, but not for all of them."""
+def _check_holes(path: Path, table: Table, variants: Iterable[Variant]) -> None:
+    """EvidenceError where a kernel has rows for some problems of a class and load, but not for all of them. Kernels
+    that a rule has forbidden since they were measured do not compete, and may lack any."""
+    legal = {(v.head_dim, v.causal, v.softmax, v.shape) for v in variants if check(v) is None}
     for (head_dim, causal, softmax), problems in table.items():
         for load in LOADS:
             alike = {problem: shapes for problem, shapes in problems.items() if problem.load == load}
-            kernels = sorted({shape for shapes in alike.values() for shape in shapes})
+            found = {shape for shapes in alike.values() for shape in shapes}
+            kernels = sorted(shape for shape in found if (head_dim, causal, softmax, shape) in legal)
             for problem in sorted(alike):
                 if missing := [shape for shape in kernels if shape not in alike[problem]]:
                     mask = "causal" if causal else "full"
@@ -179,7 +185,8 @@ def _rows(of: Class, seqlen: int, load: str) -> Mapping[str, Measurement]:
     if nearest is None or abs(nearest - seqlen) > NEAR:
         return {}
     found = [evidence()[of][problem] for problem in problems if seqlen_bucket(problem.seqlen_k) == nearest]
-    return {shape: _together([shapes[shape] for shapes in found]) for shape in found[0]}
+    everywhere = [shape for shape in found[0] if all(shape in shapes for shapes in found)]
+    return {shape: _together([shapes[shape] for shapes in found]) for shape in everywhere}
 
 
 def _together(measured: Sequence[Measurement]) -> Measurement:

@@ -20,6 +20,7 @@ from codegen.cli import main
 from codegen.evidence import COLUMNS, PATH, EvidenceError, Problem, read
 from codegen.explain import explain
 from codegen.keys import LOADS, Key, seqlen_bucket
+from codegen.rules import check
 from codegen.spec import Dtype, Out, Scaling, Softmax, Variant, parse_id
 
 ROW = {
@@ -178,6 +179,20 @@ def test_the_check_of_generated_fails_without_a_row(
     shape = f"{lost['tile']}_s{lost['stages']}_{lost['schedule']}_{lost['cluster']}"
     assert f"Error: less.csv: no row of {shape} (head_dim {lost['head_dim']}, " in result.output
     assert f"for batch {lost['batch']}, {lost['heads']} heads" in result.output
+
+
+def test_a_kernel_that_a_rule_forbids_may_lack_rows(tmp_path: Path) -> None:
+    """It was measured before the rule was there, and cannot be built to be measured again."""
+    forbidden = {"softmax": "exp2", "tile": "m128n64w8", "stages": "4", "schedule": "pingpong"}
+    allowed = {"softmax": "exp2", "tile": "m128n128w8", "stages": "2", "schedule": "serial"}
+    kernels = (parse_id(id_of(**forbidden)), parse_id(id_of(**allowed)))
+    assert [check(v) is None for v in kernels] == [False, True]
+    rows = [{**forbidden, "seqlen_q": "2048", "seqlen_k": "2048"}, allowed]
+    path = write(tmp_path / "h200.csv", *rows, {**allowed, "seqlen_q": "2048", "seqlen_k": "2048"})
+    assert len(read(path)[128, False, Softmax.EXP2]) == 2
+    write(path, {**allowed, "seqlen_q": "2048", "seqlen_k": "2048"}, {**SHAPES["small"], "softmax": "exp2"})
+    with pytest.raises(EvidenceError, match="no row of m128n128w8_s2_"):
+        read(path)
 
 
 def test_the_check_of_generated_fails_on_a_renamed_kernel(

@@ -185,6 +185,16 @@ def test_a_kernel_that_the_emulator_refutes_is_not_timed(plan: Plan, timed: dict
     assert timed["kernels"] and all(NEW not in kernels for kernels in timed["kernels"])  # type: ignore[operator]
 
 
+def test_a_kernel_in_use_that_the_emulator_refutes_ends_it(plan: Plan, timed: dict[str, list[object]]) -> None:
+    """That is no matter of tuning."""
+    for kernel, said in ((plan.defaults[LLM][ONE], "today's choice"), (ids("light")[0], "has rows")):
+        right = set(plan.ids) - {kernel}
+        if kernel in plan.defaults[LLM].values():
+            said = "today's choice"
+        with pytest.raises(TuneError, match=f"{kernel} .*{said}"):
+            time_all(plan, right, Sink(), time.monotonic() + 60, lambda text: None)  # type: ignore[arg-type]
+
+
 def test_time_that_does_not_suffice_leaves_nothing_half_done(plan: Plan, timed: dict[str, list[object]]) -> None:
     with pytest.raises(TuneError, match="the time is spent"):
         time_all(plan, set(plan.ids), Sink(), 0.0, lambda text: None)  # type: ignore[arg-type]
@@ -225,6 +235,18 @@ def test_rows_are_adopted(plan: Plan, timed: dict[str, list[object]], own_table:
     assert len(before) < len(after) and len(set(before) - set(after)) > 0, "old problems have new rows in place of old"
     with own_table.open(newline="") as file:
         assert {r["commit"] for r in csv.DictReader(file)} > {"abc"}
+
+
+def test_rows_of_kernels_that_are_forbidden_now_are_no_obstacle(
+    timed: dict[str, list[object]], own_table: Path
+) -> None:
+    """They cannot be built, and so cannot be timed on a new problem."""
+    plan = make_plan("sm90a", [ONE, SMALL], [Softmax.EXP2], 1)
+    (of,) = plan.shapes
+    assert measured_shapes(of) - {v.shape for v in legal(of)}, "no such kernel has rows: this test shows nothing"
+    rows, tuned = time_all(plan, set(plan.ids), Sink(), time.monotonic() + 60, lambda text: None)  # type: ignore[arg-type]
+    assert adopt(plan, STAMP, rows, tuned) == len(rows)
+    assert {problem_of(ONE), problem_of(SMALL)} <= set(evidence.read(own_table)[of])
 
 
 def test_a_slower_table_is_refused_and_the_file_restored(

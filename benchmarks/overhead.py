@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,11 +19,12 @@ import torch
 import torch.nn.functional as F
 
 from fp8cutlass import attention, quantize
-from fp8cutlass.manifest import PACKAGE_DIR
+from fp8cutlass.launch import prepared_call
+from fp8cutlass.manifest import PACKAGE_DIR, load_manifest
 from fp8cutlass.target import target
 
 from .data import make_data
-from .peers.own import Own, launcher, make_operands
+from .peers.own import Own, half_call, launcher, make_operands
 from .report import table
 from .results import write_stamp
 from .shapes import Shape
@@ -101,11 +103,14 @@ def steps(shape: Shape, device: torch.device | str = "cuda") -> dict[str, Step]:
     variant, number = Own().choose(data, at)
     operands = make_operands(data, variant, at, "block")
     out = torch.empty_like(q)
+    granularity = load_manifest(at.directory).scaling["block"]
+    operator = cache(lambda: prepared_call(half_call(data, variant, "block"), variant, number, granularity))
     return {
         "attention, bf16": lambda: attention(q, k, v, **options),
         "attention, bf16, kernel pinned": lambda: attention(q, k, v, kernel=variant.id, **options),
         "attention, FP8 with descales": lambda: attention(q8, k8, v8, **options, **descales),
         "attention, bf16, torch.compile": lambda: compiled(q, k, v, **options),
+        "part: the extension's operator": lambda: operator()(q, k, v),
         "part: quantise and pack": lambda: make_operands(data, variant, at, "block"),
         "part: launch the kernel": launcher(number, operands, out, data.scale),
         "torch: scaled_dot_product_attention, bf16": lambda: F.scaled_dot_product_attention(q, k, v, **options),

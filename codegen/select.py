@@ -21,8 +21,8 @@ from codegen.spec import Dtype, Out, Scaling, Variant
 # and size, and the model is not exact to 6% either.
 WORTH = 1.06
 
-# Where kernels were measured, a class gets as many, up to four, as bring every measured cell within 3% of the best.
-CLOSE = 1.03
+# Where kernels were measured, a class gets as many, up to four, as bring every measured cell within 2% of the best.
+CLOSE = 1.02
 MOST_MEASURED = 4
 MOST_RARE = 2  # one for light loads, one for heavy ones
 

@@ -5,17 +5,16 @@
 #include <cstddef>
 
 #include "check.h"
-#include "tensors.h"
 
 namespace fp8cutlass {
 
 namespace {
 
-const uint8_t* fp8_pointer(const Tensor& tensor, const char* name, const Tensor& q) {
+const uint8_t* fp8_pointer(const View& tensor, const char* name, const View& q) {
   if (tensor.dim() != 4) fail(name, " must have 4 dimensions, got shape ", shape_text(tensor));
   require(tensor.scalar_type() == ScalarType::Byte, name, " must be a uint8 view of FP8 data");
   require_same_device(tensor, name, q);
-  const void* pointer = tensor.const_data_ptr();
+  const void* pointer = tensor.data();
   require_aligned(pointer, name);
   return static_cast<const uint8_t*>(pointer);
 }
@@ -61,19 +60,13 @@ struct DescaleSteps {
 };
 
 // A kernel reads as many descales as its scaling mode says; fewer would be read past their end. Kernels that go by
-// steps
-// (`coarse`) are served with one a head or one for all as well.
-DescaleSteps check_descale(const Tensor& descale, const char* name, Granularity shared_by, const VariantEntry& variant,
+// steps (`coarse`) are served with one a head or one for all as well.
+DescaleSteps check_descale(const View& descale, const char* name, Granularity shared_by, const VariantEntry& variant,
                            int64_t batch_heads, int64_t tokens) {
-  const int64_t blocks = (tokens + variant.key_block - 1) / variant.key_block;
-  const int64_t per_head = shared_by == Granularity::token     ? tokens
-                           : shared_by == Granularity::block   ? blocks
-                           : shared_by == Granularity::channel ? variant.head_dim
-                                                               : 1;
-  const int64_t expected = shared_by == Granularity::tensor ? 1 : batch_heads * per_head;
+  const int64_t expected = descale_count(shared_by, batch_heads, tokens, variant.key_block, variant.head_dim);
   const int64_t given = descale.numel();
   const bool coarser = variant.coarse && shared_by != Granularity::channel;
-  if (given == expected) return {shared_by == Granularity::tensor ? 0 : to_int(per_head, name), 1};
+  if (given == expected) return {shared_by == Granularity::tensor ? 0 : to_int(expected / batch_heads, name), 1};
   if (coarser && given == batch_heads) return {1, 0};
   if (coarser && given == 1) return {0, 0};
   fail(name, " has ", given, " values, variant ", variant.id, " reads ", expected,
@@ -98,7 +91,7 @@ void set_outputs(ForwardParams& params, const Arguments& a, const VariantEntry& 
   const ScalarType type = fp8                            ? ScalarType::Byte
                           : variant.out == OutType::bf16 ? ScalarType::BFloat16
                                                          : ScalarType::Half;
-  require(a.out.scalar_type() == type, "out must be ",
+  require(a.out.scalar_type() == type || (fp8 && a.out.scalar_type() == ScalarType::Float8_e4m3fn), "out must be ",
           fp8                            ? "a uint8 view of e4m3 data"
           : variant.out == OutType::bf16 ? "bfloat16"
                                          : "float16",
@@ -106,7 +99,7 @@ void set_outputs(ForwardParams& params, const Arguments& a, const VariantEntry& 
   require(a.out_descale.has_value() == fp8, "out_descale belongs to FP8 output: out is ", fp8 ? "" : "not ",
           "FP8 and out_descale is ", a.out_descale ? "given" : "missing");
   require_same_device(a.out, "out", a.q);
-  params.o = a.out.mutable_data_ptr();
+  params.o = a.out.data();
   require_aligned(params.o, "out");
   const Strides o = row_strides(a.out, "out", true);
   params.o_stride_batch = o.batch, params.o_stride_head = o.head, params.o_stride_row = o.row;
@@ -140,7 +133,7 @@ ForwardParams forward_params(const Arguments& a, const VariantEntry& variant) {
   return params;
 }
 
-DiagnosticOutputs diagnostic_outputs(const DiagnosticTensors& tensors, const Tensor& q, const ForwardParams& params,
+DiagnosticOutputs diagnostic_outputs(const DiagnosticTensors& tensors, const View& q, const ForwardParams& params,
                                      const VariantEntry& variant) {
   const int64_t batch = params.batch, heads = params.heads, seqlen_q = params.seqlen_q;
   const int64_t tiles = (int64_t{params.seqlen_k} + variant.tile_n - 1) / variant.tile_n;

@@ -1,16 +1,17 @@
 // The torch operators of the extension, through LibTorch's stable ABI: one library serves every torch from 2.10 on.
 //
-// `forward` and `diagnose` launch one variant, `pack` the kernel that makes its operands, on the current stream of the
-// tensors' device. They return without synchronising, so they can be captured into a CUDA graph. Outputs are written in
-// place.
+// `forward` and `diagnose` launch one variant, `pack` the kernel that makes its operands, `attend` both, on the current
+// stream of the tensors' device. They return without synchronising, so they can be captured into a CUDA graph. Outputs
+// are written in place, but for the result of `attend`.
 #include <torch/csrc/stable/library.h>
 
 #include "arguments.h"
+#include "attend.h"
 #include "check.h"
-#include "counters.h"
 #include "device.h"
 #include "fp8cutlass/pack_params.h"
 #include "fp8cutlass/params.h"
+#include "launch.h"
 #include "pack_arguments.h"
 
 namespace fp8cutlass {
@@ -25,15 +26,10 @@ const VariantEntry& find_variant(int64_t variant, bool diagnostic) {
   return entry;
 }
 
-void launch(const VariantEntry& variant, ForwardParams& params, int device) {
+void launch_here(const VariantEntry& variant, ForwardParams& params, const Tensor& q) {
+  const int device = q.get_device_index();
   const DeviceGuard guard(device);
-  params.sm_count = sm_count(device);
-  const cudaStream_t stream = current_stream(device);
-  // Only where there are more items than CTAs at a time is anything left to draw.
-  const int64_t m_tiles = (int64_t{params.seqlen_q} + variant.tile_m - 1) / variant.tile_m;
-  if (variant.draws && m_tiles * params.batch * params.heads > params.sm_count)
-    params.counters = work_counters(device, stream);
-  check_launch(variant.launch(params, stream), variant.id, device);
+  launch(variant, params, device, current_stream(device));
 }
 
 void forward(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
@@ -43,7 +39,7 @@ void forward(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v,
   const VariantEntry& entry = find_variant(variant, false);
   ForwardParams params = forward_params(
       {q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale, causal_offset}, entry);
-  launch(entry, params, q.get_device_index());
+  launch_here(entry, params, q);
 }
 
 void diagnose(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
@@ -55,7 +51,7 @@ void diagnose(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v
   ForwardParams params = forward_params(
       {q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale, causal_offset}, entry);
   params.diag = diagnostic_outputs({scores, p, weight, tile_o}, q, params, entry);
-  launch(entry, params, q.get_device_index());
+  launch_here(entry, params, q);
 }
 
 void pack(int64_t key_block, const Tensor& q, const Tensor& k, const Tensor& v, int64_t q_granularity,
@@ -71,6 +67,16 @@ void pack(int64_t key_block, const Tensor& q, const Tensor& k, const Tensor& v, 
   const int device = q.get_device_index();
   const DeviceGuard guard(device);
   check_launch(entry.launch(params, current_stream(device)), entry.id, device);
+}
+
+Tensor attend_half(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, int64_t q_granularity,
+                   int64_t k_granularity, int64_t v_granularity, double score_amax, double v_amax, bool hadamard,
+                   bool seq_major, double scale, int64_t causal_offset, const std::optional<Tensor>& k_mean,
+                   const std::optional<Tensor>& out_descale, const std::optional<Tensor>& lse,
+                   const std::optional<Tensor>& amax) {
+  return attend({q, k, v, q_granularity, k_granularity, v_granularity, score_amax, v_amax, hadamard, seq_major, scale,
+                 causal_offset, k_mean, out_descale, lse, amax},
+                find_variant(variant, false));
 }
 
 }  // namespace
@@ -90,10 +96,20 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "float score_amax, float v_amax, bool negate_q, Tensor(a!) q8, Tensor(b!) k8, Tensor(c!) v8, "
       "Tensor(d!) q_descale, Tensor(e!) k_descale, Tensor(f!) v_descale, Tensor(g!)? amax, "
       "bool hadamard, Tensor(h!)? k_mean) -> ()");
+  m.def(
+      "attend(int variant, Tensor q, Tensor k, Tensor v, int q_granularity, int k_granularity, int v_granularity, "
+      "float score_amax, float v_amax, bool hadamard, bool seq_major, float scale, int causal_offset, Tensor(a!)? "
+      "k_mean, "
+      "Tensor? out_descale, Tensor(b!)? lse, Tensor(c!)? amax) -> Tensor");
 }
+
+// `attend` also in place of the fallback for autograd, which would look at every argument to find that there is nothing
+// to do: there is no backward, and `attention` says so.
+STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, AutogradCUDA, m) { m.impl("attend", TORCH_BOX(&fp8cutlass::attend_half)); }
 
 STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {
   m.impl("forward", TORCH_BOX(&fp8cutlass::forward));
   m.impl("diagnose", TORCH_BOX(&fp8cutlass::diagnose));
   m.impl("pack", TORCH_BOX(&fp8cutlass::pack));
+  m.impl("attend", TORCH_BOX(&fp8cutlass::attend_half));
 }

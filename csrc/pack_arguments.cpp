@@ -3,7 +3,6 @@
 #include <cmath>
 
 #include "check.h"
-#include "tensors.h"
 
 namespace fp8cutlass {
 
@@ -24,34 +23,23 @@ float limit_of(double amax, const char* name) {
 
 // Descales of an operand with these sizes.
 int64_t descales_of(const PackOperand& o, int64_t batch, int64_t key_block, int64_t head_dim) {
-  const int64_t heads = batch * o.heads;
-  switch (o.granularity) {
-    case Granularity::tensor:
-      return 1;
-    case Granularity::head:
-      return heads;
-    case Granularity::block:
-      return heads * ((o.tokens + key_block - 1) / key_block);
-    case Granularity::token:
-      return heads * o.rows;
-    default:
-      return heads * head_dim;
-  }
+  const int tokens = o.granularity == Granularity::token ? o.rows : o.tokens;
+  return descale_count(o.granularity, batch * o.heads, tokens, key_block, head_dim);
 }
 
 struct Names {
   const char *x, *out, *descale, *granularity, *amax;
 };
 
-PackOperand operand_of(const PackArguments& a, PackOrder which, const Names& name, const Tensor& x, const Tensor& out,
-                       const Tensor& descale, int64_t granularity, double amax) {
+PackOperand operand_of(const PackArguments& a, PackOrder which, const Names& name, const View& x, const View& out,
+                       const View& descale, int64_t granularity, double amax) {
   const bool packed = which == kPackV;
   const int64_t batch = a.q.size(0), head_dim = a.q8.size(3);
   if (x.dim() != 4) fail(name.x, " must have 4 dimensions, got shape ", shape_text(x));
   require(x.scalar_type() == a.q.scalar_type(), name.x, " is not of the type of q");
   require_same_device(x, name.x, a.q);
   PackOperand o{};
-  o.x = x.const_data_ptr();
+  o.x = x.data();
   require_aligned(o.x, name.x);
   const Strides from = row_strides(x, name.x, false);
   o.stride_batch = from.batch, o.stride_head = from.head, o.stride_row = from.row;
@@ -74,7 +62,7 @@ PackOperand operand_of(const PackArguments& a, PackOrder which, const Names& nam
     const Strides to = row_strides(out, name.out, true);
     o.out_stride_batch = to.batch, o.out_stride_head = to.head, o.out_stride_row = to.row;
   }
-  o.out = static_cast<uint8_t*>(out.mutable_data_ptr());
+  o.out = static_cast<uint8_t*>(out.data());
   require_aligned(o.out, name.out);
 
   const int64_t expected = descales_of(o, batch, a.key_block, head_dim);

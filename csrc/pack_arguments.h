@@ -2,35 +2,32 @@
 // call could turn into a wrong address.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
 
 #include "fp8cutlass/pack_params.h"
+#include "tensors.h"
 
 namespace fp8cutlass {
-
-using torch::stable::Tensor;
 
 // One call as the operator receives it. Granularities are positions in Granularity. Outputs are uint8 views of e4m3.
 struct PackArguments {
   int64_t key_block;
-  const Tensor& q;  // (B, H, Sq, D), bf16 or fp16
-  const Tensor& k;  // (B, Hkv, Sk, D)
-  const Tensor& v;
+  View q;  // (B, H, Sq, D), bf16 or fp16
+  View k;  // (B, Hkv, Sk, D)
+  View v;
   int64_t q_granularity, k_granularity, v_granularity;
   double score_amax, v_amax;  // what the largest |x| of a group becomes, of Q and K and of V
   bool negate_q;
-  const Tensor& q8;  // (B, H, Sq, head_dim), dense rows
-  const Tensor& k8;  // (B, Hkv, Sk, head_dim), likewise
-  const Tensor& v8;  // (B, Hkv, head_dim, ceil(Sk / 128) * 128), packed
-  const Tensor& q_descale;
-  const Tensor& k_descale;
-  const Tensor& v_descale;
-  const std::optional<Tensor>& amax;  // zeros, one for each descale of an operand per tensor, head or channel: Q, K, V
+  View q8;  // (B, H, Sq, head_dim), dense rows
+  View k8;  // (B, Hkv, Sk, head_dim), likewise
+  View v8;  // (B, Hkv, head_dim, ceil(Sk / 128) * 128), packed
+  View q_descale;
+  View k_descale;
+  View v_descale;
+  std::optional<View> amax;  // zeros, one for each descale of an operand per tensor, head or channel: Q, K, V
   bool hadamard;
-  const std::optional<Tensor>& k_mean;  // (B, Hkv, head_dim), where keys are smoothed
+  std::optional<View> k_mean;  // (B, Hkv, head_dim), where keys are smoothed
 };
 
 // The compiled kernel for these operands. Throws std::runtime_error where there is none.

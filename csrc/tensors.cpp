@@ -1,7 +1,7 @@
 #include "tensors.h"
 
+#include <algorithm>
 #include <limits>
-#include <sstream>
 
 #include "check.h"
 
@@ -9,7 +9,7 @@ namespace fp8cutlass {
 
 namespace {
 
-bool has_shape(const Tensor& tensor, std::initializer_list<int64_t> shape) {
+bool has_shape(const View& tensor, std::initializer_list<int64_t> shape) {
   if (tensor.dim() != static_cast<int64_t>(shape.size())) return false;
   int64_t dim = 0;
   for (const int64_t size : shape) {
@@ -18,30 +18,93 @@ bool has_shape(const Tensor& tensor, std::initializer_list<int64_t> shape) {
   return true;
 }
 
+int64_t element_bytes(ScalarType type) {
+  switch (type) {
+    case ScalarType::Byte:
+      return 1;
+    case ScalarType::Half:
+    case ScalarType::BFloat16:
+      return 2;
+    default:
+      return 4;
+  }
+}
+
 }  // namespace
 
-std::string shape_text(const Tensor& tensor) {
-  std::ostringstream text;
-  text << "(";
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) text << (dim ? ", " : "") << tensor.size(dim);
-  text << ")";
-  return text.str();
+View::View(const torch::stable::Tensor& tensor)
+    : data_(tensor.data_ptr()),
+      dim_(tensor.dim()),
+      element_size_(static_cast<int64_t>(tensor.element_size())),
+      device_(tensor.get_device_index()),
+      type_(tensor.scalar_type()),
+      cuda_(tensor.is_cuda()) {
+  require(dim_ <= kMaxDim, "a tensor of ", dim_, " dimensions was given");
+  for (int64_t dim = 0; dim < dim_; ++dim) size_[dim] = tensor.size(dim), stride_[dim] = tensor.stride(dim);
 }
 
-void require_shape(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
-  if (has_shape(tensor, shape)) return;
-  std::ostringstream expected;
-  const char* separator = "";
-  for (const int64_t size : shape) {
-    expected << separator << size;
-    separator = ", ";
+View::View(void* data, ScalarType type, int64_t device, std::initializer_list<int64_t> sizes)
+    : data_(data),
+      dim_(static_cast<int64_t>(sizes.size())),
+      element_size_(element_bytes(type)),
+      device_(device),
+      type_(type),
+      cuda_(true) {
+  std::copy(sizes.begin(), sizes.end(), size_.begin());
+  for (int64_t dim = dim_, step = 1; dim-- > 0; step *= size_[dim]) stride_[dim] = step;
+}
+
+int64_t View::numel() const {
+  int64_t product = 1;
+  for (int64_t dim = 0; dim < dim_; ++dim) product *= size_[dim];
+  return product;
+}
+
+bool View::is_contiguous() const {
+  if (numel() == 0) return true;
+  int64_t step = 1;
+  for (int64_t dim = dim_; dim-- > 0; step *= size_[dim]) {
+    if (size_[dim] != 1 && stride_[dim] != step) return false;
   }
-  fail(name, " has shape ", shape_text(tensor), ", expected (", expected.str(), ")");
+  return true;
 }
 
-void require_same_device(const Tensor& tensor, const char* name, const Tensor& q) {
-  require(tensor.is_cuda() == q.is_cuda() && tensor.get_device_index() == q.get_device_index(), name,
-          " is not on the device of q");
+int64_t descale_count(Granularity shared_by, int64_t batch_heads, int64_t tokens, int64_t key_block, int64_t head_dim) {
+  switch (shared_by) {
+    case Granularity::tensor:
+      return 1;
+    case Granularity::head:
+      return batch_heads;
+    case Granularity::block:
+      return batch_heads * ((tokens + key_block - 1) / key_block);
+    case Granularity::token:
+      return batch_heads * tokens;
+    default:
+      return batch_heads * head_dim;
+  }
+}
+
+std::string shape_text(const View& tensor) {
+  std::string text = "(";
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (dim > 0) text += ", ";
+    append(text, tensor.size(dim));
+  }
+  return text + ")";
+}
+
+void require_shape(const View& tensor, const char* name, std::initializer_list<int64_t> shape) {
+  if (has_shape(tensor, shape)) return;
+  std::string expected;
+  for (const int64_t size : shape) {
+    if (!expected.empty()) expected += ", ";
+    append(expected, size);
+  }
+  fail(name, " has shape ", shape_text(tensor), ", expected (", expected, ")");
+}
+
+void require_same_device(const View& tensor, const char* name, const View& q) {
+  require(tensor.is_cuda() == q.is_cuda() && tensor.device() == q.device(), name, " is not on the device of q");
 }
 
 void require_aligned(const void* pointer, const char* name) {
@@ -55,9 +118,9 @@ int to_int(int64_t value, const char* name) {
   return static_cast<int>(value);
 }
 
-Strides row_strides(const Tensor& tensor, const char* name, bool writable) {
+Strides row_strides(const View& tensor, const char* name, bool writable) {
   require(tensor.stride(3) == 1, name, " must be contiguous in its last dimension, got stride ", tensor.stride(3));
-  const int64_t bytes = static_cast<int64_t>(tensor.element_size());
+  const int64_t bytes = tensor.element_size();
   int64_t stride[3];
   for (int dim = 0; dim < 3; ++dim) {
     stride[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
@@ -68,14 +131,14 @@ Strides row_strides(const Tensor& tensor, const char* name, bool writable) {
   return {stride[0], stride[1], stride[2]};
 }
 
-void* dense_pointer(const Tensor& tensor, const char* name, const Tensor& q, ScalarType type, const char* type_name) {
+void* dense_pointer(const View& tensor, const char* name, const View& q, ScalarType type, const char* type_name) {
   require(tensor.scalar_type() == type, name, " must be ", type_name);
   require(tensor.is_contiguous(), name, " must be contiguous");
   require_same_device(tensor, name, q);
-  return tensor.data_ptr();
+  return tensor.data();
 }
 
-float* float_pointer(const Tensor& tensor, const char* name, const Tensor& q) {
+float* float_pointer(const View& tensor, const char* name, const View& q) {
   return static_cast<float*>(dense_pointer(tensor, name, q, ScalarType::Float, "float32"));
 }
 

@@ -427,8 +427,10 @@ extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_causal_e4m3_bf16_
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_causal_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_full_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_full_e4m3_fp16_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_e4m3_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo;
@@ -1877,10 +1879,16 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m64n64w4_s3_block_full_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_full_e4m3_fp16_exp2_serial_solo, 192, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_columns_solo, 256, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_serial_solo, 256, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_e4m3_linear_serial_solo, 256, 128, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_columns_solo, 256, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo, 256, 128, 128, OutType::fp16,
@@ -2358,7 +2366,7 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
 };
-const int kVariantCount = 582;
+const int kVariantCount = 584;
 
 const PackEntry kPacks[] = {
     {"pack_d32_n128_bf16", kPack_d32_n128_bf16, 32, 128, SourceType::bf16},

@@ -32,7 +32,13 @@ COMMON = (
 PACK = (
     "int key_block, Tensor q, Tensor k, Tensor v, int q_granularity, int k_granularity, int v_granularity, "
     "float score_amax, float v_amax, bool negate_q, Tensor(a!) q8, Tensor(b!) k8, Tensor(c!) v8, "
-    "Tensor(d!) q_descale, Tensor(e!) k_descale, Tensor(f!) v_descale, Tensor(g!)? amax"
+    "Tensor(d!) q_descale, Tensor(e!) k_descale, Tensor(f!) v_descale, Tensor(g!)? amax, bool hadamard, "
+    "Tensor(h!)? k_mean"
+)
+ATTEND = (
+    "int variant, Tensor q, Tensor k, Tensor v, int q_granularity, int k_granularity, int v_granularity, "
+    "float score_amax, float v_amax, bool hadamard, bool seq_major, float scale, int causal_offset, "
+    "Tensor(a!)? k_mean, Tensor? out_descale, Tensor(b!)? lse, Tensor(c!)? amax"
 )
 DIAGNOSTIC = "Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o"
 
@@ -54,7 +60,7 @@ except NotImplementedError as error:
     refusal = str(error)
 print(json.dumps({
     "schemas": [str(ops.forward.default._schema), str(ops.diagnose.default._schema),
-                str(ops.pack.default._schema)],
+                str(ops.pack.default._schema), str(ops.attend.default._schema)],
     "ids": [c.fp8cutlass_variant_id(i).decode() for i in range(count)],
     "outside": [c.fp8cutlass_variant_id(-1), c.fp8cutlass_variant_id(count)],
     "refusal": refusal,
@@ -120,7 +126,15 @@ def test_schemas(answers: dict[str, Any]) -> None:
         f"fp8cutlass_C::forward({COMMON}) -> ()",
         f"fp8cutlass_C::diagnose({COMMON}, {DIAGNOSTIC}) -> ()",
         f"fp8cutlass_C::pack({PACK}) -> ()",
+        f"fp8cutlass_C::attend({ATTEND}) -> Tensor",
     ]
+
+
+def test_errors_are_made_without_streams() -> None:
+    """Linked with a libstdc++ of its own, the library once ended the process where it should have raised: the locales
+    of two copies took each other's place in an ostringstream."""
+    streams = re.compile(r"#include <(sstream|iostream|ostream|fstream|iomanip)>|stringstream")
+    assert [path.name for path in (ROOT / "csrc").iterdir() if streams.search(path.read_text())] == []
 
 
 def test_variants_are_those_of_the_manifest_in_its_order(built: Built, answers: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ def _sm90a_wide_token(v: Variant) -> bool:
 
 
 def _sm90a_columns(v: Variant) -> bool:
-    return v.schedule is Schedule.COLUMNS and v.head_dim == 256
+    return v.schedule is Schedule.COLUMNS and v.head_dim == 256 and not v.causal
 
 
 def _sm90a_split(v: Variant) -> bool:

@@ -243,11 +243,6 @@ def test_attention_behind_it(source: str, scaling: str) -> None:
     assert torch.equal(fp8cutlass.attention(-q, k, v, scaling=scaling, scale=0.1), first)
 
 
-@pytest.mark.xfail(
-    torch.__version__.startswith("2.11."),
-    run=False,
-    reason="seen with torch 2.11: an error thrown by the extension ends the process with a segmentation fault",
-)
 @pytest.mark.parametrize(
     ("change", "named"),
     [

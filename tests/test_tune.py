@@ -17,7 +17,7 @@ from test_dispatch_runtime import BASE
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8cutlass
-from fp8cutlass import UnsupportedError, dispatch, explain, extension, tuned, tuner
+from fp8cutlass import UnsupportedError, dispatch, eager, explain, extension, tuned, tuner
 from fp8cutlass.cli import main
 from fp8cutlass.cli import tune as command
 from fp8cutlass.dispatch import Problem, decide
@@ -105,6 +105,16 @@ def test_the_fastest_is_stored_and_then_chosen(search: Any, file: Path) -> None:
     text = str(found)
     assert text.splitlines()[0].startswith("(1, 4, 70x90, 64) causal") and f"stored in {file}" in text
     assert all(candidate.kernel in text for candidate in found.candidates)
+
+
+def test_calls_that_are_remembered_choose_anew(search: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that was made before goes straight to its kernel, and would never see what was stored."""
+    known = {("a signature",): None}
+    monkeypatch.setattr(eager, "_known", known)
+    search(*operands(), us=lambda i: 10.0 - i, save=False)
+    assert known
+    search(*operands(), us=lambda i: 10.0 - i)
+    assert not known
 
 
 def test_the_tables_choice_stays_unless_it_is_beaten(search: Any) -> None:

@@ -22,12 +22,17 @@ from .base import Contender, Refused
 OUT_DTYPE = torch.bfloat16
 
 
+def half_call(data: Data, variant: Variant, scaling: str) -> Call:
+    """The operator's arguments from bf16, for one kernel."""
+    options = (None, OUT_DTYPE, scaling, "fast", data.shape.causal, 0, data.scale, False, False, variant.id)
+    return Call(data.q, data.k, data.v, None, None, None, *options)
+
+
 def make_operands(data: Data, variant: Variant, at: Target, scaling: str) -> Operands:
     """Quantise bf16 for a kernel and pack V as the operator does: what stands between a caller's tensors and the
     launch."""
-    options = (None, OUT_DTYPE, scaling, "fast", data.shape.causal, 0, data.scale, False, False, variant.id)
-    half = Call(data.q, data.k, data.v, None, None, None, *options)
-    return kernel_operands(half, variant, load_manifest(at.directory).scaling[scaling])
+    granularity = load_manifest(at.directory).scaling[scaling]
+    return kernel_operands(half_call(data, variant, scaling), variant, granularity)
 
 
 def launcher(number: int, operands: Operands, out: torch.Tensor, scale: float) -> Callable[[], torch.Tensor]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from . import eager
 from .errors import NoKernelError, UnsupportedError
 from .fallback import sdpa
 from .plan import choose, describe, execute, make_plan
@@ -112,23 +113,32 @@ def attention(
         kernel=kernel,
         fallback=fallback,
     )
+    signed = None if torch.compiler.is_compiling() else eager.signature(request)
+    known = None if signed is None else eager.look_up(signed)
+    if known is not None:
+        return _deliver(request, *known(*request.bhsd()))
     try:
         plan = make_plan(request)
     except NoKernelError as error:
         if fallback != "sdpa":
             raise
-        return _deliver(request, sdpa(request, error), ())
-    result, lse, amax = execute(request, plan)
-    extra = tuple(x for x, wanted in ((lse, return_lse), (amax, return_amax)) if wanted)
-    return _deliver(request, result if layout == "bhsd" else result.transpose(1, 2), extra)
+        result = sdpa(request, error)
+        return result if out is None else out.copy_(result)
+    results = execute(request, plan)
+    if signed is not None:
+        eager.remember(signed, request, plan)
+    return _deliver(request, *results)
 
 
-def _deliver(
-    request: Request, result: torch.Tensor, extra: tuple[torch.Tensor, ...]
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def _deliver(request: Request, result: torch.Tensor, lse: Any, amax: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """What was asked for, the result in the layout of query."""
+    if request.layout == "bshd":
+        result = result.transpose(1, 2)
     if request.out is not None:
         result = request.out.copy_(result)
-    return (result, *extra) if extra else result
+    if request.return_lse:
+        return (result, lse, amax) if request.return_amax else (result, lse)
+    return (result, amax) if request.return_amax else result
 
 
 def supports(*args: Any, **kwargs: Any) -> tuple[bool, str]:

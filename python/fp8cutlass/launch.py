@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from . import extension
+from .attend import Attend, prepare
 from .emulator import emulate
-from .fused import Operands, quantise_and_pack
+from .fused import Operands, quantise_and_pack, readable
 from .manifest import Variant
 from .memory import aligned, as_bytes, empty_rows, is_seq_major
 from .pack import pack_v, pad_token_descale
@@ -78,17 +79,36 @@ def quantised(call: Call, variant: Variant, granularity: Mapping[str, str]) -> C
     return replace(call, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
 
 
-def run_half(call: Call, variant: Variant, number: int, granularity: Mapping[str, str], outputs: Outputs) -> None:
-    """Run one kernel on bf16 or fp16 operands and fill ``outputs``; see :func:`run`."""
+def run_half(call: Call, variant: Variant, number: int, granularity: Mapping[str, str]) -> Outputs:
+    """Run one kernel on bf16 or fp16 operands, no dimension empty; see :func:`empty_outputs` for what comes back."""
     if call.q.is_cuda:
-        made = kernel_operands(call, variant, granularity)
-        _forward(call, number, variant.head_dim, made, outputs)
-        mean = made.k_mean
-    else:
-        run(quantised(call, variant, granularity), variant, number, outputs)
-        mean = key_mean(call.k) if call.smooth_k else None
-    if mean is not None and call.return_lse:
-        restore_lse(outputs[1], call.q, mean[..., : call.q.shape[3]], call.scale)
+        attend = prepared_call(call, variant, number, granularity)
+        out, lse, amax = attend(readable(call.q), readable(call.k), readable(call.v), call.out_descale)
+        lse, amax = (call.q.new_empty((0,), dtype=torch.float32) if x is None else x for x in (lse, amax))
+        return out, lse, amax
+    outputs = empty_outputs(call)
+    run(quantised(call, variant, granularity), variant, number, outputs)
+    if call.smooth_k and call.return_lse:
+        restore_lse(outputs[1], call.q, key_mean(call.k), call.scale)
+    return outputs
+
+
+def prepared_call(call: Call, variant: Variant, number: int, granularity: Mapping[str, str]) -> Attend:
+    """A call on bf16 or fp16 operands on a card, less its tensors."""
+    return prepare(
+        variant,
+        number,
+        granularity,
+        head_dim=call.q.shape[3],
+        amax=score_amax(variant),
+        seq_major=is_seq_major(call.q),
+        scale=call.scale,
+        causal_offset=call.causal_offset,
+        smooth_k=call.smooth_k,
+        hadamard=call.hadamard,
+        return_lse=call.return_lse,
+        return_amax=call.return_amax,
+    )
 
 
 def run(call: Call, variant: Variant, number: int, outputs: Outputs) -> None:

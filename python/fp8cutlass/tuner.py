@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import dispatch, tuned
+from . import dispatch, eager, tuned
 from ._version import __version__
 from .api import attention
 from .dispatch import Problem, decide, pinned
@@ -130,6 +130,7 @@ def _search(request: Request, plan: Plan, timer: Timer, save: bool) -> Tuning:
     if path is not None:
         tuned.store(path, [_row(manifest.directory, problem, found, best, us)])
         dispatch.forget()
+        eager.forget()
     return Tuning(problem, default, best.kernel, tuple(found), path)
 
 

@@ -1,0 +1,92 @@
+"""bf16 and fp16 operands on a card, from the chosen kernel to its outputs: one operator of the extension allocates,
+quantises, packs and attends. Bit for bit what :mod:`fp8cutlass.fused` and ``forward`` do one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import extension
+from .manifest import Variant
+from .memory import as_bytes, empty_rows
+from .quantize import GRANULARITIES, V_AMAX
+from .smooth import restore_lse
+
+Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, lse, amax; the last two where wanted
+
+
+@dataclass(frozen=True)
+class Attend:
+    """A call but for its tensors, for operands of one shape, layout and dtype on one device."""
+
+    operator: Any  # fp8cutlass_C.attend
+    constants: tuple[Any, ...]  # of the operator: what follows v and is no tensor
+    number: int  # of the variant in the extension
+    head_dim: int  # the caller's
+    kernel_head_dim: int
+    scale: float
+    smooth_k: bool
+    return_lse: bool
+    return_amax: bool
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_descale: torch.Tensor | None = None
+    ) -> Result:
+        """Run it on q (B, H, Sq, D), k and v (B, Hkv, Sk, D) that are ``fused.readable``, no dimension
+        empty.
+
+        Returns out (B, H, Sq, D), dense in q's memory order; lse (B, H, Sq) and amax (1,), float32, or None.
+        """
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32) if self.return_lse else None
+        amax = q.new_zeros((1,), dtype=torch.float32) if self.return_amax else None
+        mean = k.new_empty((*k.shape[:2], self.kernel_head_dim), dtype=torch.float32) if self.smooth_k else None
+        try:
+            out = self.operator(self.number, q, k, v, *self.constants, mean, out_descale, lse, amax)
+        except RuntimeError as error:
+            if "could not allocate" in str(error):  # the stable ABI has no type for it
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
+        if self.kernel_head_dim != self.head_dim:
+            wide, out = out, empty_rows(q, self.head_dim, out.dtype)
+            as_bytes(out).copy_(as_bytes(wide)[..., : self.head_dim])
+        if mean is not None and lse is not None:
+            restore_lse(lse, q[..., : self.head_dim], mean[..., : self.head_dim], self.scale)
+        return out, lse, amax
+
+
+def prepare(
+    variant: Variant,
+    number: int,
+    granularity: Mapping[str, str],
+    *,
+    head_dim: int,
+    amax: float,
+    seq_major: bool,
+    scale: float,
+    causal_offset: int,
+    smooth_k: bool,
+    hadamard: bool,
+    return_lse: bool,
+    return_amax: bool,
+) -> Attend:
+    """The call of a variant, ``number`` in the extension.
+
+    ``amax`` and ``granularity`` are those of :func:`fp8cutlass.fused.quantise_and_pack`; ``seq_major`` puts the result
+    into memory in the order (B, S, H, D).
+    """
+    extension.load()
+    groups = (GRANULARITIES.index(granularity[name]) for name in "qkv")
+    return Attend(
+        operator=torch.ops.fp8cutlass_C.attend.default,
+        constants=(*groups, amax, V_AMAX, hadamard, seq_major, scale, causal_offset),
+        number=number,
+        head_dim=head_dim,
+        kernel_head_dim=variant.head_dim,
+        scale=scale,
+        smooth_k=smooth_k,
+        return_lse=return_lse,
+        return_amax=return_amax,
+    )

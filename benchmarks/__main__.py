@@ -12,10 +12,10 @@ import click
 
 from . import plot as plotting
 from . import report
-from .results import FAILED, WRONG, Row, Writer, read
-from .shapes import GRID_HEAD_DIMS, GRID_SEQLENS, SETS, select
+from .commands import overhead, regret, tune
+from .options import Wanted, need_card, read_csv, results_folder, shape_options, stop
+from .results import FAILED, WRONG
 
-RESULTS = Path(__file__).resolve().parent / "results"
 PEER_NAMES = tuple(name for name in report.CONTENDERS if name != report.OWN)
 
 csv_argument = click.argument("csv", type=click.Path(exists=True, dir_okay=False, path_type=Path))
@@ -27,10 +27,6 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option("--set", "shape_set", type=click.Choice(sorted(SETS)), default="grid", show_default=True)
-@click.option("--head-dim", "head_dims", type=click.Choice([str(d) for d in GRID_HEAD_DIMS]), multiple=True)
-@click.option("--seqlen", "seqlens", type=click.Choice([str(s) for s in GRID_SEQLENS]), multiple=True)
-@click.option("--mask", "masks", type=click.Choice(["full", "causal"]), multiple=True)
 @click.option("--peer", "peer_names", type=click.Choice(PEER_NAMES), multiple=True, help="Only these peers.")
 @click.option("--no-peers", is_flag=True, help="Only our kernels.")
 @click.option("--no-own", is_flag=True, help="Only the peers.")
@@ -40,13 +36,11 @@ def cli() -> None:
 @click.option("--quick", is_flag=True, help="Shorter replays and fewer of them.")
 @click.option("--budget", type=float, default=360.0, show_default=True, help="Seconds after which no shape is begun.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
-@click.option("--name", default="grid", show_default=True, help="Stem of the files.")
+@click.option("--name", default="", help="Stem of the files. Default: the names of the sets.")
 @click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
+@shape_options("grid")
 def grid(
-    shape_set: str,
-    head_dims: tuple[str, ...],
-    seqlens: tuple[str, ...],
-    masks: tuple[str, ...],
+    wanted: Wanted,
     peer_names: tuple[str, ...],
     no_peers: bool,
     no_own: bool,
@@ -64,40 +58,24 @@ def grid(
     Ends with 2 where nothing can be measured, with 1 where a contender failed, a result was wrong or time ran out.
     """
     begun = time.monotonic()
-    shapes = select(shape_set, head_dims=map(int, head_dims), seqlens=map(int, seqlens), masks=masks)
-    if not shapes:
-        _stop("no shape passes the filters")
+    shapes = wanted.shapes
     if no_peers and (no_own or peer_names):
-        _stop("--no-peers leaves nothing to measure with --no-own, and contradicts --peer")
+        stop("--no-peers leaves nothing to measure with --no-own, and contradicts --peer")
     if no_own and (kernel or all_kernels):
-        _stop("--no-own contradicts --kernel and --all-kernels")
-    _need_card("measuring", "; `table` and `plot` work from a CSV")
+        stop("--no-own contradicts --kernel and --all-kernels")
+    need_card("measuring", "; `table` and `plot` work from a CSV")
     from . import machine
-    from .grid import QUICK, Settings, run
+    from .grid import QUICK, Settings, record
     from .peers import PEERS, Own, Peer
 
-    peers: list[Peer] = [] if no_own else [Own(scaling=scaling, kernel=kernel, every=all_kernels)]
+    peers: list[Peer] = [] if no_own else [Own(scaling=scaling, kernel=kernel, every=all_kernels, call=not all_kernels)]
     peers += [] if no_peers else [PEERS[peer] for peer in peer_names or PEER_NAMES]
     settings = QUICK if quick else Settings()
     stamp = machine.stamp(commit)
     stamp["settings"] = f"{settings.replays} replays of {settings.target_us:g} us, scaling {scaling}"
     stamp |= {peer.name: peer.version() for peer in peers if peer.available() is None}
-    folder = out or RESULTS / machine.card_slug(stamp["card"])
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.csv"
-    rows: list[Row] = []
-    left = len(shapes)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = Writer(file, stamp)
-        for found in run(shapes, peers, settings):
-            writer.write(found)
-            rows += found
-            left -= 1
-            elapsed = time.monotonic() - begun
-            click.echo(f"{elapsed:5.0f} s  {_brief(found)}")
-            if left and elapsed > budget:
-                click.echo(f"{elapsed:.0f} s of {budget:g} s are spent: {left} of {len(shapes)} shapes are left out")
-                break
+    path = results_folder(out, stamp) / f"{name or wanted.name}.csv"
+    rows, left = record(path, stamp, shapes, peers, settings, budget, click.echo)
     tables = report.markdown(stamp, rows)
     path.with_suffix(".md").write_text(tables, encoding="utf-8")
     try:
@@ -109,35 +87,11 @@ def grid(
     sys.exit(1 if left or any(row.status in (WRONG, FAILED) for row in rows) else 0)
 
 
-def _stop(reason: str) -> None:
-    click.echo(f"benchmarks: {reason}", err=True)
-    sys.exit(2)
-
-
-def _need_card(what: str, instead: str = "") -> None:
-    try:
-        import torch
-    except ImportError:
-        _stop(f"{what} needs torch with CUDA, which is not installed{instead}")
-    if not torch.cuda.is_available():
-        _stop(f"{what} needs a CUDA device and there is none here{instead}")
-
-
-def _brief(rows: list[Row]) -> str:
-    """One line about a shape."""
-    best = report.cells(rows).get(rows[0].shape, {})
-    parts = [f"{name} {best[name].median_us:.1f}" for name in report.CONTENDERS if name in best]
-    others = sum(not row.chosen for row in rows)
-    parts += [f"{others} other kernels"] if others else []
-    parts += [f"{row.contender} {row.status}" for row in rows if row.chosen and row.median_us is None]
-    return f"{rows[0].shape.label}, us: {', '.join(parts)}"
-
-
 @cli.command()
 @csv_argument
 def table(csv: Path) -> None:
     """Print the tables of a CSV."""
-    click.echo(report.markdown(*_read(csv)), nl=False)
+    click.echo(report.markdown(*read_csv(csv)), nl=False)
 
 
 @cli.command()
@@ -147,9 +101,9 @@ def plot(csv: Path, out: Path | None) -> None:
     """Draw the figure of a CSV."""
     path = out or csv.with_suffix(".png")
     try:
-        plotting.draw(*_read(csv), path)
+        plotting.draw(*read_csv(csv), path)
     except plotting.PlotError as error:
-        _stop(str(error))
+        stop(str(error))
     click.echo(path)
 
 
@@ -160,15 +114,7 @@ def evidence(csvs: tuple[Path, ...], out: TextIO) -> None:
     """Rewrite measured kernels (of --all-kernels) for the generator; later CSVs win over earlier ones."""
     from .evidence import records, write
 
-    write(out, [record for csv in csvs for record in records(*_read(csv))])
-
-
-def _read(csv: Path) -> tuple[dict[str, str], list[Row]]:
-    try:
-        return read(csv)
-    except ValueError as error:
-        _stop(str(error))
-        raise
+    write(out, [record for csv in csvs for record in records(*read_csv(csv))])
 
 
 @cli.command()
@@ -178,7 +124,7 @@ def _read(csv: Path) -> tuple[dict[str, str], list[Row]]:
 @click.option("--kernel", default="", help="Pin a variant by its id instead of asking the dispatch table.")
 def launch(head_dim: int, seqlen: int, mask: str, kernel: str) -> None:
     """Launch our kernel once on a problem of the grid, for a profiler to look at."""
-    _need_card("a launch")
+    need_card("a launch")
     import torch
 
     from .data import make_data
@@ -187,7 +133,7 @@ def launch(head_dim: int, seqlen: int, mask: str, kernel: str) -> None:
 
     own = Own(kernel=kernel)
     if (reason := own.available()) is not None:
-        _stop(reason)
+        stop(reason)
     shape = square(TOKENS // seqlen, WIDTH // head_dim, seqlen, head_dim, mask == "causal")
     (contender,) = own.prepare(make_data(shape))
     contender.launch()
@@ -202,6 +148,9 @@ def machine() -> None:
 
     click.echo(json.dumps(stamp(), indent=2))
 
+
+for command in (regret, overhead, tune):
+    cli.add_command(command)
 
 if __name__ == "__main__":
     cli(prog_name="python -m benchmarks")

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+
+from fp8cutlass.timing import Capture, Timing, capture, interleave
 
 from .data import ERROR_LIMIT, Data, make_data
 from .machine import Monitor
 from .peers import Contender, Peer, Refused
-from .results import FAILED, OK, UNAVAILABLE, WRONG, Row
+from .report import brief
+from .results import FAILED, OK, UNAVAILABLE, WRONG, Row, Writer
 from .shapes import Shape
-from .timing import Capture, Timing, capture, interleave
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure: microseconds of work in a replay, and replays."""
+    """How long to measure: microseconds of work in a replay, and replays, of which there are fewer where a single
+    launch takes so long that a contender would need more than ``most_us``."""
 
     target_us: float = 4000.0
     replays: int = 20
+    most_us: float = 600_000.0
+
+    def replays_of(self, longest_us: float) -> int:
+        """How often to replay contenders of which the slowest takes ``longest_us``; 3 at least, for a median."""
+        return min(self.replays, max(3, int(self.most_us / max(longest_us, 1.0))))
 
     @property
     def quantise(self) -> Settings:
@@ -29,7 +39,7 @@ class Settings:
         return replace(self, target_us=self.target_us / 4, replays=max(5, self.replays // 2))
 
 
-QUICK = Settings(target_us=1500.0, replays=10)
+QUICK = Settings(target_us=1500.0, replays=10, most_us=200_000.0)
 
 
 def _first_line(error: BaseException) -> str:
@@ -122,7 +132,9 @@ def measure(shape: Shape, peers: Sequence[Peer], settings: Settings) -> list[Row
         else:
             running.append((contender, row, recorded))
     monitor = Monitor()
-    timings = interleave([recorded for _, _, recorded in running], settings.replays, monitor.sample)
+    captures = [recorded for _, _, recorded in running]
+    replays = settings.replays_of(max((recorded.replay_us for recorded in captures), default=0.0))
+    timings = interleave(captures, replays, monitor.sample)
     for (contender, row, _), timing in zip(running, timings, strict=True):
         rows.append(_with_quantisation(_with_timing(row, timing, monitor), contender, settings))
     return rows
@@ -139,3 +151,31 @@ def run(shapes: Iterable[Shape], peers: Sequence[Peer], settings: Settings) -> I
             if peer.name in absent
         ]
         yield missing + measure(shape, present, settings)
+
+
+def record(
+    path: Path,
+    stamp: Mapping[str, str],
+    shapes: Sequence[Shape],
+    peers: Sequence[Peer],
+    settings: Settings,
+    budget: float,
+    say: Callable[[str], object],
+) -> tuple[list[Row], int]:
+    """Measure shapes, writing rows to ``path`` as they come, until ``budget`` seconds have passed; returns the rows,
+    and how many shapes are left."""
+    begun = time.monotonic()
+    rows: list[Row] = []
+    left = len(shapes)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = Writer(file, stamp)
+        for found in run(shapes, peers, settings):
+            writer.write(found)
+            rows += found
+            left -= 1
+            elapsed = time.monotonic() - begun
+            say(f"{elapsed:5.0f} s  {brief(found)}")
+            if left and elapsed > budget:
+                say(f"{elapsed:.0f} s of {budget:g} s are spent: {left} of {len(shapes)} shapes are left out")
+                break
+    return rows, left

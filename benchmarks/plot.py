@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from .report import CONTENDERS, FP8_PEERS, OWN, cells, short
+from .report import CONTENDERS, FP8_PEERS, OWN, SAGE, cells, short
 from .results import Row
 from .shapes import GRID_HEAD_DIMS, GRID_SEQLENS
 
@@ -17,6 +17,7 @@ COLOURS = {
     "fa3_bf16": "tab:cyan",
     "cudnn_bf16": "tab:olive",
     "fa2_bf16": "tab:gray",
+    SAGE: "tab:purple",
 }
 WITHOUT_MATPLOTLIB = "the plot needs matplotlib: install it, or draw the plot elsewhere from the CSV"
 

@@ -12,9 +12,11 @@ from .results import OK, UNAVAILABLE, Row
 from .shapes import GRID_HEAD_DIMS, GRID_SEQLENS, HISTORY, Shape
 
 OWN = "fp8cutlass"
+CALL = "fp8cutlass_call"  # `attention` itself from bf16 tensors, captured: quantisation and all; no line of the figure
 FP8_PEERS = ("fa3_fp8", "cudnn_fp8")
 BF16_PEERS = ("fa3_bf16", "cudnn_bf16", "fa2_bf16")
-CONTENDERS = (OWN, *FP8_PEERS, *BF16_PEERS)  # the order of every table and legend
+SAGE = "sage_call"  # a whole call, as it quantises inside
+CONTENDERS = (OWN, *FP8_PEERS, *BF16_PEERS, SAGE)  # the order of every table and legend
 
 TARGETS = {64: (1.8, 1.4), 128: (1.4, 1.15), 256: (1.12, 1.0)}  # head_dim: geometric mean and minimum of the ratio
 HISTORY_TARGET_US = 6.0
@@ -89,7 +91,8 @@ def verdicts(rows: Iterable[Row]) -> list[Verdict]:
     return found
 
 
-def _table(header: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
+def table(header: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
+    """A markdown table; all columns but the first are numbers."""
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" + " ---: |" * (len(header) - 1)]
     return lines + ["| " + " | ".join(line) + " |" for line in body]
 
@@ -107,6 +110,11 @@ def _line(label: str, row: Sequence[Cell], value: Callable[[Cell], float | None]
     """A table line, or None where it would be empty."""
     texts = [_number(value(cell), digits) for cell in row]
     return [label, *texts] if any(texts) else None
+
+
+def _call_ratio(cell: Cell, peers: Sequence[str] = BF16_PEERS) -> float | None:
+    """How many times faster a whole call of ours is than the fastest of ``peers``."""
+    return ratio({**cell, OWN: cell[CALL]}, peers) if CALL in cell else None
 
 
 def _of(contender: str, read: Callable[[Row], float | None]) -> Callable[[Cell], float | None]:
@@ -132,10 +140,13 @@ def _grid_tables(by_shape: Mapping[Shape, Cell]) -> list[str]:
         )
         body += [_line(f"{n}, quantisation included", row, _of(n, _with_quantisation)) for n in (OWN, *FP8_PEERS)]
         body.append(_line(f"{OWN}, us", row, _of(OWN, lambda r: r.median_us), 1))
+        body.append(_line("a whole call of ours, us", row, _of(CALL, lambda r: r.median_us), 1))
+        body.append(_line("a whole call of ours / best bf16", row, _call_ratio, 2))
+        body.append(_line(f"a whole call of ours / {SAGE}", row, partial(_call_ratio, peers=(SAGE,)), 2))
         body.append(_line("quantisation and packing, us", row, _of(OWN, lambda r: r.quantise_us), 1))
         mask = "causal" if causal else "full"
         lines += ["", f"### head_dim {head_dim}, {mask}, useful TFLOPS", ""]
-        lines += _table(["", *(short(shape.seqlen_k) for shape in shapes)], [line for line in body if line])
+        lines += table(["", *(short(shape.seqlen_k) for shape in shapes)], [line for line in body if line])
     return lines
 
 
@@ -143,11 +154,23 @@ def _other_table(by_shape: Mapping[Shape, Cell]) -> list[str]:
     shapes = sorted(shape for shape in by_shape if not shape.in_grid)
     if not shapes:
         return []
+    times = {name: _of(name, lambda r: r.median_us) for name in (*CONTENDERS, CALL)}
+    ratios: dict[str, Callable[[Cell], float | None]] = {
+        "ours / better FP8 peer": ratio,
+        "ours / best bf16": partial(ratio, peers=BF16_PEERS),
+        "whole call / best bf16": _call_ratio,
+        f"whole call / {SAGE}": partial(_call_ratio, peers=(SAGE,)),
+    }
     body = [
-        [shape.label, *(_number(_of(name, lambda r: r.median_us)(by_shape[shape]), 2) for name in CONTENDERS)]
+        [
+            shape.label,
+            *(_number(read(by_shape[shape]), 2) for read in times.values()),
+            *(_number(read(by_shape[shape]), 2) for read in ratios.values()),
+        ]
         for shape in shapes
     ]
-    return ["", "### other shapes (batch, heads, seqlen, head_dim), us", "", *_table(["", *CONTENDERS], body)]
+    title = "### other shapes (batch, heads, seqlen, head_dim): us, and times faster"
+    return ["", title, "", *table(["", *times, *ratios], body)]
 
 
 def _verdict_table(rows: Sequence[Row]) -> list[str]:
@@ -170,7 +193,7 @@ def _verdict_table(rows: Sequence[Row]) -> list[str]:
     lines: list[str] = []
     if body:
         header = ["head_dim", "geometric mean", "target", "minimum", "target", "worst cell", "cells", ""]
-        lines += ["", "### ours / better of the FP8 peers", "", *_table(header, body)]
+        lines += ["", "### ours / better of the FP8 peers", "", *table(header, body)]
     history = cells(rows).get(HISTORY, {}).get(OWN)
     if history is not None and history.median_us is not None:
         state = "met" if history.median_us <= HISTORY_TARGET_US else "missed"
@@ -181,7 +204,7 @@ def _verdict_table(rows: Sequence[Row]) -> list[str]:
 def _quality_table(rows: Sequence[Row]) -> list[str]:
     """The largest error and spread of each contender, and what did not count."""
     body = []
-    for name in CONTENDERS:
+    for name in (*CONTENDERS, CALL):
         mine = [row for row in rows if row.contender == name and row.status != UNAVAILABLE]
         errors = [row.error for row in mine if row.error is not None]
         spreads = [row.spread for row in mine if row.spread is not None]
@@ -191,7 +214,7 @@ def _quality_table(rows: Sequence[Row]) -> list[str]:
     lines = []
     if body:
         header = ["", "largest relative L2 error", "largest (max - min) / median of the times"]
-        lines += ["", "### outputs and times", "", *_table(header, body)]
+        lines += ["", "### outputs and times", "", *table(header, body)]
     excluded: dict[tuple[str, str, str, str], list[Row]] = defaultdict(list)
     for row in rows:
         if row.status != OK:
@@ -212,3 +235,13 @@ def markdown(stamp: Mapping[str, str], rows: Sequence[Row]) -> str:
         lines.append(f"* clock under load: {clocks[0]:.0f} to {clocks[-1]:.0f} MHz")
     lines += _verdict_table(rows) + _grid_tables(by_shape) + _other_table(by_shape) + _quality_table(rows)
     return "\n".join(lines) + "\n"
+
+
+def brief(rows: list[Row]) -> str:
+    """One line about a shape."""
+    best = cells(rows).get(rows[0].shape, {})
+    parts = [f"{name} {best[name].median_us:.1f}" for name in (*CONTENDERS, CALL) if name in best]
+    others = sum(not row.chosen for row in rows)
+    parts += [f"{others} other kernels"] if others else []
+    parts += [f"{row.contender} {row.status}" for row in rows if row.chosen and row.median_us is None]
+    return f"{rows[0].shape.label}, us: {', '.join(parts)}"

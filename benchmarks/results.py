@@ -24,7 +24,7 @@ class Row:
 
     shape: Shape
     contender: str
-    precision: str  # "fp8" or "bf16"
+    precision: str  # "fp8", "bf16" or "int8"
     status: str
     reason: str = ""
     kernel: str = ""
@@ -76,13 +76,18 @@ def _parse(name: str, text: str) -> Any:
     return int(text) if name in _COUNTS else float(text)
 
 
+def write_stamp(file: TextIO, stamp: Mapping[str, str]) -> None:
+    """The comment lines at the head of a CSV."""
+    for name, value in stamp.items():
+        file.write(f"# {name}: {' '.join(value.split())}\n")
+
+
 class Writer:
     """Writes the stamp and then rows as they come, so that a run that is cut off leaves what it had."""
 
     def __init__(self, file: TextIO, stamp: Mapping[str, str]) -> None:
         self._file = file
-        for name, value in stamp.items():
-            file.write(f"# {name}: {' '.join(value.split())}\n")
+        write_stamp(file, stamp)
         self._csv = csv.writer(file, lineterminator="\n")
         self._csv.writerow(COLUMNS)
         file.flush()

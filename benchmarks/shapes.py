@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -66,6 +68,8 @@ HISTORY = square(1, 8, 512, 64, False)  # the project's first measured problem: 
 
 CELL_HEAD_DIMS = (64, 96, 128, 192, 256)
 CELL_SEQLENS = tuple(64 << step for step in range(9))  # 64 .. 16k, a problem for each bucket of the dispatch table
+MAX_HEAD_DIM = 256
+HELD_OUT = 3  # one in three
 LIGHT_TILES, FEW_TILES = 66, 8  # of 128 rows: half and a sixteenth of what an H200 has multiprocessors
 
 
@@ -85,24 +89,128 @@ def _cells() -> list[Shape]:
     return found
 
 
+_CELLS = frozenset(_cells())
+
+
+def _llm() -> list[Shape]:
+    """Prefill with grouped heads, causal; two lengths are no multiple of a tile."""
+    heads = ((1, 64), (1, 32), (4, 32))
+    return [
+        Shape(128, True, seqlen, seqlen, batch, count, 8)
+        for batch, count in heads
+        for seqlen in (300, 512, 1024, 2048, 3500, 4096, 8192, 16384)
+        if batch * seqlen <= TOKENS
+    ]
+
+
+def _decode() -> list[Shape]:
+    """A few new tokens against a cache: 1, and 4 to 16 as speculative decoding has them."""
+    caches = ((1, 1024), (1, 8192), (1, 32768), (16, 4096), (64, 2048))
+    return [Shape(128, False, new, keys, batch, 32, 8) for batch, keys in caches for new in (1, 4, 16)]
+
+
+def _diffusion() -> list[Shape]:
+    """Diffusion transformers: lengths that no tile divides, no mask."""
+    widths = ((64, 24), (64, 30), (128, 24))
+    sizes = ((2, 4250), (1, 4250), (1, 17550), (1, 33000))
+    return [square(batch, heads, seqlen, head_dim, False) for head_dim, heads in widths for batch, seqlen in sizes]
+
+
+def _vision() -> list[Shape]:
+    """Vision transformers: patches of 224 and 384 pixels, and a class token."""
+    return [
+        square(batch, heads, seqlen, 64, False) for heads in (12, 16) for seqlen in (197, 577) for batch in (1, 8, 64)
+    ]
+
+
+def _cross() -> list[Shape]:
+    """Many queries against the tokens of a prompt."""
+    latents = ((64, 2, 20, 1024), (64, 2, 10, 4096), (64, 1, 30, 17550), (128, 1, 24, 4250), (128, 1, 24, 17550))
+    return [
+        Shape(head_dim, False, queries, keys, batch, heads, heads)
+        for head_dim, batch, heads, queries in latents
+        for keys in (77, 256, 512)
+    ]
+
+
+def _long() -> list[Shape]:
+    """32k to 256k keys: prefill, chunks of 4,096 queries against a long cache, and no mask."""
+    prefill = ((32768, 32, 4), (65536, 32, 4), (131072, 8, 1), (262144, 2, 1))
+    return [
+        *(Shape(128, True, seqlen, seqlen, 1, heads, kv_heads) for seqlen, heads, kv_heads in prefill),
+        *(Shape(128, False, 4096, keys, 1, 32, 8) for keys in (32768, 65536, 131072, 262144)),
+        *(square(1, 8, seqlen, 64, False) for seqlen in (32768, 65536)),
+    ]
+
+
+NAMED = ("grid", "llm", "decode", "diffusion", "vision", "cross", "long")  # what claims about the choice are made over
+
 SETS: dict[str, Callable[[], list[Shape]]] = {
     "cells": _cells,
+    "cross": _cross,
+    "decode": _decode,
+    "diffusion": _diffusion,
     "few": lambda: [s for s in _cells() if s.batch * s.heads * -(-s.seqlen_q // 128) <= FEW_TILES],
     "grid": lambda: [HISTORY, *_grid()],
     "history": lambda: [HISTORY],
+    "llm": _llm,
+    "long": _long,
+    "named": lambda: select(*NAMED),
     "short": lambda: [HISTORY, *(s for s in _grid() if s.seqlen_k <= 1024)],
+    "vision": _vision,
 }
 
 
 def select(
-    name: str, *, head_dims: Iterable[int] = (), seqlens: Iterable[int] = (), masks: Iterable[str] = ()
+    *names: str,
+    extra: Iterable[Shape] = (),
+    head_dims: Iterable[int] = (),
+    seqlens: Iterable[int] = (),
+    masks: Iterable[str] = (),
 ) -> list[Shape]:
-    """The shapes of a set that pass every filter given; an empty filter passes all."""
+    """The shapes of some sets and ``extra`` ones, each once, that pass every filter given; an empty filter passes
+    all."""
     head_dims, seqlens, masks = set(head_dims), set(seqlens), set(masks)
+    every = [*(shape for name in names for shape in SETS[name]()), *extra]
     return [
         shape
-        for shape in SETS[name]()
+        for shape in dict.fromkeys(every)
         if (not head_dims or shape.head_dim in head_dims)
         and (not seqlens or shape.seqlen_k in seqlens)
         and (not masks or shape.mask in masks)
     ]
+
+
+_TEXT = re.compile(
+    r"(?P<batch>\d+),(?P<heads>\d+)(?:/(?P<kv_heads>\d+))?,(?P<queries>\d+)(?:x(?P<keys>\d+))?,(?P<head_dim>\d+)"
+    r"(?:,(?P<mask>full|causal))?",
+    re.ASCII,
+)
+
+
+def parse(text: str) -> Shape:
+    """The shape that a text names: ``B,H,S,D``, with H as ``H/Hkv`` and S as ``QUERIESxKEYS`` where they differ, and
+    ``,causal`` behind it with a mask. Raises ValueError."""
+    match = _TEXT.fullmatch(text.replace(" ", ""))
+    if match is None:
+        raise ValueError(f"{text!r} is not B,H[/HKV],S[xKEYS],D[,causal], such as 1,32/8,4096,128,causal")
+    mask = match["mask"]
+    sizes = {name: int(value) for name, value in match.groupdict().items() if name != "mask" and value}
+    if min(sizes.values()) < 1:
+        raise ValueError(f"{text!r}: every size must be at least 1")
+    heads, queries = sizes["heads"], sizes["queries"]
+    kv_heads = sizes.get("kv_heads", heads)
+    if heads % kv_heads:
+        raise ValueError(f"{text!r}: {kv_heads} heads of K and V do not divide {heads} of Q")
+    if sizes["head_dim"] > MAX_HEAD_DIM:
+        raise ValueError(f"{text!r}: head_dim {sizes['head_dim']} is beyond {MAX_HEAD_DIM}")
+    keys = sizes.get("keys", queries)
+    return Shape(sizes["head_dim"], mask == "causal", queries, keys, sizes["batch"], heads, kv_heads)
+
+
+def held_out(shape: Shape) -> bool:
+    """Whether nothing is ever tuned on this shape: about a third, by a hash, of those that are no cell of the dispatch
+    table. A cell is what the table is made of and cannot be left out."""
+    if shape in _CELLS:
+        return False
+    return hashlib.sha256(shape.label.encode()).digest()[0] % HELD_OUT == 0

@@ -22,6 +22,7 @@ from codegen.rules import check as check_rules
 from codegen.select import of_profile, select
 from codegen.spec import AXES, Dtype, Out, Scaling, Variant, axis_text, parse_id
 from codegen.table import built
+from codegen.tune import tune
 from codegen.writer import compare, write
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "generated"
@@ -313,3 +314,6 @@ def gates(
     except (ToolboxError, ToolchainError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(0 if good else 1)
+
+
+main.add_command(tune)

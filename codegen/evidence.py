@@ -2,20 +2,24 @@
 
 Rows are of scaling `block`, e4m3 operands and bf16 output, the fastest modes; they speak for every kernel with the same
 head_dim, mask, softmax, tile, stages, schedule and cluster, except those of scaling `token`, whose scores cost more.
+Kernels are compared on the problems of a cell, so all problems of a class and a load have rows of the same kernels.
 """
 
 from __future__ import annotations
 
 import csv
+import hashlib
+import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
 from codegen.arch import CARDS, FAMILIES
-from codegen.keys import load_of, seqlen_bucket
+from codegen.keys import LOADS, load_of, seqlen_bucket
 from codegen.matrix import undeclared
+from codegen.rules import check
 from codegen.spec import Kind, Scaling, Softmax, Variant, parse_id
 
 FAMILY = "sm90a"
@@ -50,7 +54,10 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """us: median of a launch in microseconds; min_us: the shortest. clock_mhz: of the SMs while it was measured."""
+    """us: median of a launch in microseconds; min_us: the shortest. clock_mhz: of the SMs while it was measured.
+
+    others: how many more problems of a cell the times are the geometric means of; the rest is that of `problem`.
+    """
 
     problem: Problem
     us: float
@@ -59,6 +66,7 @@ class Measurement:
     clock_mhz: int
     toolchain: str
     commit: str
+    others: int = 0
 
 
 Class = tuple[int, bool, Softmax]  # head_dim, causal, softmax
@@ -109,8 +117,10 @@ def _measurement(row: dict[str, str]) -> Measurement:
 
 
 def read(path: Path) -> Table:
-    """The rows of a file; nothing for one that is not there or empty. Raises EvidenceError."""
+    """The rows of a file; nothing for one that is not there or empty. Raises EvidenceError for a row that cannot be
+    used, names a kernel that is not declared or is there twice, and for one that is missing."""
     table: dict[Class, dict[Problem, dict[str, Measurement]]] = defaultdict(lambda: defaultdict(dict))
+    variants: set[Variant] = set()
     if not path.is_file():
         return table
     with path.open(newline="") as file:
@@ -128,7 +138,35 @@ def read(path: Path) -> Table:
             except ValueError as error:
                 raise EvidenceError(f"{path.name}, line {rows.line_num}: {error}") from error
             shapes[v.shape] = measured
+            variants.add(v)
+    _check_holes(path, table, variants)
     return table
+
+
+def _check_holes(path: Path, table: Table, variants: Iterable[Variant]) -> None:
+    """EvidenceError where a kernel has rows for some problems of a class and load, but not for all of them. Kernels
+    that a rule has forbidden since they were measured do not compete, and may lack any."""
+    legal = {(v.head_dim, v.causal, v.softmax, v.shape) for v in variants if check(v) is None}
+    for (head_dim, causal, softmax), problems in table.items():
+        for load in LOADS:
+            alike = {problem: shapes for problem, shapes in problems.items() if problem.load == load}
+            found = {shape for shapes in alike.values() for shape in shapes}
+            kernels = sorted(shape for shape in found if (head_dim, causal, softmax, shape) in legal)
+            for problem in sorted(alike):
+                if missing := [shape for shape in kernels if shape not in alike[problem]]:
+                    mask = "causal" if causal else "full"
+                    raise EvidenceError(
+                        f"{path.name}: no row of {missing[0]} (head_dim {head_dim}, {mask}, {softmax}) for {problem}, "
+                        f"although it was measured on other problems of {load} load: times of kernels are compared on "
+                        "the same problems"
+                    )
+
+
+def digest() -> str:
+    """What identifies the committed file: its name, rows and the start of its SHA-256."""
+    text = PATH.read_bytes() if PATH.is_file() else b""
+    rows = max(0, len(text.splitlines()) - 1)
+    return f"tuning/{PATH.name}, {rows:,} rows, sha256 {hashlib.sha256(text).hexdigest()[:16]}"
 
 
 @cache
@@ -139,14 +177,28 @@ def evidence() -> Table:
 
 @cache
 def _rows(of: Class, seqlen: int, load: str) -> Mapping[str, Measurement]:
-    """The measurements that speak for a cell: of the problem in it, or nearest to it, with the most rows."""
-    near = [
-        (abs(seqlen_bucket(problem.seqlen_k) - seqlen), -len(shapes), problem)
-        for problem, shapes in evidence().get(of, {}).items()
-        if problem.load == load
-    ]
-    distance, _, problem = min(near, default=(NEAR + 1, 0, None))
-    return {} if problem is None or distance > NEAR else evidence()[of][problem]
+    """The measurements that speak for a cell: of the problems in it, or in the nearest bucket of seqlen, the longer of
+    two."""
+    problems = sorted(problem for problem in evidence().get(of, {}) if problem.load == load)
+    buckets = {seqlen_bucket(problem.seqlen_k) for problem in problems}
+    nearest = min(buckets, key=lambda bucket: (abs(bucket - seqlen), -bucket), default=None)
+    if nearest is None or abs(nearest - seqlen) > NEAR:
+        return {}
+    found = [evidence()[of][problem] for problem in problems if seqlen_bucket(problem.seqlen_k) == nearest]
+    everywhere = [shape for shape in found[0] if all(shape in shapes for shapes in found)]
+    return {shape: _together([shapes[shape] for shapes in found]) for shape in everywhere}
+
+
+def _together(measured: Sequence[Measurement]) -> Measurement:
+    """One measurement for several problems: kernels rank by it as by the mean of their times over the best ones."""
+    first, *others = measured
+    if not others:
+        return first
+    us, min_us = (
+        math.exp(math.fsum(math.log(x) for x in times) / len(measured))
+        for times in ([m.us for m in measured], [m.min_us for m in measured])
+    )
+    return replace(first, us=us, min_us=min_us, others=len(others))
 
 
 def measured(v: Variant, seqlen: int, load: str) -> Measurement | None:

@@ -102,7 +102,8 @@ def _evidence(v: Variant, t: Timing, key: Key) -> str:
     if (m := t.measurement) is not None:
         return (
             f"evidence measured: {_us(t)} (shortest {m.min_us:.1f}) on {m.card} at {m.clock_mhz} MHz "
-            f"for {m.problem}; {m.toolchain}, commit {m.commit}"
+            f"for {m.problem}{f', geometric mean with {m.others} more' if m.others else ''}; {m.toolchain}, "
+            f"commit {m.commit}"
         )
     card = CARDS[FAMILIES[v.family].model_card]
     shape = representative(card, key.seqlen, key.load, key.causal)

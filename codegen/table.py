@@ -33,7 +33,7 @@ class Decision:
 
     variant: str | None
     criterion: str = ""
-    evidence: str = "model"
+    evidence: str = ""
     cost_us: float = 0.0
     runner_up: str | None = None
     runner_up_cost_us: float = 0.0
@@ -100,7 +100,7 @@ def _evidence(v: Variant, t: Timing, arch: str) -> str:
     if (m := t.measurement) is not None:
         return f"measured on {m.card} at {m.clock_mhz} MHz"
     family = FAMILIES[v.family]
-    return f"model of {family.model_card}, emulated on {arch}" if arch in family.emulated else "model"
+    return f"model of {family.model_card}" + (f", emulated on {arch}" if arch in family.emulated else "")
 
 
 def _empty_reason(key: Key) -> str:

@@ -10,17 +10,19 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 
-from benchmarks import data, evidence, grid, machine, plot, report, results, shapes, timing
+from benchmarks import data, evidence, grid, machine, plot, report, results
 from benchmarks.__main__ import cli
 from benchmarks.peers import PEERS, Contender, Refused, own
 from benchmarks.results import FAILED, OK, UNAVAILABLE, WRONG, Row
 from benchmarks.shapes import GRID_HEAD_DIMS, GRID_SEQLENS, HISTORY, Shape, select, square
+from fp8cutlass import timing
 from fp8cutlass.emulator import emulate
 from fp8cutlass.manifest import generated_dir, load_manifest
 from fp8cutlass.pack import unpack_v
@@ -79,11 +81,6 @@ def test_filters_narrow_a_set_and_none_of_them_means_all() -> None:
     ]
     assert len(select("grid", masks=["full"])) == 19
     assert set(select("short")) < set(select("grid"))
-
-
-def test_labels_tell_shapes_apart() -> None:
-    every = {shape for name in shapes.SETS for shape in select(name)} | {Shape(64, True, 1, 512, 1, 8, 2)}
-    assert len({shape.label for shape in every}) == len(every)
 
 
 # Times, ratios, targets
@@ -250,11 +247,35 @@ def test_evidence_for_the_generator(tmp_path: Path) -> None:
     )
 
 
+def test_a_whole_call_stands_beside_the_kernel_alone() -> None:
+    """Measured in one piece, on any shape, and against the bf16 kernels of the run."""
+    shape = Shape(128, True, 4096, 4096, 1, 32, 8)
+    rows = [row(shape, "fp8cutlass", 100.0), row(shape, report.CALL, 160.0), row(shape, "fa3_bf16", 240.0)]
+    rows.append(row(shape, report.SAGE, 200.0))
+    (line,) = (line for line in report.markdown({}, rows).splitlines() if line.startswith(f"| {shape.label} |"))
+    assert line.split(" | ")[1:] == [
+        *("100.00", "", "", "240.00", "", "", "200.00", "160.00", "", "2.40", "1.50", "1.25 |")
+    ]
+    in_grid = [dataclasses.replace(r, shape=square(32, 16, 512, 128, True)) for r in rows]
+    lines = report.markdown({}, in_grid).splitlines()
+    assert "| a whole call of ours, us | 160.0 |" in lines
+    assert "| a whole call of ours / best bf16 | 1.50 |" in lines
+    assert "| a whole call of ours / sage_call | 1.25 |" in lines
+
+
+def test_a_long_launch_is_replayed_less_often() -> None:
+    """Or a problem of 256k keys would take minutes; a median needs three."""
+    settings = grid.Settings(target_us=4000.0, replays=20, most_us=600_000.0)
+    assert [settings.replays_of(us) for us in (0.0, 4000.0, 30_000.0, 60_000.0, 10e6)] == [20, 20, 20, 10, 3]
+
+
 # The command without a card
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-@pytest.mark.parametrize("command", [("grid",), ("launch", "--head-dim", "64")], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "command", [("grid",), ("regret",), ("overhead",), ("launch", "--head-dim", "64")], ids=lambda c: c[0]
+)
 def test_what_needs_a_card_says_so(command: tuple[str, ...]) -> None:
     found = CliRunner().invoke(cli, command)
     assert found.exit_code == 2
@@ -453,3 +474,29 @@ def test_the_peers_are_the_contenders_of_the_tables() -> None:
     assert ("fp8cutlass", *PEERS) == report.CONTENDERS
     assert {name for name, peer in PEERS.items() if peer.precision == "fp8"} == set(report.FP8_PEERS)
     assert set(plot.COLOURS) == set(report.CONTENDERS)
+
+
+def test_sageattention_is_called_as_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in: it is not installed where these tests run."""
+    asked: list[dict[str, object]] = []
+
+    def sageattn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
+        asked.append(options)
+        if q.shape[3] > 128:
+            raise ValueError("Unsupported head_dim: 192")
+        causal = bool(options["is_causal"])
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+    peer = PEERS["sage_call"]
+    monkeypatch.setitem(sys.modules, "sageattention", None)
+    assert "sageattention cannot be imported" in str(peer.available())
+    monkeypatch.setitem(sys.modules, "sageattention", SimpleNamespace(sageattn=sageattn))
+    assert peer.available() is None
+    made = data.make_data(Shape(64, True, 40, 40, 1, 4, 2), "cpu")
+    (contender,) = peer.prepare(made)
+    assert made.error(contender.launch()) < 0.01 and contender.quantise is None
+    assert asked[0] == {"tensor_layout": "HND", "is_causal": True, "sm_scale": 0.125}
+    with pytest.raises(Refused, match="Unsupported head_dim: 192"):
+        peer.prepare(data.make_data(square(1, 1, 16, 192, False), "cpu"))
+    with pytest.raises(Refused, match="equal lengths"):
+        peer.prepare(data.make_data(Shape(64, True, 8, 16, 1, 1, 1), "cpu"))

@@ -59,6 +59,9 @@ def test_arguments_go_to_the_benchmarks() -> None:
     assert "--all-kernels" in run("grid", "--help").output
     result = run("grid", "--quick", "--set", "history", code=2)
     assert "benchmarks: measuring needs a CUDA device" in result.output and not emulated(result.output)
+    result = run("--set", "llm", "--shape", "1,8,512,64", code=2)  # options alone are those of `grid`
+    assert "benchmarks: measuring needs a CUDA device" in result.output and not emulated(result.output)
+    assert "'nonsense' is not one of" in run("--set", "nonsense", code=2).output
     assert "No such command 'nonsense'" in run("nonsense", code=2).output
 
 

@@ -70,6 +70,13 @@ def test_an_architecture_without_its_card(name: str) -> None:
     assert f"for:       {name}, {sms} SMs, table in" in output and "built: no; the CUDA kernels are not built" in output
 
 
+def test_nothing_of_an_ada_card_is_called_measured() -> None:
+    """Nobody has timed one: L4, L40S and RTX 4090 get the model of the first, and are told so."""
+    for sms in (58, 142, 128):
+        output = run("--shape", "4,32,4096,128", "--arch", "sm89", "--sms", str(sms)).output
+        assert "\nevidence:  model of L4, " in output and "measured" not in output
+
+
 def test_sizes_and_multiprocessors_decide() -> None:
     """Each option reaches the choice: few query tiles, other lengths, another card."""
     few = {"seqlen_q": 128, "seqlen_k": 16384, "arch": "sm90a", "heads": 16}
@@ -134,7 +141,7 @@ def test_a_card_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked for its properties; without --device it is the default."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr("fp8cutlass.cli.explain._device", lambda text: CUDA0)
+    monkeypatch.setattr("fp8cutlass.cli.explain.device_of", lambda text: CUDA0)
     monkeypatch.setattr(extension, "_capability", lambda index: ((8, 9), "NVIDIA L40S", 142))
     assert "for:       sm89, 142 SMs" in run("--shape", "1,8,512,64", "--device", "cuda").output
 

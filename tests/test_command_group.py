@@ -41,7 +41,7 @@ def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 def test_help_needs_no_torch(command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     result = command("-m", "fp8cutlass", "--help")
     assert result.returncode == 0, result.stderr
-    for name in ("info", "doctor", "explain", "bench"):
+    for name in ("info", "doctor", "explain", "tune", "bench"):
         assert f"\n  {name} " in result.stdout
         assert command("-m", "fp8cutlass", name, "--help").returncode == 0
     assert "version 0" in command("-m", "fp8cutlass", "--version").stdout

@@ -35,6 +35,7 @@ KEYS = {
         "library",
         "answers",
         "emulator",
+        "tuned",
         "log",
         "environment",
         "problems",
@@ -42,6 +43,7 @@ KEYS = {
     "table": TABLE,
     "library": TABLE | {"path", "loads"},
     "answers": {"cpu", "cuda"},
+    "tuned": {"path", "rows"},
     "log": {"subjects", "active"},
 }
 CARD = {"index", "name", "capability", "arch", "multiprocessors", "memory_bytes", "usable"}
@@ -105,6 +107,19 @@ def test_a_machine_without_anything(manifest: Manifest) -> None:
     assert found["answers"] == {"cpu": str(generated_dir()), "cuda": None}
     assert found["emulator"] is True and found["environment"] == {}
     assert found["library"]["path"] is None and "not built" in said(found, "library")
+
+
+def test_what_was_tuned_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    monkeypatch.setenv("FP8CUTLASS_TUNED", str(path))
+    assert info()["tuned"] == {"path": str(path), "rows": 0}
+    path.write_text("{")
+    found = info()
+    assert found["tuned"]["rows"] is None and str(path) in said(found, "tuned.rows")
+    assert found["environment"] == {"FP8CUTLASS_TUNED": str(path)}
+    monkeypatch.setenv("FP8CUTLASS_TUNED", "off")
+    found = info()
+    assert found["tuned"] == {"path": None, "rows": None} and "switches it off" in said(found, "tuned")
 
 
 def test_torch_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ is taken for another problem, a measured kernel that loses to a modelled one, an
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from codegen.cli import main
 from codegen.evidence import COLUMNS, PATH, EvidenceError, Problem, read
 from codegen.explain import explain
 from codegen.keys import LOADS, Key, seqlen_bucket
+from codegen.rules import check
 from codegen.spec import Dtype, Out, Scaling, Softmax, Variant, parse_id
 
 ROW = {
@@ -155,6 +157,97 @@ def test_the_check_of_generated_fails_on_a_bad_row(use: Callable[..., None]) -> 
     for command in (["--check"], ["count"], ["explain", "--arch", "sm90a", "--head-dim", "64", "--seqlen", "1"]):
         result = CliRunner().invoke(main, command)
         assert result.exit_code == 1 and "Error: h200.csv, line 2: " in result.output, result.output
+
+
+def committed() -> list[str]:
+    return PATH.read_text().splitlines()
+
+
+@pytest.mark.parametrize("line", [1, len(committed()) // 2, len(committed()) - 1])
+def test_the_check_of_generated_fails_without_a_row(
+    line: int, use: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whichever it is: its kernel was measured on other problems."""
+    use()
+    lines = committed()
+    lost = dict(zip(COLUMNS, lines.pop(line).split(","), strict=True))
+    path = tmp_path / "less.csv"
+    path.write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(evidence, "PATH", path)
+    result = CliRunner().invoke(main, ["--check"])
+    assert result.exit_code == 1, result.output
+    shape = f"{lost['tile']}_s{lost['stages']}_{lost['schedule']}_{lost['cluster']}"
+    assert f"Error: less.csv: no row of {shape} (head_dim {lost['head_dim']}, " in result.output
+    assert f"for batch {lost['batch']}, {lost['heads']} heads" in result.output
+
+
+def test_a_kernel_that_a_rule_forbids_may_lack_rows(tmp_path: Path) -> None:
+    """It was measured before the rule was there, and cannot be built to be measured again."""
+    forbidden = {"softmax": "exp2", "tile": "m128n64w8", "stages": "4", "schedule": "pingpong"}
+    allowed = {"softmax": "exp2", "tile": "m128n128w8", "stages": "2", "schedule": "serial"}
+    kernels = (parse_id(id_of(**forbidden)), parse_id(id_of(**allowed)))
+    assert [check(v) is None for v in kernels] == [False, True]
+    rows = [{**forbidden, "seqlen_q": "2048", "seqlen_k": "2048"}, allowed]
+    path = write(tmp_path / "h200.csv", *rows, {**allowed, "seqlen_q": "2048", "seqlen_k": "2048"})
+    assert len(read(path)[128, False, Softmax.EXP2]) == 2
+    write(path, {**allowed, "seqlen_q": "2048", "seqlen_k": "2048"}, {**SHAPES["small"], "softmax": "exp2"})
+    with pytest.raises(EvidenceError, match="no row of m128n128w8_s2_"):
+        read(path)
+
+
+def test_the_check_of_generated_fails_on_a_renamed_kernel(
+    use: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use()
+    path = tmp_path / "renamed.csv"
+    path.write_text(PATH.read_text().replace(",m128n192w8,", ",m128n196w8,", 1))
+    monkeypatch.setattr(evidence, "PATH", path)
+    result = CliRunner().invoke(main, ["--check"])
+    assert result.exit_code == 1 and "tile m128n196w8 is not declared" in result.output, result.output
+
+
+def test_the_ledger_names_the_measurements(use: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that `--check` notices any change of the file, also one that moves no kernel."""
+    said = evidence.digest()
+    assert f"\n# measured: {said}\n" in (PATH.parent.parent / "generated" / "ledger.txt").read_text()
+    assert said.startswith(f"tuning/h200.csv, {len(committed()) - 1:,} rows, sha256 ")
+    digests = {said}
+    for change in ({"us": "451"}, {"commit": "other"}):
+        use(change)
+        digests.add(evidence.digest())
+    monkeypatch.setattr(evidence, "PATH", PATH.parent / "nowhere.csv")
+    digests.add(evidence.digest())
+    assert len(digests) == 4 and "0 rows" in evidence.digest()
+
+
+def test_several_problems_of_a_cell_speak_together(use: Callable[..., None]) -> None:
+    """By the mean of what a kernel loses on each, not by the one that takes longest."""
+    long = {"seqlen_q": "4096", "seqlen_k": "4096", "batch": "4"}
+    short = {"seqlen_q": "3000", "seqlen_k": "3000", "batch": "5"}
+    use(
+        *(times("pingpong", 1000, **long), times("overlap", 1030, **long)),
+        *(times("pingpong", 12, **short), times("overlap", 10, **short)),
+        *(times("pingpong", 1, 2048), times("overlap", 9, 2048)),  # the next bucket has its own
+    )
+    emitted = tuple(parse_id(id_of(**SHAPES[name])) for name in ("pingpong", "overlap"))
+    decision = table.decide(key(), emitted)
+    assert decision.variant == id_of(**SHAPES["overlap"])
+    assert decision.cost_us == pytest.approx((1030 * 10) ** 0.5, abs=0.01)
+    assert decision.runner_up_cost_us == pytest.approx((1000 * 12) ** 0.5, abs=0.01)
+    text = explain(key(), emitted)
+    assert "101.5 us" in text and "for batch 4, 16 heads" in text and "geometric mean with 1 more; nvcc" in text
+    assert table.decide(key(2048), emitted).variant == id_of()
+
+
+def test_no_rows_for_the_cards_that_nobody_has() -> None:
+    """Nothing of sm89 may be called measured, at build time or at run time."""
+    text = (PATH.parent.parent / "generated" / "dispatch.json").read_text()
+    decisions = [d for d in json.loads(text)["decisions"] if (d["variant"] or "").startswith("sm89")]
+    assert decisions and {d["evidence"] for d in decisions} <= {"model of L4", "model of L4, emulated on sm90a"}
+    arguments = ["explain", "--arch", "sm89", "--head-dim", "64", "--seqlen", "512"]
+    output = CliRunner().invoke(main, arguments).output
+    assert "sm89 (L4, L40S, RTX 4090)" in output
+    assert "evidence model, not measured: " in output and " on one L4 at 1.2 GHz" in output
 
 
 def test_the_measured_winner_is_chosen_and_says_so(use: Callable[..., None]) -> None:

@@ -71,7 +71,7 @@ def test_explain_names_what_the_table_holds(
     assert f"kernel   {decision.variant}\n" in output
     assert f"because  {decision.criterion}" in output
     assert f"{decision.cost_us:.1f} us" in output
-    assert ("evidence model, not measured: " in output) == (decision.evidence == "model")
+    assert ("evidence model, not measured: " in output) == decision.evidence.startswith("model of ")
     assert f" {key.load} load" in output and all(card in output for card in TARGETS[arch].cards)
     assert "emulated" not in output
     outranked, illegal = output.partition("outranked")[2].split("illegal:\n")

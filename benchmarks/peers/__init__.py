@@ -6,6 +6,7 @@ from .base import Contender, Peer, Refused
 from .cudnn import CudnnFp8
 from .fa3 import FlashAttention3
 from .own import Own
+from .sage import SageAttention
 from .sdpa import TorchSdpa
 
 PEERS: dict[str, Peer] = {
@@ -16,6 +17,7 @@ PEERS: dict[str, Peer] = {
         FlashAttention3("bf16"),
         TorchSdpa("cudnn"),
         TorchSdpa("flash"),
+        SageAttention(),
     )
 }
 

@@ -25,7 +25,7 @@ class Contender:
     """
 
     name: str
-    precision: str  # "fp8" or "bf16"
+    precision: str  # "fp8", "bf16" or "int8"
     launch: Callable[[], torch.Tensor]
     quantise: Callable[[], object] | None = None
     layout: str = "bhsd"

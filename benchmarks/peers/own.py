@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import cast
 
 import torch
 
-from fp8cutlass import __version__, extension
+from fp8cutlass import __version__, attention, extension
 from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.fused import Operands
 from fp8cutlass.launch import Call, kernel_operands, score_amax
@@ -15,17 +16,23 @@ from fp8cutlass.operator import choose
 from fp8cutlass.target import Target, target
 
 from ..data import Data
+from ..report import CALL, OWN
 from .base import Contender, Refused
 
 OUT_DTYPE = torch.bfloat16
 
 
+def half_call(data: Data, variant: Variant, scaling: str) -> Call:
+    """The operator's arguments from bf16, for one kernel."""
+    options = (None, OUT_DTYPE, scaling, "fast", data.shape.causal, 0, data.scale, False, False, variant.id)
+    return Call(data.q, data.k, data.v, None, None, None, *options)
+
+
 def make_operands(data: Data, variant: Variant, at: Target, scaling: str) -> Operands:
     """Quantise bf16 for a kernel and pack V as the operator does: what stands between a caller's tensors and the
     launch."""
-    options = (None, OUT_DTYPE, scaling, "fast", data.shape.causal, 0, data.scale, False, False, variant.id)
-    half = Call(data.q, data.k, data.v, None, None, None, *options)
-    return kernel_operands(half, variant, load_manifest(at.directory).scaling[scaling])
+    granularity = load_manifest(at.directory).scaling[scaling]
+    return kernel_operands(half_call(data, variant, scaling), variant, granularity)
 
 
 def launcher(number: int, operands: Operands, out: torch.Tensor, scale: float) -> Callable[[], torch.Tensor]:
@@ -41,13 +48,22 @@ def launcher(number: int, operands: Operands, out: torch.Tensor, scale: float) -
 
 
 class Own:
-    """``kernel`` pins a variant; ``every`` adds all built kernels that serve the shape beside the chosen one."""
+    """``kernel`` pins a variant; ``every`` adds all built kernels that serve the shape beside the chosen one, or those
+    ``among`` these ids, and ``call`` the whole of ``attention``."""
 
-    name = "fp8cutlass"
+    name = OWN
     precision = "fp8"
 
-    def __init__(self, *, scaling: str = "block", kernel: str = "", every: bool = False) -> None:
-        self._scaling, self._kernel, self._every = scaling, kernel, every
+    def __init__(
+        self,
+        *,
+        scaling: str = "block",
+        kernel: str = "",
+        every: bool = False,
+        among: Collection[str] = (),
+        call: bool = False,
+    ) -> None:
+        self._scaling, self._kernel, self._every, self._among, self._call = scaling, kernel, every, among, call
 
     def available(self) -> str | None:
         try:
@@ -63,7 +79,7 @@ class Own:
     def prepare(self, data: Data) -> list[Contender]:
         at = target(data.q.device)
         try:
-            chosen, number = self._choose(data, at, self._kernel)
+            chosen, number = self.choose(data, at, self._kernel)
         except UnsupportedError as error:
             raise Refused("; ".join(error.reasons)) from error
         out = torch.empty_like(data.q, dtype=OUT_DTYPE)
@@ -88,9 +104,30 @@ class Own:
             )
 
         others = self._others(data, at, chosen) if self._every else []
-        return [contender(*kernel) for kernel in [(chosen, number), *others]]
+        contenders = [contender(*kernel) for kernel in [(chosen, number), *others]]
+        return [*contenders, self._whole(data, chosen)] if self._call else contenders
 
-    def _choose(self, data: Data, at: Target, kernel: str) -> tuple[Variant, int]:
+    def _whole(self, data: Data, chosen: Variant) -> Contender:
+        """``attention`` as a program calls it, from bf16 tensors to the output."""
+        shape = data.shape
+
+        def launch() -> torch.Tensor:
+            out = attention(
+                data.q,
+                data.k,
+                data.v,
+                is_causal=shape.causal,
+                scale=data.scale,
+                enable_gqa=shape.heads != shape.kv_heads,
+                scaling=self._scaling,
+                kernel=self._kernel or None,
+            )
+            return cast(torch.Tensor, out)
+
+        return Contender(CALL, self.precision, launch, kernel=chosen.id)
+
+    def choose(self, data: Data, at: Target, kernel: str = "") -> tuple[Variant, int]:
+        """The table's choice, or the pinned kernel, and its number; UnsupportedError where it does not serve."""
         variant, number, _ = choose(
             at,
             data.q,
@@ -110,8 +147,10 @@ class Own:
         of any family."""
         serving = []
         for variant in load_manifest(at.directory).variants:
+            if self._among and variant.id not in self._among:
+                continue
             try:
-                serving.append(self._choose(data, at, variant.id))
+                serving.append(self.choose(data, at, variant.id))
             except UnsupportedError:  # another head_dim, mask, output or scaling
                 continue
         native = [kernel for kernel in serving if kernel[0].family == at.arch]

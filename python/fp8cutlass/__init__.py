@@ -3,7 +3,7 @@
 ``attention`` takes the place of ``torch.nn.functional.scaled_dot_product_attention``; ``pack_kv`` makes keys and values
 ready for many calls; ``quantize`` makes FP8 tensors and their descales, ``StaticScale`` and ``DelayedScale`` descales
 that are known before the tensor is; ``supports`` and ``explain`` say whether and by which kernel a call would be
-served. On CPU tensors an emulator of the kernels runs.
+served, and ``tune`` measures which is the fastest on this card. On CPU tensors an emulator of the kernels runs.
 """
 
 import sys
@@ -23,6 +23,7 @@ __all__ = [
     "pack_kv",
     "quantize",
     "supports",
+    "tune",
 ]
 
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING or not _is_command():
     from .packing import pack_kv
     from .quantize import quantize
     from .scaling import DelayedScale, StaticScale
+    from .tuner import tune
 else:
 
     def __getattr__(name: str) -> object:
@@ -51,7 +53,7 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        for home in ("api", "errors", "packed", "packing", "quantize", "scaling"):
+        for home in ("api", "errors", "packed", "packing", "quantize", "scaling", "tuner"):
             module = import_module(f".{home}", __name__)
             globals().update((public, getattr(module, public)) for public in __all__ if hasattr(module, public))
         return globals()[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 
-from . import log
+from . import log, tuned
 from .errors import NoKernelError, UnsupportedError
 from .manifest import KEY_BLOCK, Manifest, Variant, load_manifest, load_table_data
 from .reading import KVForm, readable
@@ -47,6 +48,8 @@ class Problem:
     precision: str
     quantised: bool = False
     sm_count: int = CPU_SM_COUNT
+    kv_heads: int = 0  # this and the name of the card matter only to what `tune` measured; "" asks the table alone
+    card: str = ""
 
     @property
     def load(self) -> str:
@@ -209,11 +212,14 @@ def decide(
     ``form`` where they are packed already.
 
     Returns the variant, whose head_dim is that of the problem or wider, its number in an extension built from that
-    manifest, and the decision behind it. Raises UnsupportedError with the table's reason where it holds no kernel.
+    manifest, and the decision behind it. What ``fp8cutlass.tune`` measured goes before the table. Raises
+    UnsupportedError with the table's reason where it holds no kernel.
     """
     manifest, key = load_manifest(directory), problem
     if kernel:
         decision = pinned(manifest, problem, kernel)
+    elif form is None and (measured := _tuned(manifest, problem)) is not None:
+        decision = measured
     else:
         table = load_table(directory)
         columns = problem.head_dim if form is None else form.head_dim
@@ -229,6 +235,33 @@ def decide(
         _logged.add((problem, decision))
         _logger.info("%s: %s; %s; evidence: %s", problem, decision.variant, decision.criterion, decision.evidence)
     return manifest.find(str(decision.variant)), manifest.index[str(decision.variant)], decision
+
+
+def _tuned(manifest: Manifest, problem: Problem) -> Decision | None:
+    """What ``fp8cutlass.tune`` measured for exactly this problem, on a card of this name with this library."""
+    if not problem.card or (row := tuned.find(manifest.directory, vars(problem))) is None:
+        return None
+    path, _ = tuned.loaded()
+    try:
+        pinned(manifest, problem, row.kernel)
+    except UnsupportedError as error:
+        warnings.warn(f"{path}: a row does not fit its problem and is ignored: {error}", UserWarning, stacklevel=2)
+        return None
+    kept = "the table's choice" if row.kernel == row.default else f"the table chose {row.default}"
+    return Decision(
+        variant=row.kernel,
+        criterion=f"fastest whole call of {row.kernels} kernels; {kept}",
+        evidence=f"measured on {problem.card} by fp8cutlass.tune, in {path}",
+        cost_us=round(row.us, 2),
+        runner_up=row.runner_up,
+        runner_up_cost_us=None if row.runner_up_us is None else round(row.runner_up_us, 2),
+    )
+
+
+def forget() -> None:
+    """Choose anew: after ``tune`` has stored something, or the file that it writes has changed."""
+    decide.cache_clear()
+    tuned.loaded.cache_clear()
 
 
 def refusal(arch: str, profile: str, reason: str) -> str:

@@ -94,9 +94,10 @@ def _properties(device: torch.device) -> Properties:
     return assumed() or _capability(_index(device))
 
 
-def sm_count(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device."""
-    return _properties(device)[2]
+def size(device: torch.device) -> tuple[int, str]:
+    """Multiprocessors and name of a CUDA device."""
+    _, name, multiprocessors = _properties(device)
+    return multiprocessors, name
 
 
 def _index(device: torch.device) -> int:

@@ -47,8 +47,26 @@ def choose(
 ) -> tuple[Variant, int, Decision]:
     """The kernel for operands of these sizes: the variant, its number in the extension, and why. ``form`` is that of
     packed keys and values."""
+    problem = problem_of(at, q, k, out_dtype=out_dtype, scaling=scaling, causal=causal, precision=precision)
+    variant, number, decision = decide(at.directory, problem, kernel, form)
+    if q.is_cuda and at.arch not in variant.targets:  # only a pinned one; the emulator runs them all
+        raise UnsupportedError(f"kernel={kernel!r} is built for {', '.join(variant.targets)}, {q.device} is {at.arch}")
+    return variant, number, decision
+
+
+def problem_of(
+    at: Target,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    out_dtype: torch.dtype,
+    scaling: str,
+    causal: bool,
+    precision: str,
+) -> Problem:
+    """What the choice depends on."""
     batch, heads, seqlen_q, head_dim = q.shape
-    problem = Problem(
+    return Problem(
         arch=at.arch,
         head_dim=head_dim,
         seqlen_q=seqlen_q,
@@ -62,11 +80,9 @@ def choose(
         precision=precision,
         quantised=q.dtype in DTYPE_NAMES,
         sm_count=at.sm_count,
+        kv_heads=k.shape[1],
+        card=at.card,
     )
-    variant, number, decision = decide(at.directory, problem, kernel, form)
-    if q.is_cuda and at.arch not in variant.targets:  # only a pinned one; the emulator runs them all
-        raise UnsupportedError(f"kernel={kernel!r} is built for {', '.join(variant.targets)}, {q.device} is {at.arch}")
-    return variant, number, decision
 
 
 def _attention(call: Call) -> Outputs:

@@ -22,11 +22,12 @@ from .manifest import generated_dir, load_manifest
 
 @dataclass(frozen=True)
 class Target:
-    """``directory`` holds the manifest and the table that are in force."""
+    """``directory`` holds the manifest and the table that are in force; ``card`` is the name of a CUDA device."""
 
     directory: Path
     arch: str
     sm_count: int
+    card: str = ""
 
 
 def target(device: torch.device, *, shipped: bool = False) -> Target:
@@ -52,8 +53,8 @@ def _target(
     if device.type != "cuda":
         raise NoKernelError(f"query is on {device}; accepted are cpu and cuda tensors")
     if shipped:
-        return Target(generated_dir(), extension.known_arch(device), extension.sm_count(device))
-    return Target(extension.built_dir(), extension.device_arch(device), extension.sm_count(device))
+        return Target(generated_dir(), extension.known_arch(device), *extension.size(device))
+    return Target(extension.built_dir(), extension.device_arch(device), *extension.size(device))
 
 
 def device_of(kind: str, index: int | None) -> torch.device:

@@ -46,8 +46,9 @@ PROBLEMS = tuple(
 def bench(context: click.Context, emulator: bool, arguments: tuple[str, ...]) -> None:
     """Time the kernels on a card, or the emulator on this CPU.
 
-    In a checkout, ARGUMENTS are those of `python -m benchmarks`, which measures kernels against their peers; without
-    any, its commands are listed where there is a card. Elsewhere, and with --emulator, the CPU emulator is timed on
+    In a checkout, ARGUMENTS are those of `python -m benchmarks`, which measures kernels against their peers; options
+    without a command (`--set llm`) are those of its `grid`. Without arguments, its commands are listed where there is a
+    card. Elsewhere, and with --emulator, the CPU emulator is timed on
     small problems.
     """
     if set(arguments[:1]) & {"-h", "--help"}:
@@ -67,7 +68,8 @@ def bench(context: click.Context, emulator: bool, arguments: tuple[str, ...]) ->
             sys.path.insert(0, str(root))
         from benchmarks.__main__ import cli
 
-        cli.main(args=list(arguments) or ["--help"], prog_name="fp8cutlass bench")
+        command = ["grid"] if arguments and arguments[0].startswith("-") else []
+        cli.main(args=[*command, *arguments] or ["--help"], prog_name="fp8cutlass bench")
     click.echo("\n".join(_preface(root is not None)))
     for line in time_emulator(PROBLEMS):
         click.echo(line)

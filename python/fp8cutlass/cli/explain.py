@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -35,14 +36,29 @@ class Shape(click.ParamType):
         return tuple(int(part) for part in parts)
 
 
+PROBLEM_OPTIONS = (
+    click.option(
+        "--shape", type=Shape(), required=True, help="Batch, query heads, query tokens, head_dim: 1,8,512,64."
+    ),
+    click.option("--kv-heads", type=click.IntRange(min=1), help="Heads of K and V. Default: those of Q."),
+    click.option("--seqlen-k", type=click.IntRange(min=0), help="Keys. Default: as many as queries."),
+    click.option("--causal", is_flag=True),
+    click.option("--scaling", default="block", show_default=True, help="tensor, head, block or token."),
+    click.option("--precision", type=click.Choice(["fast", "accurate", "high"]), default="fast", show_default=True),
+    click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True, help="Of Q, K and V."),
+)
+
+
+def problem_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What names a problem, as ``shape``, ``kv_heads``, ``seqlen_k``, ``causal``, ``scaling``, ``precision``,
+    ``dtype``."""
+    for option in reversed(PROBLEM_OPTIONS):
+        option(command)
+    return command
+
+
 @click.command()
-@click.option("--shape", type=Shape(), required=True, help="Batch, query heads, query tokens, head_dim: 1,8,512,64.")
-@click.option("--kv-heads", type=click.IntRange(min=1), help="Heads of K and V. Default: those of Q.")
-@click.option("--seqlen-k", type=click.IntRange(min=0), help="Keys. Default: as many as queries.")
-@click.option("--causal", is_flag=True)
-@click.option("--scaling", default="block", show_default=True, help="tensor, head, block or token.")
-@click.option("--precision", type=click.Choice(["fast", "accurate", "high"]), default="fast", show_default=True)
-@click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True, help="Of Q, K and V.")
+@problem_options
 @click.option("--kernel", metavar="ID", help="Pin a variant instead of asking the table.")
 @click.option("--device", help="cpu, cuda or cuda:N. Default: the card that is here, else cpu.")
 @click.option("--arch", type=click.Choice(list(MODEL_CARDS)), help="Answer for a card that need not be here.")
@@ -75,9 +91,8 @@ def explain(
     from .. import extension
     from ..request import Request
 
-    place = torch.device("cuda", 0) if arch else _device(device)
-    batch, heads, seqlen_q, head_dim = shape
-    keys = (batch, kv_heads or heads, seqlen_q if seqlen_k is None else seqlen_k, head_dim)
+    place = torch.device("cuda", 0) if arch else device_of(device)
+    keys = keys_of(shape, kv_heads, seqlen_k)
     element = getattr(torch, DTYPES[dtype])
     options: dict[str, Any] = {"is_causal": causal, "scaling": scaling, "precision": precision, "kernel": kernel}
     if element.itemsize == 1:
@@ -89,12 +104,18 @@ def explain(
         stack.enter_context(FakeTensorMode())
         q, k, v = (torch.empty(size, dtype=element, device=place) for size in (shape, keys, keys))
         try:
-            text, served = _answer(Request(q, k, v, enable_gqa=keys[1] != heads, **options))
+            text, served = _answer(Request(q, k, v, enable_gqa=keys[1] != shape[1], **options))
         except (ValueError, KeyError, OSError) as error:  # tables that cannot be read
             raise click.ClickException(f"{reason(error)}. `fp8cutlass doctor` says more") from error
     click.echo(text)
     if not served:
         raise click.exceptions.Exit(1)
+
+
+def keys_of(shape: tuple[int, ...], kv_heads: int | None, seqlen_k: int | None) -> tuple[int, ...]:
+    """The sizes of K and V."""
+    batch, heads, seqlen_q, head_dim = shape
+    return (batch, kv_heads or heads, seqlen_q if seqlen_k is None else seqlen_k, head_dim)
 
 
 def _answer(request: Request) -> tuple[str, bool]:
@@ -105,7 +126,7 @@ def _answer(request: Request) -> tuple[str, bool]:
     return text, not text.startswith("no kernel")
 
 
-def _device(text: str | None) -> torch.device:
+def device_of(text: str | None) -> torch.device:
     """The device of that name, checked; by default the current card, or the CPU without one."""
     import torch
 
@@ -121,7 +142,7 @@ def _device(text: str | None) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if available else 0
-    index = device.index if device.index is not None else torch.cuda.current_device() if count else 0
+    index = device.index if device.index is not None else torch.cuda.currentdevice_of() if count else 0
     if index >= count:
         raise click.BadParameter(
             f"{text!r}: torch can use {count} CUDA devices here; --arch answers without one", param_hint="--device"

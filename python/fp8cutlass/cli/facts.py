@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .. import log
+from .. import log, tuned
 from .._version import __version__
 from ..dispatch import Table, load_table
 from ..errors import UnsupportedError
@@ -21,7 +21,7 @@ from .loading import try_library
 
 T = TypeVar("T")
 
-VARIABLES = ("FP8CUTLASS_GENERATED", "FP8CUTLASS_LIBRARY", log.VARIABLE, "CUDA_VISIBLE_DEVICES")
+VARIABLES = ("FP8CUTLASS_GENERATED", "FP8CUTLASS_LIBRARY", tuned.VARIABLE, log.VARIABLE, "CUDA_VISIBLE_DEVICES")
 KERNELS = ("directory", "profile", "targets", "kernels", "manifest_sha256", "agrees")  # of a manifest and its table
 
 
@@ -76,6 +76,7 @@ def collect() -> dict[str, Any]:
     if facts["answers"]["cpu"] is None:
         found.note("answers.cpu", "there is no table")
     facts["emulator"] = found.ask("emulator", lambda: _emulator(bool(facts["table"]["agrees"]))) is not None
+    facts["tuned"] = _tuned(found)
     facts["log"] = _log(found)
     facts["environment"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     facts["problems"] = found.problems
@@ -201,6 +202,14 @@ def _arch(card: dict[str, Any]) -> str:
             return arch
     served = ", ".join(f"{arch} ({major}.{minor})" for arch, (major, minor) in known.items())
     raise Unknown(f"{card['name']} has compute capability {card['capability']}, the kernels are for {served}")
+
+
+def _tuned(found: Findings) -> dict[str, Any]:
+    path = found.ask("tuned", tuned.location)
+    if path is None:
+        found.note("tuned", f"{tuned.VARIABLE}={tuned.OFF} switches it off")
+        return {"path": None, "rows": None}
+    return {"path": str(path), "rows": found.ask("tuned.rows", lambda: len(tuned.read(path)))}
 
 
 def _log(found: Findings) -> dict[str, Any]:

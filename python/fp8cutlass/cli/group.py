@@ -44,6 +44,7 @@ COMMANDS = {
     "info": Entry("cli.info:info", "Show versions, cards, what is built and which tables answer."),
     "doctor": Entry("cli.doctor:doctor", "Check that attention runs here, and say what to do where it does not."),
     "explain": Entry("cli.explain:explain", "Say which kernel a problem gets, and why."),
+    "tune": Entry("cli.tune:tune", "Find the fastest kernel for a problem on this card."),
     "bench": Entry("cli.bench:bench", "Time the kernels on a card, or the emulator on this CPU."),
     "accuracy": Entry("accuracy.command:accuracy", "Measure errors against float64.", imports_torch=True),
 }

@@ -45,6 +45,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     yield line("  holds", _kernels(facts["table"]))
     yield line("CPU calls", f"answered from {facts['answers']['cpu'] or 'no table'}")
     yield line("CUDA calls", f"answered from {facts['answers']['cuda'] or 'no table'}")
+    mine = facts["tuned"]
+    yield line("tuned", "off" if mine["path"] is None else f"{mine['rows']} problems in {mine['path']}")
     yield line("emulator", "available" if facts["emulator"] else "not available")
     subjects, active = facts["log"]["subjects"], facts["log"]["active"]
     yield line("logging", f"{', '.join(active) or 'off'} ({VARIABLE} takes {', '.join(subjects)})")

@@ -1,0 +1,149 @@
+"""The commands about the choice of a kernel: how good it is, what it costs the host, and how to tune it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from codegen.arch import TARGETS
+from codegen.evidence import digest
+from codegen.spec import Softmax
+
+from .options import ShapeType, Wanted, need_card, read_csv, results_folder, shape_options, stop
+from .shapes import Shape
+
+SOFTMAXES = [str(softmax) for softmax in Softmax]
+
+
+@click.command()
+@click.option(
+    "--from", "csv", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Judge this run again."
+)
+@click.option("--thorough", is_flag=True, help="Replay as long as `grid` does.")
+@click.option("--budget", type=float, default=280.0, show_default=True, help="Seconds after which no shape is begun.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
+@click.option("--name", default="regret", show_default=True, help="Stem of the files.")
+@click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
+@shape_options("named")
+def regret(
+    wanted: Wanted, csv: Path | None, thorough: bool, budget: float, out: Path | None, name: str, commit: str
+) -> None:
+    """Time every built kernel that serves a shape, and say how often the chosen one is within 3% of the best.
+
+    Ends with 0 where it is in 95% of all shapes, and of those that nothing was tuned on.
+    """
+    from .regret import judge, markdown, met
+
+    begun = time.monotonic()
+    if csv is not None:
+        stamp, rows = read_csv(csv)
+        left, path = 0, csv
+    else:
+        need_card("measuring", "; --from judges the CSV of a run")
+        from . import machine
+        from .grid import QUICK, Settings, record
+        from .peers import Own
+
+        own = Own(every=True)
+        if (reason := own.available()) is not None:
+            stop(reason)
+        stamp = machine.stamp(commit) | {"measurements": digest()}
+        path = results_folder(out, stamp) / f"{name}.csv"
+        rows, left = record(path, stamp, wanted.shapes, [own], Settings() if thorough else QUICK, budget, click.echo)
+    text = markdown(stamp, rows)
+    if csv is None:
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+        click.echo(f"{len(rows)} rows in {time.monotonic() - begun:.0f} s: {path}")
+    click.echo(text)
+    sys.exit(0 if met(judge(rows)) and not left else 1)
+
+
+@click.command()
+@click.option("--shape", type=ShapeType(), default="1,1,64,64", show_default=True, help="Small: the card must keep up.")
+@click.option("--calls", type=click.IntRange(min=1), default=50, show_default=True, help="Between two waits.")
+@click.option("--batches", type=click.IntRange(min=1), default=40, show_default=True)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
+@click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
+def overhead(shape: Shape, calls: int, batches: int, out: Path | None, commit: str) -> None:
+    """Measure what an eager call costs the host, and what it is made of."""
+    need_card("the host time of a launch")
+    import torch
+
+    from . import machine, overhead
+    from .peers import Own
+
+    if (reason := Own().available()) is not None:
+        stop(reason)
+    todo = overhead.steps(shape)
+    found, failed = overhead.measure(todo, torch.cuda.synchronize, calls, batches)
+    modules = overhead.by_module(next(iter(todo.values())), calls * batches // 4 or 1)
+    stamp = machine.stamp(commit)
+    folder = results_folder(out, stamp)
+    with (folder / "overhead.csv").open("w", encoding="utf-8", newline="") as file:
+        overhead.write_csv(file, stamp, found)
+    text = overhead.markdown(stamp, shape, found, failed, modules)
+    (folder / "overhead.md").write_text(text, encoding="utf-8")
+    click.echo(text)
+    sys.exit(1 if failed else 0)
+
+
+@click.command()
+@click.option("--arch", type=click.Choice(list(TARGETS)), default="sm90a", show_default=True)
+@click.option("--softmax", "softmaxes", type=click.Choice(SOFTMAXES), multiple=True, help="Default: both.")
+@click.option("--most", type=click.IntRange(min=0), default=0, help="Candidates of a cell, by the model; 0 takes all.")
+@click.option("--plan", "plan_only", is_flag=True, help="Say what would be built and timed, and stop.")
+@click.option("--build-only", is_flag=True, help="Build the candidates, which needs no card, and stop.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Compilers at once. Default: by cores and memory.")
+@click.option("--budget", type=float, default=480.0, show_default=True, help="Seconds for everything after the build.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
+@click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
+@shape_options("named")
+def tune(
+    wanted: Wanted,
+    arch: str,
+    softmaxes: tuple[str, ...],
+    most: int,
+    plan_only: bool,
+    build_only: bool,
+    jobs: int | None,
+    budget: float,
+    out: Path | None,
+    commit: str,
+) -> None:
+    """Build the kernels that the matrix declares for the shapes, check and time them, write rows of tuning/ and
+    regenerate the table by them.
+
+    Shapes that are held out (`regret`) are left out. Ends with 1, and changes nothing, where a shape would get a slower
+    kernel than it has, or the time does not suffice.
+    """
+    from .candidates import refusal, tunable
+
+    if reason := refusal(arch):
+        stop(reason)
+    shapes = tunable(wanted.shapes)
+    if not shapes:
+        stop("no shape is left: all are held out, or of a head_dim without kernels")
+    if not (plan_only or build_only):
+        need_card("timing", "; --plan says what would be timed, --build-only builds it")
+    from .tune import TuneError, build, make_plan, tune_on_card
+
+    plan = make_plan(arch, shapes, [Softmax(s) for s in softmaxes] or list(Softmax), most)
+    for (head_dim, causal, softmax), kernels in plan.kernels.items():
+        mask = "causal" if causal else "full"
+        count = len(plan.shapes[head_dim, causal, softmax])
+        click.echo(f"head_dim {head_dim} {mask} {softmax}: {len(kernels)} candidates on {count} shapes")
+    held = len(wanted.shapes) - len(shapes)
+    click.echo(f"{len(plan.ids)} kernels to build; about {plan.seconds:.0f} s of an H200; {held} shapes are left out")
+    if plan_only:
+        return
+    try:
+        library = build(plan, jobs, click.echo)
+        if not build_only:
+            count = tune_on_card(plan, library, budget, lambda stamp: results_folder(out, stamp), commit, click.echo)
+            click.echo(f"{count} rows in the generator's file; commit it with generated/")
+    except TuneError as error:
+        click.echo(f"benchmarks: {error}", err=True)
+        sys.exit(1)

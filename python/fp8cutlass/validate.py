@@ -31,8 +31,10 @@ def check_options(request: Request) -> None:
     wrong = []
     for name, accepted in CHOICES.items():
         given = getattr(request, name)
-        if given not in accepted:
+        if not isinstance(given, str) or given not in accepted:
             wrong.append(f"{name} must be one of {', '.join(accepted)}, got {given!r}")
+    if not isinstance(request.scaling, str):  # which words there are, the manifest says
+        wrong.append(f"scaling must be the name of a scaling mode, got {request.scaling!r}")
     for name in FLAGS:
         given = getattr(request, name)
         if not isinstance(given, bool):
@@ -104,7 +106,7 @@ def check_types(request: Request) -> None:
         on = [name for name in TRANSFORMS if getattr(request, name)]
         wrong += [f"{name} is for bf16 and fp16 operands; {q.dtype} ones are quantised already" for name in on]
     out_dtype = request.out_dtype
-    if out_dtype is not None and out_dtype not in OUT_NAMES:
+    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in OUT_NAMES):
         wrong.append(f"out_dtype must be one of {', '.join(map(str, OUT_NAMES))}, got {out_dtype}")
     if out_dtype == torch.float8_e4m3fn:
         if request.out_descale is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from reference import Operands
 
@@ -14,6 +16,14 @@ from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.launch import Call, empty_outputs, run
 from fp8cutlass.manifest import Manifest, Variant, generated_dir, load_manifest
 from fp8cutlass.pack import pack_v, pad_token_descale
+
+ROOT = Path(__file__).resolve().parent.parent
+# A test in which the extension throws.
+THROWS = pytest.mark.xfail(
+    torch.__version__.startswith("2.11."),
+    run=False,
+    reason="seen with torch 2.11: an error thrown by the extension ends the process with a segmentation fault",
+)
 
 
 def built_manifest() -> Manifest:

@@ -63,6 +63,7 @@ def test_the_emulator_that_a_card_is_compared_with(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
+@pytest.mark.edge(35)
 @pytest.mark.parametrize("batch", range(CARD_BATCHES))
 def test_random_calls_on_a_card(batch: int) -> None:
     ran = fuzz.fuzz("cuda", 1, first=batch * CARD_CASES, cases=CARD_CASES, say=lambda text: None)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu import built_manifest, built_packs
+from gpu import THROWS, built_manifest, built_packs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import ORDERS, laid_out, on_card
@@ -213,11 +213,7 @@ def test_attention_behind_it(source: str, scaling: str) -> None:
     assert torch.equal(fp8cutlass.attention(-q, k, v, scaling=scaling, scale=0.1), first)
 
 
-@pytest.mark.xfail(
-    torch.__version__.startswith("2.11."),
-    run=False,
-    reason="seen with torch 2.11: an error thrown by the extension ends the process with a segmentation fault",
-)
+@THROWS
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -23,6 +23,7 @@ TRANSFORMS = {  # of operands that are quantised inside, in the order in which t
     "smooth_k": "the mean of some keys of a head subtracted from all (smooth_k)",
     "hadamard": "Q and K rotated by a Hadamard matrix (hadamard)",
 }
+MAX_TOKENS = 2**31 - 1 - 256  # rows and keys of a tile past the end are 32-bit in the kernels
 FLAGS = ("is_causal", "enable_gqa", *TRANSFORMS, "return_lse", "return_amax")
 
 
@@ -77,6 +78,10 @@ def check_shapes(request: Request) -> None:
         wrong.append(f"key and value differ in heads: {k.shape[1]} and {v.shape[1]}")
     if k.shape[2] != v.shape[2]:
         wrong.append(f"key and value differ in tokens: {k.shape[2]} and {v.shape[2]}")
+    if not torch.compiler.is_compiling():  # no guard on a size that no memory holds but an expanded tensor's
+        for name, x in (("query", q), ("key", k)):
+            if x.shape[2] > MAX_TOKENS:
+                wrong.append(f"{name} may have {MAX_TOKENS} tokens at most, got {x.shape[2]}")
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads:
         if not request.enable_gqa:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import gpu
 import pytest
 import torch
 from gpu import ROOT, THROWS, built_manifest, built_variants, is_emulated, run_kernel
@@ -22,9 +23,9 @@ from mapped import at_the_end, mapping
 from reference import Operands, operands_of, randn, relative_l2
 
 import fp8cutlass
-from fp8cutlass.emulator import OUT_DTYPES, emulate
+from fp8cutlass.emulator import emulate
 from fp8cutlass.fused import Operands as Packed
-from fp8cutlass.launch import Call, _fitted, _forward, _packed, run
+from fp8cutlass.launch import Call, _forward, run
 from fp8cutlass.manifest import Variant
 from fp8cutlass.memory import TENSOR_MAP_STRIDE
 
@@ -47,12 +48,11 @@ def operands(variant: Variant, heads: int, kv_heads: int, seqlen_q: int, seqlen_
     return operands_of(variant, q, k, v)
 
 
-def call_of(x: Operands, variant: Variant, scale: float = 0.1) -> Call:
-    """One kernel's call with LSE and amax."""
+def call_of(x: Operands, variant: Variant) -> Call:
+    """Bottom right where the kernel has a mask."""
     offset = x.fp8[1].shape[2] - x.fp8[0].shape[2] if variant.causal else 0
     out_descale = torch.tensor([0.02], device="cuda") if variant.out == "e4m3" else None
-    options = (out_descale, OUT_DTYPES[variant.out], variant.scaling, "fast", variant.causal, offset, scale)
-    return Call(*x.fp8, *x.descales, *options, True, True, variant.id)
+    return gpu.call_of(x, variant, scale=0.1, causal_offset=offset, out_descale=out_descale)
 
 
 @pytest.mark.edge(2, 32)
@@ -86,7 +86,7 @@ def test_operands_that_end_where_their_mapping_ends(variant: Variant) -> None:
     call = call_of(x, variant)
     number = built_manifest().index[variant.id]
     want = run_kernel(x, variant, scale=0.1, causal_offset=call.causal_offset, out_descale=call.out_descale)
-    given = packed(call, variant)
+    given = gpu.as_the_kernel_reads(call, variant)
     with ExitStack() as stack:
         moved = {
             name: at_the_end(stack.enter_context(mapping(t.numel() * t.element_size())), t)
@@ -102,11 +102,6 @@ def test_operands_that_end_where_their_mapping_ends(variant: Variant) -> None:
     assert all(
         torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in zip(got, want, strict=True)
     )
-
-
-def packed(call: Call, variant: Variant) -> Packed:
-    """The operands as the kernel reads them."""
-    return _packed(call.scaling, *_fitted(call, variant))
 
 
 @pytest.mark.edge(19)

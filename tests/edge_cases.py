@@ -60,7 +60,7 @@ CASES = {
     41: Case("eight streams at once: the bits of serial calls"),
     42: Case("a CUDA graph replayed a hundred times with new values: the bits of eager calls"),
     43: Case("graphs of several batch sizes in any order, descales as tensors"),
-    44: Case("a thousand runs: the same bits", "injected delays; load from other processes"),
+    44: Case("a thousand runs: the same bits, also with injected delays and beside another process"),
     45: Case("generic writes to shared memory before asynchronous reads: a proxy fence between"),
     46: Case("lanes that store before one of them arrives on a barrier: a warp-level barrier between"),
     47: Case("scratch of a reduction used again: a barrier between", RACES),

@@ -95,7 +95,7 @@ def test_operands_that_end_where_their_mapping_ends(variant: Variant) -> None:
         }
         outputs = [at_the_end(stack.enter_context(mapping(t.numel() * t.element_size())), t) for t in want]
         for t in outputs:
-            t.zero_()
+            t.view(torch.uint8).zero_()
         _forward(call, number, variant.head_dim, Packed(**vars(given) | moved), tuple(outputs))
         torch.cuda.synchronize()
         got = [t.clone() for t in outputs]

@@ -167,6 +167,7 @@ REFUSED = [
     # features
     pytest.param(call(attn_mask=torch.ones(16, 16, dtype=torch.bool)), ["attn_mask"], marks=FEATURE),
     pytest.param(call(dropout_p=0.1), ["dropout_p", "0.1"], marks=FEATURE),
+    pytest.param(call(dropout_p=torch.zeros(2)), ["dropout_p", "tensor"], marks=FEATURE),
     pytest.param(call(query=bf16().requires_grad_()), ["query", "requires_grad"], marks=FEATURE),
     pytest.param(call(value=bf16().requires_grad_()), ["value", "requires_grad"], marks=FEATURE),
     pytest.param(fp8_call(k_descale=torch.ones(1, requires_grad=True)), ["k_descale", "requires_grad"], marks=FEATURE),

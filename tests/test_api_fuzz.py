@@ -164,7 +164,7 @@ def objections(call: dict[str, Any]) -> list[str]:
             if axis is not None:
                 shapes.append((batch, heads, -(-x.shape[2] // 128) if axis == -1 else x.shape[axis]))
             wrong += [name] * (not good_descale(get(name), shapes, FLT_MAX))
-        wrong += [name for name in ("smooth_k", "hadamard") if get(name)]
+        wrong += [name for name in ("smooth_k", "hadamard") if get(name) is True]
     else:
         wrong += [name for name in DESCALES if get(name) is not None]
     stored = get("out_dtype")

@@ -149,7 +149,7 @@ def check_features(request: Request) -> None:
     wrong = []
     if request.attn_mask is not None:
         wrong.append("attn_mask is not supported; accepted are None and is_causal=True")
-    if request.dropout_p != 0.0:
+    if not isinstance(request.dropout_p, (int, float)) or request.dropout_p != 0.0:
         wrong.append(f"dropout_p is not supported; accepted is 0.0, got {request.dropout_p}")
     if torch.is_grad_enabled():
         named: tuple[tuple[str, Any], ...] = (

@@ -96,11 +96,9 @@ class Proof:
         step: dict[str, Any] = {"name": name, "command": line, "seconds": 0.0}
         self.steps.append(step)
         if self.left() < wanted_s:
-            step |= {
-                "status": "not run",
-                "reason": f"{max(0.0, self.left()):.0f} s were left, {wanted_s:.0f} are needed",
-            }
-            print(f"{name}: not run, {step['reason']}", flush=True)
+            reason = f"{max(0.0, self.left()):.0f} s were left, {wanted_s:.0f} are needed"
+            step |= {"status": "not run", "reason": reason}
+            print(f"{name}: not run, {reason}", flush=True)
             return
         if report is not None:
             report.unlink(missing_ok=True)  # of an earlier run
@@ -134,12 +132,8 @@ class Proof:
     def planted(self) -> None:
         """Whether each sanitizer sees its kind of bug here."""
         report = self.out / "planted.json"
-        self.run(
-            "planted",
-            [sys.executable, "scripts/sanitize.py", "--planted", "--json", report],
-            wanted_s=30,
-            report=report,
-        )
+        command: list[str | Path] = [sys.executable, "scripts/sanitize.py", "--planted", "--json", report]
+        self.run("planted", command, wanted_s=30, report=report)
 
     def broken(self) -> None:
         """Kernels broken on purpose."""
@@ -166,17 +160,7 @@ class Proof:
     def fuzz(self, share: float) -> None:
         """Random calls for their share of what is left."""
         report = self.out / "fuzz.json"
-        command: list[str | Path] = [
-            sys.executable,
-            "-m",
-            "tests.fuzz",
-            "--device",
-            "cuda",
-            "--seed",
-            str(SEED),
-            "--json",
-            report,
-        ]
+        command: list[str | Path] = [sys.executable, "-m", "tests.fuzz", "--device", "cuda", "--seed", str(SEED)]
         minutes = max(0.25, self.left() * share / 60)
         more = ["--minutes", f"{minutes:.2f}", "--jobs", str(max(1, self.jobs // 2))]
         self.run("fuzz", [*command, *more, "--json", report], wanted_s=30, report=report)
@@ -185,16 +169,9 @@ class Proof:
         """One tool over one kernel of each kind first, then over what time allows."""
         report = self.out / f"{tool}.json"
         seconds = max(10.0, 0.8 * self.left() / tools_left - 10)  # a kernel that was begun is finished
-        command: list[str | Path] = [
-            sys.executable,
-            "scripts/sanitize.py",
-            "--tool",
-            tool,
-            "--seconds",
-            f"{seconds:.0f}",
-        ]
-        jobs = str(max(1, self.jobs // 4))
-        self.run(tool, [*command, "--jobs", jobs, "--json", report], wanted_s=20, report=report)
+        command: list[str | Path] = [sys.executable, "scripts/sanitize.py", "--tool", tool]
+        more = ["--seconds", f"{seconds:.0f}", "--jobs", str(max(1, self.jobs // 4))]
+        self.run(tool, [*command, *more, "--json", report], wanted_s=20, report=report)
 
 
 def run_steps(proof: Proof, wanted: Sequence[str]) -> None:

@@ -71,8 +71,7 @@ def test_guard_bytes_round_the_outputs(variant: Variant) -> None:
     outside[:, :, 4 : 4 + rows, pad : pad + variant.head_dim] = False
     assert bool((room.float()[outside] == 7.0).all()), "bytes beside O were written"
     assert bool((floats[:64] == 7.0).all()) and bool((floats[64 + 3 * rows : -1] == 7.0).all())
-    offset = call.causal_offset
-    want = run_kernel(x, variant, scale=0.1, causal_offset=offset, out_descale=call.out_descale)
+    want = run_kernel(x, variant, scale=0.1, causal_offset=call.causal_offset, out_descale=call.out_descale)
     assert torch.equal(out.contiguous().view(torch.uint8), want[0].contiguous().view(torch.uint8))
     assert torch.equal(lse, want[1]) and torch.equal(amax, want[2])
 
@@ -99,9 +98,8 @@ def test_operands_that_end_where_their_mapping_ends(variant: Variant) -> None:
         _forward(call, number, variant.head_dim, Packed(**vars(given) | moved), tuple(outputs))
         torch.cuda.synchronize()
         got = [t.clone() for t in outputs]
-    assert all(
-        torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in zip(got, want, strict=True)
-    )
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 @pytest.mark.edge(19)
@@ -141,10 +139,8 @@ def test_more_than_two_to_the_31_elements() -> None:
 def test_more_than_a_grid_dimension_holds(shape: tuple[int, int, int]) -> None:
     """Batches, heads and query tiles alone: the last rows have the bits that they have alone."""
     batch, heads, tokens = shape
-    q = randn(1, 1, 1, 32, seed=1, device="cuda") * torch.linspace(-1, 1, batch * heads * tokens, device="cuda").view(
-        batch, heads, tokens, 1
-    )
-    q = q.bfloat16()
+    size = torch.linspace(-1, 1, batch * heads * tokens, device="cuda").view(batch, heads, tokens, 1)
+    q = (randn(1, 1, 1, 32, seed=1, device="cuda") * size).bfloat16()
     k = randn(1, 1, 70, 32, seed=2, device="cuda").expand(batch, heads, 70, 32)
     kernel = fp8cutlass.supports(q, k, k)[1].split()[0]
     got = fp8cutlass.attention(q, k, k, kernel=kernel)

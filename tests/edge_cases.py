@@ -15,12 +15,10 @@ class Case(NamedTuple):
     open: str = ""
 
 
-RACES = "outside pytest: scripts/sanitize.py"
+RACES = "all kernels: scripts/sanitize.py, outside of pytest"
 CASES = {
     1: Case("keys end inside a tile, NaN bytes behind K and V: the bits of the clean call"),
-    2: Case(
-        "queries end inside a tile, NaN behind Q: nothing beyond O is written", "guard bytes round a kernel's own O"
-    ),
+    2: Case("queries end inside a tile, NaN behind Q: nothing beyond O is written"),
     3: Case("lengths from 1 to 1023 on either side of every tile, queries and keys apart"),
     4: Case("no keys: O is 0, the LSE -inf"),
     5: Case("no queries, batches or heads: an empty result and no launch"),
@@ -38,7 +36,7 @@ CASES = {
     17: Case("more than 2^31 elements in one contiguous tensor"),
     18: Case("views whose rows lie more than 2^31 bytes apart: 64-bit offsets everywhere"),
     19: Case("strides and sizes beyond what a tensor map can describe: served by a copy or refused"),
-    20: Case("more than 65,535 batches, heads, their product or query tiles", "batches, heads and query tiles alone"),
+    20: Case("more than 65,535 batches, heads, their product or query tiles"),
     21: Case("a launch that fails: an error each time"),
     22: Case("a card for which nothing is built: an error that names it and what is built"),
     23: Case("head_dim without kernels: padded where declared, refused with the list otherwise"),
@@ -53,21 +51,21 @@ CASES = {
     32: Case("stores of whole tiles past the last column: guard bytes stay"),
     33: Case("out= of another shape, dtype or device, expanded, or over an input: refused"),
     34: Case("a second call leaves the first result alone"),
-    35: Case("memory that held NaN is written in full", "on a card"),
+    35: Case("memory that held NaN is written in full"),
     36: Case("tensors on another card than the current one: served there, and the current card stays"),
     37: Case("operands or descales on different devices: refused"),
     38: Case("kernels that opt in to more shared memory, on a second card too"),
-    39: Case("threads that make the first call of a process at once", "on a card"),
+    39: Case("threads that make the first call of a process at once"),
     40: Case("a stream that is not the default one, its producer still running"),
     41: Case("eight streams at once: the bits of serial calls"),
     42: Case("a CUDA graph replayed a hundred times with new values: the bits of eager calls"),
     43: Case("graphs of several batch sizes in any order, descales as tensors"),
-    44: Case("a thousand runs: the same bits", "injected delays; load from other processes"),
+    44: Case("a thousand runs: the same bits, also with injected delays and beside another process"),
     45: Case("generic writes to shared memory before asynchronous reads: a proxy fence between"),
     46: Case("lanes that store before one of them arrives on a barrier: a warp-level barrier between"),
     47: Case("scratch of a reduction used again: a barrier between", RACES),
     48: Case("fewer work items than multiprocessors, as many, and twice as many and one: no hang"),
-    49: Case("a row in another batch or among other queries: the same bits for a pinned kernel", "on a card"),
+    49: Case("a row in another batch or among other queries: the same bits for a pinned kernel"),
     50: Case(
         "descales of 0, below 0, NaN, infinite, denormal or huge: refused as numbers; as tensors, what is stated",
         "tensors on a card",

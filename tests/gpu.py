@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from reference import Operands
 
 from fp8cutlass import extension, supports
 from fp8cutlass.emulator import OUT_DTYPES, Diagnostics
 from fp8cutlass.errors import UnsupportedError
-from fp8cutlass.launch import Call, empty_outputs, run
+from fp8cutlass.fused import Operands as Packed
+from fp8cutlass.launch import Call, Outputs, _fitted, _forward, _packed, empty_outputs, run
 from fp8cutlass.manifest import Manifest, Variant, generated_dir, load_manifest
 from fp8cutlass.pack import pack_v, pad_token_descale
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def built_manifest() -> Manifest:
@@ -63,7 +69,7 @@ def chosen(*args: Any, **kwargs: Any) -> Variant:
     return built_manifest().find(text.split()[0])
 
 
-def run_kernel(
+def call_of(
     operands: Operands,
     variant: Variant,
     *,
@@ -71,10 +77,9 @@ def run_kernel(
     scaling: str | None = None,
     causal_offset: int = 0,
     out_descale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One kernel on operands in its own blocks, which the registered operator takes in blocks of 128 keys only; returns
-    out, LSE and amax."""
-    call = Call(
+) -> Call:
+    """A call of one kernel, with LSE and amax, on operands in its own blocks."""
+    return Call(
         *operands.fp8,
         *operands.descales,
         out_descale,
@@ -87,6 +92,37 @@ def run_kernel(
         True,
         True,
         variant.id,
+    )
+
+
+def as_the_kernel_reads(call: Call, variant: Variant) -> Packed:
+    """The operands of a call, padded and packed by torch operations on the device where they are."""
+    return _packed(call.scaling, *_fitted(call, variant))
+
+
+def run_from_host(call: Call, variant: Variant) -> Outputs:
+    """Launch a kernel on operands that are on the CPU: packed there, and copied to the card as they are."""
+    made = {name: None if x is None else x.cuda() for name, x in vars(as_the_kernel_reads(call, variant)).items()}
+    out_descale = None if call.out_descale is None else call.out_descale.cuda()
+    on_card = replace(call, q=call.q.new_empty(call.q.shape, device="cuda"), out_descale=out_descale)
+    outputs = empty_outputs(on_card)
+    _forward(on_card, built_manifest().index[variant.id], variant.head_dim, Packed(**made), outputs)
+    return outputs
+
+
+def run_kernel(
+    operands: Operands,
+    variant: Variant,
+    *,
+    scale: float,
+    scaling: str | None = None,
+    causal_offset: int = 0,
+    out_descale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One kernel on operands in its own blocks, which the registered operator takes in blocks of 128 keys only; returns
+    out, LSE and amax."""
+    call = call_of(
+        operands, variant, scale=scale, scaling=scaling, causal_offset=causal_offset, out_descale=out_descale
     )
     outputs = empty_outputs(call)
     run(call, variant, built_manifest().index[variant.id], outputs)

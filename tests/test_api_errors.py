@@ -50,6 +50,7 @@ REFUSED = [
     (call(layout="sbhd"), ["layout", "bhsd, bshd", "'sbhd'"]),
     (call(precision="best"), ["precision", "fast, accurate", "'best'"]),
     (call(scaling="row"), ["scaling", "tensor", "head", "block", "token", "'row'"]),
+    (call(scaling=["block"]), ["scaling", "['block']"]),
     (call(causal_alignment="middle"), ["causal_alignment", "top_left, bottom_right", "'middle'"]),
     (call(causal_alignment="bottom_right"), ["causal_alignment='bottom_right'", "is_causal=True", "is_causal=False"]),
     (call(fallback="maths"), ["fallback", "error, sdpa", "'maths'"]),
@@ -114,6 +115,7 @@ REFUSED = [
     pytest.param(fp8_call(key=bf16().to(torch.float8_e5m2fnuz)), ["key", "float8_e5m2fnuz"], marks=DTYPE),
     (call(out_dtype=torch.float32), ["out_dtype", "torch.float32", "torch.float16"]),
     (call(out_dtype=E5M2), ["out_dtype", "torch.float8_e5m2"]),
+    (call(out_dtype=[torch.bfloat16]), ["out_dtype", "[torch.bfloat16]"]),
     # devices
     pytest.param(call(key=bf16().to("meta")), ["key", "meta", "cpu"], marks=DEVICE),
     (call(**{n: bf16().to("meta") for n in ("query", "key", "value")}), ["meta", "cpu and cuda"]),
@@ -165,6 +167,7 @@ REFUSED = [
     # features
     pytest.param(call(attn_mask=torch.ones(16, 16, dtype=torch.bool)), ["attn_mask"], marks=FEATURE),
     pytest.param(call(dropout_p=0.1), ["dropout_p", "0.1"], marks=FEATURE),
+    pytest.param(call(dropout_p=torch.zeros(2)), ["dropout_p", "tensor"], marks=FEATURE),
     pytest.param(call(query=bf16().requires_grad_()), ["query", "requires_grad"], marks=FEATURE),
     pytest.param(call(value=bf16().requires_grad_()), ["value", "requires_grad"], marks=FEATURE),
     pytest.param(fp8_call(k_descale=torch.ones(1, requires_grad=True)), ["k_descale", "requires_grad"], marks=FEATURE),

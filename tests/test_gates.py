@@ -22,8 +22,9 @@ from codegen.gates.compile import CompileError, measure, measure_all, parse_reso
 from codegen.gates.occupancy import ctas_per_sm
 from codegen.gates.report import sources_digest
 from codegen.gates.rules import GATES, check, launch_registers
+from codegen.gates.run import gate_counts
 from codegen.gates.sass import SassError, parse
-from codegen.gates.subject import Kernel, Listing, Loop, Measured, Resources
+from codegen.gates.subject import Failure, Kernel, Listing, Loop, Measured, Resources
 from codegen.gates.toolbox import ROOT, Toolbox, ToolboxError, cmake_options, open_toolbox
 from codegen.matrix import profile_of
 from codegen.select import select
@@ -465,6 +466,15 @@ def _numbers(kernel: Kernel, measured: Measured) -> dict[str, dict[str, float]]:
     return numbers
 
 
+def test_gates_are_counted_by_the_kernels_that_they_apply_to(tmp_path: Path) -> None:
+    """A failure of one kernel, one that is emulated, and one of another family."""
+    names = ("a", "b", "c")
+    kernels = [_kernel(tmp_path, id=name, emulated=name == "b") for name in names] + [_hopper(tmp_path, id="d")]
+    failures = [Failure(gate="SPILL", kernel="a", target="sm89", message="spills")]
+    text = gate_counts(kernels, failures)
+    assert "SPILL 2 of 3" in text and "SMEM 4 of 4" in text and "QMMA-COUNT 2 of 2" in text and "TMA 1 of 1" in text
+
+
 def test_a_report_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     kernel = _kernel(tmp_path)
     numbers = _numbers(kernel, _measured())
@@ -525,6 +535,7 @@ def test_the_command_writes_and_then_holds_a_baseline(tools: Toolbox, tmp_path: 
     assert status == 1 and "does not exist" in output
     status, output = gates()
     assert status == 0 and baseline.is_file(), output
+    assert "sm89: gates passed: SPILL 1 of 1, NO-LOCAL 1 of 1, SMEM 1 of 1" in output
     written = baseline.read_text()
     status, output = gates("--check")
     assert status == 0 and "1 kernels unchanged" in output, output

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from gpu import built_manifest, built_packs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from layouts import ORDERS, laid_out, on_card
 from reference import attention64, relative_l2
 
 import fp8cutlass
@@ -30,7 +31,6 @@ PACKS = built_packs()
 MODES = built_manifest().scaling
 SOURCES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 VALUES = ("normal", "rows", "tiny", "denormal", "zeros", "huge", "broken", "all broken", "negative zeros")
-STRIDES = ("bhsd", "bshd", "wide rows", "spaced", "expanded", "unaligned", "transposed")
 TRANSFORMS = ({}, {"smooth_k": True}, {"hadamard": True}, {"smooth_k": True, "hadamard": True})
 SETTINGS = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -60,30 +60,6 @@ def values_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) 
     elif kind == "negative zeros":
         x = torch.full(shape, -0.0)
     return x.to(dtype)
-
-
-def laid_out(x: torch.Tensor, order: str) -> torch.Tensor:
-    """The same values at other addresses; what lies between them is NaN."""
-    batch, heads, tokens, head_dim = x.shape
-
-    def room(*shape: int) -> torch.Tensor:
-        return torch.full(shape, torch.nan, dtype=x.dtype, device=x.device)
-
-    if order == "bshd":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if order == "wide rows":
-        inside = room(batch, heads, tokens, head_dim + 24)[..., 16 : 16 + head_dim]
-    elif order == "spaced":
-        inside = room(batch, 2 * heads, tokens + 3, head_dim + -head_dim % 8)[:, ::2, 1 : tokens + 1, :head_dim]
-    elif order == "unaligned":
-        inside = room(batch, heads, tokens, head_dim + 1)[..., 1:]
-    elif order == "transposed":
-        inside = room(batch, heads, head_dim, tokens).transpose(2, 3)
-    elif order == "expanded":  # every batch and head is the first
-        return x[:1, :1].expand(x.shape)
-    else:
-        return x
-    return inside.copy_(x)
 
 
 def specified(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pack: dict[str, Any], **options: Any) -> Operands:
@@ -150,7 +126,7 @@ def test_bits(pack: dict[str, Any], scaling: str, data: st.DataObject) -> None:
     shapes["v"] = shapes["k"]
     host = []
     for i, name in enumerate("qkv"):
-        kind, order = draw(st.sampled_from(VALUES)), draw(st.sampled_from(STRIDES))
+        kind, order = draw(st.sampled_from(VALUES)), draw(st.sampled_from(ORDERS))
         x = values_of(kind, (*shapes[name], head_dim), SOURCES[pack["source"]], 3 * seed + i)
         host.append(laid_out(x, order))
     options = {
@@ -161,12 +137,6 @@ def test_bits(pack: dict[str, Any], scaling: str, data: st.DataObject) -> None:
         "hadamard": draw(st.booleans()),
     }
     check(poisoned(*map(on_card, host), pack, **options), specified(*host, pack, **options))
-
-
-def on_card(x: torch.Tensor) -> torch.Tensor:
-    """A copy of the whole storage, so that the strides stay."""
-    storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
-    return storage.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 @pytest.mark.parametrize("pack", PACKS, ids=lambda p: p["id"])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from codegen.gates import report
 from codegen.gates.compile import measure_all
-from codegen.gates.rules import check
-from codegen.gates.subject import Kernel, Measured, render
+from codegen.gates.rules import applicable, check
+from codegen.gates.subject import Failure, Kernel, Measured, render
 from codegen.gates.toolbox import ROOT, open_toolbox
 from codegen.spec import Variant
 
@@ -28,6 +28,18 @@ def _summary(target: str, results: dict[Kernel, Measured], say: Callable[[str], 
         f"{target}: {len(results)} kernels, {total:.0f} s of compilation, the longest {results[slowest].seconds:.1f} s "
         f"({slowest.id}), largest compiler process {peak:.0f} MiB"
     )
+
+
+def gate_counts(results: Iterable[Kernel], failures: Iterable[Failure]) -> str:
+    """Of each gate: by how many of the kernels that it applies to it is passed."""
+    kernels = list(results)
+    failed = {(f.gate, f.target, f.kernel) for f in failures}
+    parts = []
+    for gate in applicable(kernels):
+        held = [k for k in kernels if gate.applies(k)]
+        passed = sum((gate.name, k.target, k.id) not in failed for k in held)
+        parts.append(f"{gate.name} {passed} of {len(held)}")
+    return ", ".join(parts)
 
 
 def _ratchet(committed: Path, fresh: str, say: Callable[[str], None]) -> bool:
@@ -94,6 +106,7 @@ def run(
         if not of_arch:
             continue
         _summary(arch, of_arch, say)
+        say(f"{arch}: gates passed: {gate_counts(of_arch, failures)}")
         text = report.render(arch, profile, f"nvcc {tools.nvcc_version} {' '.join(tools.options)}", of_arch)
         fresh = out / f"gates_{arch}_{profile}.txt"
         fresh.write_text(text)

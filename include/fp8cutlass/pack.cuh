@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "fp8cutlass/delay.cuh"
 #include "fp8cutlass/layout.h"
 #include "fp8cutlass/numeric.cuh"
 #include "fp8cutlass/pack_params.h"
@@ -167,6 +168,7 @@ __device__ __forceinline__ uint32_t block_max(uint32_t bits) {
   bits = __reduce_max_sync(~0u, bits);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
   __syncthreads();
+  delay_point(16);
 #pragma unroll
   for (int warp = 0; warp < kThreads / 32; ++warp) bits = max(bits, of_warp[warp]);
   return bits;

@@ -46,7 +46,8 @@ def attention(
     Args:
         query: (B, H, Sq, D), or (B, Sq, H, D) with ``layout="bshd"``. bf16 and fp16 are quantised inside; float8_e4m3fn
             and float8_e5m2 come with descales. CPU (emulated) or CUDA. Any strides; a last dimension that is not
-            contiguous is copied, on CUDA also rows that do not start on multiples of 16 bytes.
+            contiguous is copied, on CUDA also rows that do not start on multiples of 16 bytes or lie 2^40 bytes apart.
+            Sq and Sk are below 2^31 - 256.
         key, value: (B, Hkv, Sk, D) or (B, Sk, Hkv, D), dtype and device of query. D is 1 to 256 and is padded with
             zeros to the next head dim that has kernels. Sk = 0 gives zeros and an LSE of -inf. ``scaling="block"``,
             and on Hopper every mode but "token", sums value in float32 with its descale: max |value| * 2^25 * Sk must

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 ALIGNMENT = 16  # bytes of one vector access
+TENSOR_MAP_STRIDE = 2**40  # bytes, of the copy engine: a stride has to be less
 
 
 def is_seq_major(x: torch.Tensor) -> bool:
@@ -21,12 +22,14 @@ def empty_rows(q: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tens
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a contiguous copy where its rows do not start on multiples of 16 bytes or are all the same row, for
-    which tensor maps have no word. A dimension of size 1 may have any stride."""
+    """Return x, or a contiguous copy where its rows do not start on multiples of 16 bytes, lie too far apart, or are
+    all the same row, for which tensor maps have no word. A dimension of size 1 may have any stride."""
     if x.shape[2] > 1 and x.stride(2) == 0:
         return x.clone(memory_format=torch.contiguous_format)
-    strides = (stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1)
-    if x.data_ptr() % ALIGNMENT == 0 and all(stride * x.element_size() % ALIGNMENT == 0 for stride in strides):
+    size = x.element_size()
+    strides = [size * stride for length, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if length > 1]
+    served = all(stride % ALIGNMENT == 0 and stride < TENSOR_MAP_STRIDE for stride in strides)
+    if served and x.data_ptr() % ALIGNMENT == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -23,6 +23,7 @@ TRANSFORMS = {  # of operands that are quantised inside, in the order in which t
     "smooth_k": "the mean of some keys of a head subtracted from all (smooth_k)",
     "hadamard": "Q and K rotated by a Hadamard matrix (hadamard)",
 }
+MAX_TOKENS = 2**31 - 1 - 256  # rows and keys of a tile past the end are 32-bit in the kernels
 FLAGS = ("is_causal", "enable_gqa", *TRANSFORMS, "return_lse", "return_amax")
 
 
@@ -31,8 +32,10 @@ def check_options(request: Request) -> None:
     wrong = []
     for name, accepted in CHOICES.items():
         given = getattr(request, name)
-        if given not in accepted:
+        if not isinstance(given, str) or given not in accepted:
             wrong.append(f"{name} must be one of {', '.join(accepted)}, got {given!r}")
+    if not isinstance(request.scaling, str):  # which words there are, the manifest says
+        wrong.append(f"scaling must be the name of a scaling mode, got {request.scaling!r}")
     for name in FLAGS:
         given = getattr(request, name)
         if not isinstance(given, bool):
@@ -75,6 +78,10 @@ def check_shapes(request: Request) -> None:
         wrong.append(f"key and value differ in heads: {k.shape[1]} and {v.shape[1]}")
     if k.shape[2] != v.shape[2]:
         wrong.append(f"key and value differ in tokens: {k.shape[2]} and {v.shape[2]}")
+    if not torch.compiler.is_compiling():  # no guard on a size that no memory holds but an expanded tensor's
+        for name, x in (("query", q), ("key", k)):
+            if x.shape[2] > MAX_TOKENS:
+                wrong.append(f"{name} may have {MAX_TOKENS} tokens at most, got {x.shape[2]}")
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads:
         if not request.enable_gqa:
@@ -104,7 +111,7 @@ def check_types(request: Request) -> None:
         on = [name for name in TRANSFORMS if getattr(request, name)]
         wrong += [f"{name} is for bf16 and fp16 operands; {q.dtype} ones are quantised already" for name in on]
     out_dtype = request.out_dtype
-    if out_dtype is not None and out_dtype not in OUT_NAMES:
+    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in OUT_NAMES):
         wrong.append(f"out_dtype must be one of {', '.join(map(str, OUT_NAMES))}, got {out_dtype}")
     if out_dtype == torch.float8_e4m3fn:
         if request.out_descale is None:
@@ -142,7 +149,7 @@ def check_features(request: Request) -> None:
     wrong = []
     if request.attn_mask is not None:
         wrong.append("attn_mask is not supported; accepted are None and is_causal=True")
-    if request.dropout_p != 0.0:
+    if not isinstance(request.dropout_p, (int, float)) or request.dropout_p != 0.0:
         wrong.append(f"dropout_p is not supported; accepted is 0.0, got {request.dropout_p}")
     if torch.is_grad_enabled():
         named: tuple[tuple[str, Any], ...] = (

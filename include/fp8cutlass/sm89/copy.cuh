@@ -5,6 +5,7 @@
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm80.hpp>
 
+#include "fp8cutlass/delay.cuh"
 #include "fp8cutlass/layout.h"
 #include "fp8cutlass/numeric.cuh"
 
@@ -16,6 +17,7 @@ namespace fp8cutlass::sm89 {
 template <class Tile, int kThreads>
 __device__ __forceinline__ void load_tile(uint8_t* smem, const uint8_t* gmem, int64_t row_stride, int valid_rows) {
   using Copy = cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>;
+  delay_point(11);
   // 6 chunks: 8 lanes, 2 idle.
   constexpr int kColumns = Tile::kRowChunks % 3 == 0 ? Tile::kRowChunks / 3 * 4 : Tile::kRowChunks;
   constexpr int kRowsPerPass = kThreads / kColumns;
@@ -39,6 +41,7 @@ __device__ __forceinline__ void load_tile(uint8_t* smem, const uint8_t* gmem, in
 template <int kCount>
 __device__ __forceinline__ void load_floats(float* smem, const float* gmem) {
   static_assert(kCount % 4 == 0);
+  delay_point(12);
   const int thread = thread_index();
   if (thread < kCount / 4) {
     using Copy = cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>;

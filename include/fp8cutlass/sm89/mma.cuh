@@ -33,6 +33,7 @@ __device__ __forceinline__ void clear(Acc (&s)[kFrags][kBlocks][kRegs]) {
 template <class Mma, class KTile, int kFrags, int kBlocks, int kSteps, class Acc, int kRegs>
 __device__ __forceinline__ void scores(Acc (&s)[kFrags][kBlocks][kRegs], const uint32_t (&q)[kFrags][kSteps][4],
                                        const uint8_t* k_tile) {
+  delay_point(15);
   clear(s);
   const int lane = lane_offset_b<KTile>();
 #pragma unroll
@@ -57,6 +58,7 @@ template <class Mma, int kStepsAtOnce, class QTile, class KTile, int kSteps, int
 __device__ __forceinline__ void scores_from_smem(Acc (&s)[kFrags][kBlocks][kRegs], const uint8_t* q_tile, int row,
                                                  const uint8_t* k_tile) {
   clear(s);
+  delay_point(13);
   const int q_lane = lane_offset_a<QTile>(row), k_lane = lane_offset_b<KTile>();
 #pragma unroll kStepsAtOnce
   for (int step = 0; step < kSteps; ++step) {
@@ -99,6 +101,7 @@ __device__ __forceinline__ void accumulate_values(float (&o)[kFrags][kBlocks][4]
                                                   const uint32_t (&p)[kFrags][kSteps][4], const uint8_t* v_tile,
                                                   const float (&factor)[kFrags][2], const Sink& sink) {
   constexpr int kTerms = kSteps * 32 / VTile::kRowBytes;
+  delay_point(14);
   const int lane = lane_offset_b<VTile>();
 #pragma unroll
   for (int n = 0; n < kBlocks; n += 2) {

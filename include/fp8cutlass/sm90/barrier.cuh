@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cute/arch/util.hpp>
 
+#include "fp8cutlass/delay.cuh"
+
 namespace fp8cutlass::sm90 {
 
 using Barrier = uint64_t;
@@ -20,6 +22,7 @@ __device__ __forceinline__ void fence_init() { asm volatile("fence.mbarrier_init
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void wait(Barrier& barrier, int parity) {
+  delay_point(1);
   asm volatile(
       "{\n.reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
@@ -43,6 +46,7 @@ __device__ __forceinline__ bool poll(Barrier& barrier, int parity) {
 
 // No jump where it is over.
 __device__ __forceinline__ void wait_unless(bool over, Barrier& barrier, int parity) {
+  delay_point(2);
   asm volatile(
       "{\n.reg .pred done;\n"
       "setp.ne.s32 done, %2, 0;\n"
@@ -53,11 +57,13 @@ __device__ __forceinline__ void wait_unless(bool over, Barrier& barrier, int par
 }
 
 __device__ __forceinline__ void arrive(Barrier& barrier) {
+  delay_point(3);
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)) : "memory");
 }
 
 // The same where `says` holds; no branch, which would cost the compiler its uniform registers.
 __device__ __forceinline__ void arrive_if(Barrier& barrier, bool says) {
+  delay_point(4);
   asm volatile(
       "{\n.reg .pred says;\n"
       "setp.ne.s32 says, %1, 0;\n"
@@ -68,6 +74,7 @@ __device__ __forceinline__ void arrive_if(Barrier& barrier, bool says) {
 
 // Holds the barrier until the copy engine has written `bytes`.
 __device__ __forceinline__ void expect(Barrier& barrier, int bytes) {
+  delay_point(5);
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
                "r"(bytes)
                : "memory");
@@ -75,6 +82,7 @@ __device__ __forceinline__ void expect(Barrier& barrier, int bytes) {
 
 // Arrives, and holds the barrier until the copy engine has written `bytes`.
 __device__ __forceinline__ void arrive_expect(Barrier& barrier, int bytes) {
+  delay_point(6);
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
                "r"(bytes)
                : "memory");
@@ -83,15 +91,18 @@ __device__ __forceinline__ void arrive_expect(Barrier& barrier, int bytes) {
 // Named barriers of two warpgroups, 1 and 2: one waits for its turn, the other passes it on. Barrier 0 is
 // __syncthreads.
 __device__ __forceinline__ void wait_turn(int warpgroup) {
+  delay_point(7);
   asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
 }
 __device__ __forceinline__ void pass_turn(int warpgroup) {
+  delay_point(8);
   asm volatile("bar.arrive %0, 256;" ::"r"(1 + warpgroup) : "memory");
 }
 
 // All warpgroups that compute.
 template <int kThreads>
 __device__ __forceinline__ void sync_consumers() {
+  delay_point(9);
   asm volatile("bar.sync 3, %0;" ::"n"(kThreads) : "memory");
 }
 

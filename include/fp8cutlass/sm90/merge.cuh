@@ -4,12 +4,14 @@
 
 #include <cute/arch/cluster_sm90.hpp>
 
+#include "fp8cutlass/delay.cuh"
 #include "fp8cutlass/softmax.cuh"
 
 namespace fp8cutlass::sm90 {
 
 // Every thread of the cluster that has not left; stores before it are visible after it. (CuTe's has no memory clobber.)
 __device__ __forceinline__ void cluster_sync() {
+  delay_point(10);
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 

@@ -1,0 +1,207 @@
+"""Kernels broken on purpose, and what notices: copies with a barrier taken out, a descale ignored, a rule switched off.
+
+    python scripts/broken.py                # needs a card, nvcc and compute-sanitizer; about two minutes
+    python scripts/broken.py --no-card      # only what compiling shows
+
+The exit status is 0 when every fault was noticed by what is named beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from codegen import rules  # noqa: E402  (needs the path above when run as a file)
+from codegen.gates.compile import measure_all  # noqa: E402
+from codegen.gates.rules import check  # noqa: E402
+from codegen.gates.subject import render  # noqa: E402
+from codegen.gates.toolbox import open_toolbox  # noqa: E402
+from codegen.spec import Variant, parse_id  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``caught``: whether ``by`` noticed the fault; ``said`` is its first words on it."""
+
+    fault: str
+    kernel: str
+    by: str
+    caught: bool
+    said: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``old`` in the source of ``kernel`` becomes ``new``; ``by`` is what has to notice: tests or racecheck."""
+
+    name: str
+    kernel: str
+    old: str
+    new: str
+    by: str
+
+
+FAULTS = (
+    Fault(
+        "a barrier: the wait for a tile of V taken out",
+        "sm90a_fwd_d64_m64n128w4_s3_block_causal_e4m3_bf16_exp2_serial_solo",
+        "      sm90::wait(control.v_full[stage.slot], stage.parity);\n",
+        "",
+        "tests",
+    ),
+    Fault(
+        "a descale: the one of V's blocks ignored",
+        "sm90a_fwd_d96_m64n128w4_s3_block_causal_e4m3_bf16_exp2_serial_solo",
+        "return control.descales[stage.ring()].y;",
+        "return 1.f;",
+        "tests",
+    ),
+    Fault(
+        "a barrier: the one before the next item is loaded taken out",
+        "sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear",
+        "    __syncthreads();  // everybody is done with Q and all slots\n",
+        "",
+        "racecheck",
+    ),
+)
+# Rules of the sm90a family, a declared point that each of them alone refuses, and the gate that has to notice.
+SWITCHED_OFF = (
+    ("SPILLS", "sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_exp2_serial_solo", "SPILL"),
+    ("SMEM", "sm90a_fwd_d96_m64n256w4_s4_block_full_e4m3_bf16_linear_overlap_solo", "COMPILE"),
+)
+
+
+def broken_sources(generated: Path) -> None:
+    """Plant every fault into the generated folder. LookupError where a source does not have what is to be replaced."""
+    for fault in FAULTS:
+        path = generated / fault.kernel.split("_")[0] / f"{fault.kernel}.cu"
+        text = path.read_text(encoding="utf-8")
+        if text.count(fault.old) != 1:
+            raise LookupError(f"{path} has {text.count(fault.old)} times what is to be broken: {fault.old!r}")
+        path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+
+
+def generate(folder: Path) -> Path:
+    """The kernels that are to be broken, as the generator writes them."""
+    ids = [x for fault in FAULTS for x in ("--only", fault.kernel)]
+    _run(["-m", "codegen", "--arch", "sm90a", "--emulated", *ids, "--out", str(folder)])
+    return folder
+
+
+def _run(arguments: list[str]) -> None:
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(arguments[:3])} failed:\n{done.stdout[-3000:]}")
+
+
+def on_the_card(folder: Path) -> Iterator[Finding]:
+    """Build the broken copies, and let the tests and racecheck have them."""
+    generated = generate(folder / "generated")
+    broken_sources(generated)
+    destination = folder / "fp8cutlass"
+    places = ["--generated", str(generated), "--build-dir", str(folder / "work"), "--dest", str(destination)]
+    _run(["scripts/build_extension.py", *places])
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    environment["FP8CUTLASS_LIBRARY"] = str(destination / "_C.so")
+    for fault in FAULTS:
+        started = time.monotonic()
+        if fault.by == "tests":
+            caught, said = _by_tests(fault, environment)
+        else:
+            caught, said = _by_racecheck(fault, environment)
+        yield Finding(fault.name, fault.kernel, fault.by, caught, said, time.monotonic() - started)
+
+
+def _by_tests(fault: Fault, environment: dict[str, str]) -> tuple[bool, str]:
+    tests = ["tests/test_gpu_variants.py", "-k", f"test_variant and {fault.kernel}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return True, "the kernel hangs"
+    failed = re.search(r"(\d+) failed", done.stdout)
+    reason = re.search(r"^E +(\S.*)$", done.stdout, re.M)
+    said = f"{failed[0] if failed else 'nothing failed'}: {reason[1] if reason else done.stdout.strip()[-200:]}"
+    return done.returncode == 1 and failed is not None, said
+
+
+def _by_racecheck(fault: Fault, environment: dict[str, str]) -> tuple[bool, str]:
+    with tempfile.NamedTemporaryFile(suffix=".json") as report:
+        command = ["scripts/sanitize.py", "--tool", "racecheck", "--only", fault.kernel, "--json", report.name]
+        subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+        try:
+            outcome = json.loads(Path(report.name).read_text())[0]
+        except (ValueError, IndexError):
+            return False, "no report"
+    hazard = re.search(r"^=+ (Error: .*|.*hazard.*)$", outcome["text"], re.M)
+    return outcome["status"] == "found", hazard[1] if hazard else outcome["text"].strip()[-200:] or outcome["status"]
+
+
+def refused_by(name: str, kernel: str) -> Variant:
+    """The variant of that id. LookupError unless this rule refuses it and no other would."""
+    v = parse_id(kernel)
+    refused, whole = rules.check(v), rules.RULES["sm90a"]
+    rules.RULES["sm90a"] = tuple(rule for rule in whole if rule.name != name)
+    try:
+        otherwise = rules.check(v)
+    finally:
+        rules.RULES["sm90a"] = whole
+    if refused is None or refused.rule != name or otherwise is not None:
+        raise LookupError(f"{kernel} is refused by {refused}, without {name} by {otherwise}")
+    return v
+
+
+def by_compiling(folder: Path) -> Iterator[Finding]:
+    """Kernels that a rule refuses, compiled as if there were no such rule, and held to the gates."""
+    tools = open_toolbox()
+    for rule, kernel, gate in SWITCHED_OFF:
+        started = time.monotonic()
+        v = refused_by(rule, kernel)
+        sources = render({"sm90a": (v,)}, folder / "generated")
+        measured, failures = measure_all(sources, tools, folder, 1, lambda line: None)
+        failures += [failure for source, m in measured.items() for failure in check(source, m)]
+        found = [failure for failure in failures if failure.gate == gate]
+        said = found[0].message if found else f"gates that failed: {sorted({f.gate for f in failures})}"
+        of_rule = re.search(rf'"?({rule}: [^"\n]*)', said)
+        said = of_rule[1] if of_rule else said.splitlines()[0]
+        caught = bool(found) and (gate != "COMPILE" or of_rule is not None)
+        yield Finding(f"a rule: {rule} switched off", v.id, f"gate {gate}", caught, said, time.monotonic() - started)
+
+
+def main() -> int:
+    """The command line; returns 0 when every fault was noticed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-card", action="store_true", help="only what compiling shows")
+    parser.add_argument("--json", type=Path, help="write what was found")
+    options = parser.parse_args()
+    findings = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        steps = [by_compiling(folder / "rules")] + ([] if options.no_card else [on_the_card(folder)])
+        for step in steps:
+            for finding in step:
+                findings.append(finding)
+                verdict = "noticed" if finding.caught else "NOT NOTICED"
+                print(f"{finding.fault} ({finding.kernel}): {verdict} by {finding.by}: {finding.said}", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(f) for f in findings], indent=1), encoding="utf-8")
+    return 0 if all(f.caught for f in findings) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

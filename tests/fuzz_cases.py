@@ -1,0 +1,234 @@
+"""Random calls of ``attention``, each a function of a seed and a number: shapes, memory orders, options and values."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from layouts import ORDERS, laid_out
+from reference import randn
+
+from fp8cutlass.accuracy.inputs import BIAS_SIZE, OUTLIER_SHARE, OUTLIER_SIZE
+from fp8cutlass.quantize import quantize
+from fp8cutlass.target import granularities
+
+LENGTHS = (1, 2, 3, 7, 9, 12, 31, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 511, 512, 513, 1023)
+HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 100, 128, 136, 160, 192, 200, 256)
+SOURCES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
+HALF = ("bf16", "fp16")
+VALUES = ("normal", "outliers", "biased", "scaled", "constant", "rising", "zeros", "tiny", "large")
+DESCALES = ("float", "()", "(1,)", "(H,)", "(B, H)", "finest")
+# Scores (batch * heads * queries * keys) of a case: float64 references of them fit, and are made in milliseconds.
+CELLS = {"cpu": 1 << 16, "cuda": 1 << 22}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call. Of ``scale`` None is the default; ``pick`` in [0, 1) pins one of the kernels that serve the call, None
+    leaves the choice to the table; ``orders`` are the memory orders of query, key and value."""
+
+    seed: int
+    number: int
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    source: str
+    out: str | None
+    scaling: str
+    precision: str
+    alignment: str | None  # of the causal mask
+    smooth_k: bool
+    hadamard: bool
+    scale: float | None
+    layout: str
+    values: str
+    orders: tuple[str, str, str]
+    descales: tuple[str, str, str]
+    lse: bool
+    pick: float | None
+
+    @property
+    def half(self) -> bool:
+        """Whether ``attention`` quantises the operands."""
+        return self.source in HALF
+
+    @property
+    def softmax_scale(self) -> float:
+        """The scale in force."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def causal_offset(self) -> int | None:
+        """Key j is visible to row i when j <= i + this; None without a mask."""
+        if self.alignment is None:
+            return None
+        return self.seqlen_k - self.seqlen_q if self.alignment == "bottom_right" else 0
+
+
+def draw(seed: int, number: int, cells: int) -> Case:
+    """Case ``number`` of a seed, of at most ``cells`` scores. The same on every machine."""
+    r = random.Random(f"{seed}/{number}")
+
+    def length() -> int:
+        return r.choice(LENGTHS) if r.random() < 0.6 else int(2 ** r.uniform(0, 12))
+
+    batch, kv_heads, group = r.randint(1, 4), r.randint(1, 4), r.choice((1, 1, 2, 3, 4, 5, 7, 8))
+    seqlen_q, seqlen_k = length(), length()
+    while batch * kv_heads * group * seqlen_q * seqlen_k > cells:
+        if batch * kv_heads * group > 6:
+            batch, kv_heads, group = max(1, batch // 2), max(1, kv_heads - 1), max(1, group // 2)
+        elif seqlen_q > seqlen_k:
+            seqlen_q = seqlen_q * 2 // 3
+        else:
+            seqlen_k = seqlen_k * 2 // 3
+    source = r.choice(("bf16", "bf16", "bf16", "fp16", "e4m3", "e4m3", "e5m2"))
+    half = source in HALF
+    return Case(
+        seed=seed,
+        number=number,
+        batch=batch,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=r.choice(HEAD_DIMS) if r.random() < 0.9 else r.randint(1, 256),
+        source=source,
+        out=r.choice((None, None, "bf16", "fp16", "e4m3")),
+        scaling=r.choice(("block", "block", "tensor", "head", "token")),
+        precision=r.choice(("fast", "accurate")),
+        alignment=r.choice((None, None, "top_left", "bottom_right")),
+        smooth_k=half and r.random() < 0.25,
+        hadamard=half and r.random() < 0.25,
+        scale=r.choice((None, None, None, None, 0.0, 0.03, 0.2, -0.1)),
+        layout=r.choice(("bhsd", "bhsd", "bshd")),
+        values="normal" if r.random() < 0.4 else r.choice(VALUES),
+        orders=(r.choice(ORDERS), r.choice(ORDERS), r.choice(ORDERS)),
+        descales=(r.choice(DESCALES), r.choice(DESCALES), r.choice(DESCALES)),
+        lse=r.random() < 0.5,
+        pick=r.random() if r.random() < 0.4 else None,
+    )
+
+
+def values_of(case: Case) -> list[torch.Tensor]:
+    """Query, key and value (B, H, S, D) in bf16 before they are converted to the case's type."""
+    shapes = ((case.heads, case.seqlen_q), (case.kv_heads, case.seqlen_k), (case.kv_heads, case.seqlen_k))
+    first = random.Random(f"values of {case.seed}/{case.number}").getrandbits(60)
+    x = [randn(case.batch, h, s, case.head_dim, seed=first + i).float() for i, (h, s) in enumerate(shapes)]
+    generator = torch.Generator().manual_seed(first)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    if case.values == "outliers":
+        hit = [torch.rand(t.shape, generator=generator) < OUTLIER_SHARE for t in x]
+        x = [t + OUTLIER_SIZE * normal(*t.shape) * h for t, h in zip(x, hit, strict=True)]
+    elif case.values == "biased":
+        x[1] += BIAS_SIZE * normal(1, case.kv_heads, 1, case.head_dim)
+    elif case.values == "scaled":
+        x = [t * 2.0 ** float(normal(1)) for t in x]
+        x[2] *= torch.logspace(-0.7, 0.7, case.head_dim)  # every channel of V its own size
+    elif case.values == "constant":
+        x[2][:] = float(normal(1)) + 2
+    elif case.values == "rising":  # by 30 nats over the keys: every tile outweighs the ones before
+        rise = torch.linspace(0, 30, case.seqlen_k)[None, None, :, None]
+        x[0] = 0.5 * x[0]
+        x[0][..., :1] = 8
+        x[1][..., :1] = rise[..., :1] / 8 / (case.softmax_scale or 1.0)
+    elif case.values == "zeros":  # whole rows, and one operand in its entirety
+        x = [t * (torch.rand(t.shape[:3], generator=generator) < 0.5)[..., None] for t in x]
+        x[case.number % 3] *= float(case.number % 2)
+    elif case.values == "tiny":
+        exponent = -100 if case.source == "bf16" else -12
+        x[0], x[1] = x[0] * 2.0**exponent, x[1] * 2.0**exponent
+    elif case.values == "large":
+        x[0], x[1] = 30 * x[0], 30 * x[1]
+    return [t.bfloat16() for t in x]
+
+
+@dataclass
+class Inputs:
+    """query, key and value as ``attention`` takes them, (B, H, S, D) or (B, S, H, D), on the CPU; ``descales`` of FP8
+    operands, a float or a tensor of one of the accepted shapes each."""
+
+    tensors: list[torch.Tensor]
+    descales: list[float | torch.Tensor] | None
+
+
+def inputs_of(case: Case) -> Inputs:
+    """The tensors of a case, in their memory orders."""
+    given, descales = [], []
+    modes = granularities(case.scaling)
+    generator = torch.Generator().manual_seed(case.number)
+    for x, order, form, granularity in zip(values_of(case), case.orders, case.descales, modes, strict=True):
+        if case.half:
+            x = x.to(SOURCES[case.source])
+        else:
+            x, descale = quantize(x, granularity="tensor", dtype=SOURCES[case.source])
+            descales.append(_descale(float(descale), form, granularity, x, generator))
+        x = laid_out(x, order)
+        given.append(x if case.layout == "bhsd" else x.transpose(1, 2))
+    return Inputs(given, None if case.half else descales)
+
+
+def _descale(
+    base: float, form: str, granularity: str, x: torch.Tensor, generator: torch.Generator
+) -> float | torch.Tensor:
+    """Descales of about ``base`` that all differ, in one of the accepted shapes."""
+    if form == "float":
+        return base
+    batch, heads, tokens, head_dim = x.shape
+    shapes: dict[str, tuple[int, ...]] = {"()": (), "(1,)": (1,)}
+    if granularity != "tensor":
+        shapes |= {"(H,)": (heads,), "(B, H)": (batch, heads)}
+    finest = {"block": -(-tokens // 128), "token": tokens, "channel": head_dim}
+    if granularity in finest:
+        shapes["finest"] = (batch, heads, finest[granularity])
+    shape = shapes.get(form, list(shapes.values())[-1])
+    return base * 2.0 ** (2 * torch.rand(shape, generator=generator) - 1)
+
+
+def spread(descale: float | torch.Tensor, granularity: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A descale as something that multiplies a (B, H, S, D) tensor: written again here, so that the package's way of
+    spreading is tested by it."""
+    if not isinstance(descale, torch.Tensor):
+        return torch.tensor(descale)
+    if descale.dim() == 0 or descale.numel() == 1:
+        return descale.reshape(())
+    if descale.dim() == 1:
+        return descale[None, :, None, None]
+    if descale.dim() == 2:
+        return descale[:, :, None, None]
+    if granularity == "channel":
+        return descale[:, :, None, :]
+    if granularity == "block":
+        return descale[:, :, torch.arange(shape[2]) // 128, None]
+    return descale[..., None]
+
+
+def arguments(case: Case, inputs: Inputs, device: str) -> dict[str, Any]:
+    """Keyword arguments of ``attention``, but for out_descale and kernel."""
+    options: dict[str, Any] = {"scaling": case.scaling, "precision": case.precision, "layout": case.layout}
+    if case.heads != case.kv_heads:
+        options["enable_gqa"] = True
+    if case.alignment is not None:
+        options |= {"is_causal": True, "causal_alignment": case.alignment}
+    if case.scale is not None:
+        options["scale"] = case.scale
+    if case.smooth_k or case.hadamard:
+        options |= {"smooth_k": case.smooth_k, "hadamard": case.hadamard}
+    if case.out is not None:
+        options["out_dtype"] = SOURCES[case.out]
+    if inputs.descales is not None:
+        for name, descale in zip("qkv", inputs.descales, strict=True):
+            options[f"{name}_descale"] = descale.to(device) if isinstance(descale, torch.Tensor) else descale
+    return options

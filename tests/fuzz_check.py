@@ -1,0 +1,267 @@
+"""One random call of ``attention`` held to float64 and, on a card, to the emulator, under the gates of the other tests.
+
+A gate applies where it was stated: the z-test up to the logits of the accuracy table, the emulator's and those of randn
+up to the logits of randn, what says something of the mean of many rows to many rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fuzz_cases import Case, Inputs, arguments, inputs_of, spread
+from gpu import is_emulated
+from kernel_gates import (
+    AMAX,
+    ROW_COSINE,
+    dequantised_limit,
+    emulator_limit,
+    lse_limit,
+)
+from layouts import on_card
+from reference import (
+    FLOOR,
+    Operands,
+    Reference,
+    ZTest,
+    attention64,
+    min_row_cosine,
+    operands_of,
+    relative_l2,
+    visible,
+    z_test,
+)
+
+import fp8cutlass
+from fp8cutlass import UnsupportedError
+from fp8cutlass.descale import to_canonical
+from fp8cutlass.emulator import Emulation, emulate
+from fp8cutlass.manifest import Variant, load_manifest
+from fp8cutlass.operator import DTYPE_NAMES, OUT_NAMES
+from fp8cutlass.prepare import prepared
+from fp8cutlass.smooth import key_mean
+from fp8cutlass.target import granularities, target
+
+TABLE_LOGITS = 50.0  # the K bias of the accuracy table has logits up to 45
+RANDN_LOGITS = 8.0
+MANY = 64  # rows, keys: a figure that is a mean of fewer scatters by itself
+FLOOR_KEYS = 256  # the least rms is that of rows with many keys
+OUT_CODE = 100.0  # of 448, what the largest result becomes in an e4m3 output
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``status``: passed, failed, or unserved where no kernel serves the call and it is refused. ``details``: the gates
+    that were missed, or the refusal. ``lost``: the device is in an error state and the process of no further use."""
+
+    status: str
+    kernel: str = ""
+    details: tuple[str, ...] = ()
+    lost: bool = False
+
+
+def run_case(case: Case, device: str) -> Verdict:
+    """Run and judge one case; an error that is not documented is a failure."""
+    try:
+        return _run(case, device)
+    except Exception as error:  # whatever it is, it belongs into the report with the case's number
+        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        lost = device == "cuda" and "CUDA error" in str(error)
+        return Verdict("failed", details=(f"raised {text}",), lost=lost)
+
+
+def _run(case: Case, device: str) -> Verdict:
+    inputs = inputs_of(case)
+    tensors = [on_card(x) if device == "cuda" else x for x in inputs.tensors]
+    options = arguments(case, inputs, device)
+    if case.out == "e4m3":
+        options["out_descale"] = 1.0
+    if case.pick is not None:
+        options["kernel"] = _pinned(case, tensors, options)
+    served, text = fp8cutlass.supports(*tensors, **options)
+    if not served:
+        return _refused(tensors, options, text)
+    variant = load_manifest(target(tensors[0].device).directory).find(text.split()[0])
+
+    operands, mean = operands_for(case, inputs, variant)
+    real = [x.to(device) for x in operands.real]
+    reference = attention64(*real, case.softmax_scale, case.causal_offset)
+    if case.out == "e4m3":
+        options["out_descale"] = float(reference.out.abs().amax() / OUT_CODE) or 1.0
+
+    results = fp8cutlass.attention(*tensors, **options, return_lse=case.lse, return_amax=True)
+    out, lse, amax = results[0], results[1] if case.lse else None, results[-1]
+    missed = [] if _same_bits(results, _again(tensors, options, case.lse)) else ["a second call gives other bits"]
+    out = out if case.layout == "bhsd" else out.transpose(1, 2)
+    real_out = out.float() * options.get("out_descale", 1.0)
+    if mean is not None and lse is not None:  # the LSE is that of the keys as they were given
+        q = inputs.tensors[0] if case.layout == "bhsd" else inputs.tensors[0].transpose(1, 2)
+        shared = mean.repeat_interleave(case.heads // case.kv_heads, 1)[:, :, None].double()
+        shift = case.softmax_scale * (q.double() * shared).sum(-1)
+        lse = lse - shift.to(device)
+        reference.max_score = max(reference.max_score, float(shift.abs().max()))  # of the logits that the LSE is of
+    emulated = None
+    if device == "cuda":
+        emulated = _emulated(case, operands, variant, options, device)
+    missed += judge(case, variant, reference, real_out, lse, amax, out.dtype, emulated, options)
+    return Verdict("failed" if missed else "passed", variant.id, tuple(missed))
+
+
+def _pinned(case: Case, tensors: list[torch.Tensor], options: dict[str, Any]) -> str | None:
+    """One of the kernels that serve a call, by the case's draw; None where there is none."""
+    at = target(tensors[0].device)
+    wanted = {"kind": "fwd", "dtype": DTYPE_NAMES.get(tensors[0].dtype, "e4m3"), "causal": case.alignment is not None}
+    wanted["out"] = OUT_NAMES[options.get("out_dtype", tensors[0].dtype if case.half else torch.bfloat16)]
+    fitting = [
+        v.id
+        for v in load_manifest(at.directory).variants
+        if all(getattr(v, name) == value for name, value in wanted.items())
+        and v.head_dim >= case.head_dim
+        and (case.half or v.softmax == "exp2")  # the scores of other FP8 operands may not fit f16
+        and fp8cutlass.supports(*tensors, **options, kernel=v.id)[0]
+    ]
+    return fitting[int((case.pick or 0.0) * len(fitting))] if fitting else None
+
+
+def _refused(tensors: list[torch.Tensor], options: dict[str, Any], text: str) -> Verdict:
+    """``attention`` must refuse what ``supports`` says is not served, with the same words."""
+    try:
+        fp8cutlass.attention(*tensors, **options)
+    except UnsupportedError as error:
+        if str(error) == text:
+            return Verdict("unserved", details=(text,))
+        return Verdict("failed", details=(f"supports says {text!r}, attention raises {str(error)!r}",))
+    return Verdict("failed", details=(f"supports says {text!r}, attention serves it",))
+
+
+def _again(tensors: list[torch.Tensor], options: dict[str, Any], lse: bool) -> tuple[torch.Tensor, ...]:
+    """The same call where torch fills what it allocates with NaN: every element has to be written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return fp8cutlass.attention(*tensors, **options, return_lse=lse, return_amax=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _same_bits(some: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
+    return all(
+        torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+        for x, y in zip(some, others, strict=True)
+    )
+
+
+def operands_for(case: Case, inputs: Inputs, variant: Variant) -> tuple[Operands, torch.Tensor | None]:
+    """The FP8 operands that a kernel has to be given, and what they stand for, on the CPU; the mean that was taken off
+    the keys."""
+    q, k, v = inputs.tensors if case.layout == "bhsd" else (x.transpose(1, 2) for x in inputs.tensors)
+    if case.half:
+        mean = key_mean(k) if case.smooth_k else None
+        changed = prepared(q, k, mean, head_dim=variant.head_dim, hadamard=case.hadamard)
+        return operands_of(variant, *changed, v, case.scaling), mean
+    modes = granularities(case.scaling)
+    pairs = list(zip((q, k, v), inputs.descales or (), modes, strict=True))
+    canonical = tuple(to_canonical(d, g, x.shape, x.device) for x, d, g in pairs)
+    real = tuple(x.double() * spread(d, g, tuple(x.shape)).double() for x, d, g in pairs)
+    return Operands((q, k, v), canonical, real), None  # type: ignore[arg-type]
+
+
+def _emulated(case: Case, operands: Operands, variant: Variant, options: dict[str, Any], device: str) -> Emulation:
+    """The emulator of the kernel on the same operands, padded to its head_dim."""
+
+    def wide(x: torch.Tensor, negate: bool = False) -> torch.Tensor:
+        raw = F.pad(x.contiguous().view(torch.uint8), (0, variant.head_dim - x.shape[3]))
+        return (raw ^ 0x80 if negate else raw).view(x.dtype).to(device)
+
+    q, k, v = operands.fp8
+    descales = [d.to(device) for d in operands.descales]
+    if case.scaling == "token":
+        descales[2] = F.pad(descales[2], (0, variant.head_dim - v.shape[3]), value=1.0)
+    out_descale = torch.full((1,), options["out_descale"], device=device) if variant.out == "e4m3" else None
+    result = emulate(
+        wide(q, negate=case.softmax_scale < 0),
+        wide(k),
+        wide(v),
+        *descales,
+        variant=variant,
+        scale=abs(case.softmax_scale),
+        scaling=case.scaling,
+        causal_offset=case.causal_offset or 0,
+        out_descale=out_descale,
+        emulated_mma=is_emulated(variant),
+    )
+    result.out = result.out[..., : case.head_dim].float() * options.get("out_descale", 1.0)
+    return result
+
+
+def judge(
+    case: Case,
+    variant: Variant,
+    reference: Reference,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    amax: torch.Tensor,
+    stored: torch.dtype,
+    emulated: Emulation | None,
+    options: dict[str, Any],
+) -> list[str]:
+    """The gates that a result misses: ``out`` is (B, H, Sq, D) with its descale applied, ``stored`` its type."""
+    missed = []
+
+    def hold(name: str, figure: float, limit: float) -> None:
+        if not figure <= limit:  # a NaN misses
+            missed.append(f"{name} {figure:.4g} > {limit:.4g}")
+
+    hold("elements that are no number", float((~out.isfinite()).sum()), 0)
+    seen = visible(case.seqlen_q, case.seqlen_k, case.causal_offset).any(-1).to(out.device)
+    hold("largest of the rows without keys", float(out[:, :, ~seen].abs().sum()), 0)
+    # Rounding is monotonic: the largest result is the rounded largest.
+    largest, half_step = float(out.abs().max()), torch.finfo(stored).eps / 2
+    hold("amax against the output", abs(float(amax) - largest), 1.001 * half_step * largest)
+    if lse is not None:
+        limit = lse_limit(variant, reference.max_score, emulated=emulated is None or is_emulated(variant))
+        hold("rows that wrongly have keys, or none", float(((lse == -torch.inf) != ~seen).sum()), 0)
+        error = (lse.double() - reference.lse)[:, :, seen].abs()
+        hold("LSE", float(error.max()) if error.numel() else 0.0, limit)
+    if reference.max_score <= TABLE_LOGITS:
+        normal = case.values == "normal" and case.scale is None and case.alignment is None
+        floor = FLOOR if normal and case.seqlen_k >= FLOOR_KEYS else 0.0
+        step = float(options.get("out_descale", 0.0)) * float(torch.finfo(stored).smallest_normal)
+        z = _z_test(out, reference, variant, stored, step)
+        excused = _excused(case, variant, case.batch * case.heads * int(seen.sum()))
+        if emulated is not None:  # what the emulator misses as well is the algorithm's, not the kernel's
+            e = _z_test(emulated.out, reference, variant, stored, step)
+            excused |= {n for n in ("rms", "row_rms", "mean") if abs(getattr(z, n)) <= 1.02 * abs(getattr(e, n))}
+        missed += [f"z: {x}" for x in z.refusals(floor=floor) if x.split()[0] not in excused]
+    many = case.batch * case.heads * int(seen.sum()) >= MANY
+    if emulated is not None and many and reference.max_score <= RANDN_LOGITS and float(emulated.amax) > 0:
+        hold("relative L2 to the emulator", relative_l2(out, emulated.out), emulator_limit(variant))
+        if case.seqlen_k >= MANY:
+            hold("amax to the emulator", abs(float(amax) / float(emulated.amax) - 1), AMAX)
+            if case.values == "normal" and case.head_dim >= 32:
+                hold("relative L2 to float64", relative_l2(out, reference.out), dequantised_limit(variant))
+                cosine = min_row_cosine(out[:, :, seen], reference.out[:, :, seen])
+                hold("1 - cosine of the worst row", 1 - cosine, 1 - ROW_COSINE)
+    return missed
+
+
+def _excused(case: Case, variant: Variant, rows: int) -> set[str]:
+    """Figures of the z-test that say nothing of a case, as the theory takes the roundings of many P as independent."""
+    if case.values == "constant":  # one number, and one rounding of it
+        return {"rms", "row_rms", "mean"}
+    excused = {"rms"} if rows < MANY else set()
+    linear = variant.softmax == "linear"
+    equal = case.values in ("zeros", "tiny") or (case.scale is not None and abs(case.scale) < 0.1)
+    if equal or case.seqlen_k < MANY or case.alignment is not None:  # equal P err alike, few P do not average
+        excused |= {"row_rms", "mean"} | ({"rms"} if linear else set())
+    if linear:  # the worst row of its interpolation
+        excused.add("row_rms")
+    return excused
+
+
+def _z_test(out: torch.Tensor, reference: Reference, variant: Variant, stored: torch.dtype, smallest: float) -> ZTest:
+    """The z-test, whose theory has relative roundings of the output only: what is below ``smallest``, the smallest
+    normal number of an e4m3 output, counts as right."""
+    held = torch.where(reference.out.abs() < smallest, reference.out.float(), out)
+    return z_test(held, reference, variant.softmax, stored)

@@ -1,0 +1,123 @@
+"""The proof reports what ran and nothing else.
+
+Regressions these catch: a report of an earlier run taken for this one's, a step that was left out or cut off and looks
+like one that passed, a planted bug that no tool saw.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import proof
+from scripts.proof_report import read_tests, render
+
+MACHINE = {"card": "a card", "commit": "abc"}
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.test_a" name="test_x[1]" time="1"/>
+<testcase classname="tests.test_a" name="test_x[2]" time="1"><failure message="boom">long</failure></testcase>
+<testcase classname="tests.test_a" name="test_y" time="0"><skipped type="pytest.skip" message="two cards"/></testcase>
+<testcase classname="tests.test_a" name="test_z" time="0"><skipped type="pytest.xfail" message="torch 2.11"/></testcase>
+<testcase classname="tests.test_gpu_builds" name="test_delayed" time="12.4"/>
+</testsuite></testsuites>"""
+
+
+def results(*steps: dict[str, Any], left_out: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {"machine": MACHINE, "steps": list(steps), "left_out": list(left_out)}
+
+
+def step(name: str, status: str = "passed", **more: Any) -> dict[str, Any]:
+    return {"name": name, "status": status, "seconds": 12.0, "command": f"run {name}"} | more
+
+
+def test_outcomes_are_read_from_junit(tmp_path: Path) -> None:
+    file = tmp_path / "tests.xml"
+    file.write_text(JUNIT)
+    read = read_tests(file)
+    assert read["counts"] == {"passed": 2, "failed": 1, "skipped": 1, "known to fail": 1}
+    assert read["reasons"] == {"skipped: two cards": 1, "known to fail: torch 2.11": 1}
+    assert read["failures"] == ["test_a::test_x[2]"]
+    assert read["builds"] == [{"test": "test_gpu_builds::test_delayed", "outcome": "passed", "seconds": 12.4}]
+
+
+def test_what_did_not_run_is_not_claimed() -> None:
+    text = render(results(step("tests", "not run", reason="3 s were left"), left_out=("fuzz", "broken")))
+    assert "No results: not run: 3 s were left." in text and "| fuzz | left out |" in text
+    assert text.count("Left out.") == 2 + 4, "random calls, what is broken, and four tools"
+    assert text.count("| not run |") == 4, "planted bugs"
+    assert "No table was written." in text and "passed" not in text.split("## Tests")[1]
+
+
+def test_what_ran_is_said() -> None:
+    outcome = {"tool": "racecheck", "status": "found", "kernels": 3, "launches": 40, "left_out": 7}
+    finding = {"fault": "a barrier", "kernel": "k", "by": "tests", "caught": False, "said": "a | b", "seconds": 1.0}
+    tests = {"counts": {"passed": 5, "skipped": 1}, "reasons": {"skipped: x": 1}, "failures": [], "builds": []}
+    fuzz = {
+        "seed": 3,
+        "statuses": {"passed": 8, "failed": 1},
+        "seconds": 5.0,
+        "kernels": {"k": 9},
+        "failures": ["again"],
+    }
+    text = render(
+        results(
+            step("planted", report=[{"tool": "racecheck", "status": "found"}, {"tool": "memcheck", "status": "clean"}]),
+            step("racecheck", "failed", report=[outcome]),
+            step("broken", "failed", report=[finding]),
+            step("tests", report=tests, edge_cases="| # | case |\n"),
+            step("fuzz", "failed", report=fuzz),
+        )
+    )
+    assert "| racecheck | reported | found | 3 | 40 | 7 |" in text and "| memcheck | NOT REPORTED | Left out." in text
+    assert "| a barrier | k | NOT NOTICED | tests | a \\| b |" in text
+    assert "5 passed, 1 skipped" in text and "| 1 | skipped: x |" in text and "| # | case |" in text
+    assert "Seed 3, 9 cases in 5 s: 8 passed, 1 failed, 0 unserved. 1 kernels" in text and "* `again`" in text
+
+
+def one(tmp_path: Path, code: str, *, minutes: float = 1.0, wanted_s: float = 0.0) -> dict[str, Any]:
+    """A step that runs this code; an earlier run left a report."""
+    report = tmp_path / "report.json"
+    report.write_text('"of an earlier run"')
+    p = proof.Proof(tmp_path, minutes, 2)
+    p.run("step", [sys.executable, "-c", code, report], wanted_s=wanted_s, report=report)
+    return p.steps[0]
+
+
+WRITES = "import sys; open(sys.argv[1], 'w').write('7')"
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "status", "report"),
+    [
+        (WRITES, {}, "passed", 7),
+        (f"{WRITES}; sys.exit(1)", {}, "failed", 7),
+        ("pass", {}, "failed", None),
+        ("import time; time.sleep(60)", {"minutes": 0.02}, "failed", None),
+        (WRITES, {"wanted_s": 100.0}, "not run", None),
+    ],
+)
+def test_a_step(tmp_path: Path, code: str, options: dict[str, float], status: str, report: Any) -> None:
+    ran = one(tmp_path, code, **options)
+    assert ran["status"] == status and ran.get("report") == report
+    assert str(tmp_path) not in ran["command"] and ran["command"].startswith("python -c")
+
+
+def test_all_steps_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole command on a machine whose programs do nothing: it fails, says so of every step, and renders again."""
+    monkeypatch.setattr(proof, "machine", lambda commit: MACHINE)
+    monkeypatch.setattr(proof.shutil, "which", lambda name: "/usr/bin/true")
+    monkeypatch.setattr(proof.sys, "executable", "/bin/true")
+    monkeypatch.setattr(sys, "argv", ["proof.py", "--out", str(tmp_path), "--minutes", "2", "--jobs", "4"])
+    assert proof.main() == 1
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert [s["name"] for s in written["steps"]] == list(proof.STEPS) and written["left_out"] == []
+    assert {s["name"]: s["status"] for s in written["steps"]} == {
+        name: "passed" if name == "build" else "failed" for name in proof.STEPS
+    }
+    before = (tmp_path / "report.md").read_text()
+    monkeypatch.setattr(sys, "argv", ["proof.py", "--out", str(tmp_path), "--render"])
+    assert proof.main() == 1 and (tmp_path / "report.md").read_text() == before

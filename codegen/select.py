@@ -21,9 +21,9 @@ from codegen.spec import Dtype, Out, Scaling, Variant
 # and size, and the model is not exact to 6% either.
 WORTH = 1.06
 
-# Where kernels were measured, a class gets as many, up to four, as bring every measured cell within 2% of the best.
+# Where kernels were measured, a class gets as many, up to six, as bring every measured cell within 2% of the best.
 CLOSE = 1.02
-MOST_MEASURED = 4
+MOST_MEASURED = 6
 MOST_RARE = 2  # one for light loads, one for heavy ones
 
 FAR = 1.05  # from here on the ledger does not say by how much a kernel was outranked, so that its rows can be joined

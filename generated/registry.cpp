@@ -418,7 +418,11 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_causal_e4m3_bf1
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_causal_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo;
@@ -431,8 +435,10 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_bf16_e
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_fp16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4;
@@ -512,9 +518,11 @@ extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_bf16
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_fp16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_e4m3_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_token_causal_e4m3_bf16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_token_causal_e4m3_fp16_exp2x2_serial_solo;
@@ -568,10 +576,12 @@ extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_causal_e4m3_bf16
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_e4m3_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e5m2_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e5m2_fp16_exp2_serial_split4;
@@ -621,25 +631,33 @@ extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s3_token_full_e4m3_bf16_e
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_bf16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_fp16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_e4m3_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_bf16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_fp16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_bf16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2x2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4;
@@ -700,9 +718,11 @@ extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e5m2_bf16
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e5m2_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_bf16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_fp16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n192w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo;
@@ -712,7 +732,11 @@ extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_fp16
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_fp16_exp2x2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_overlap_solo;
@@ -749,6 +773,8 @@ extern const PackFn kPack_d32_n128_bf16;
 extern const PackFn kPack_d32_n128_fp16;
 extern const PackFn kPack_d64_n128_bf16;
 extern const PackFn kPack_d64_n128_fp16;
+extern const PackFn kPack_d64_n192_bf16;
+extern const PackFn kPack_d64_n192_fp16;
 extern const PackFn kPack_d64_n256_bf16;
 extern const PackFn kPack_d64_n256_fp16;
 extern const PackFn kPack_d96_n128_bf16;
@@ -2008,7 +2034,19 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4, 128, 128, 128, OutType::fp16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, false},
+    {"sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo, 128, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo, 128, 128, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo, 128, 128, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo, 128, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo, 128, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo, 128, 128, 192, OutType::bf16,
@@ -2047,10 +2085,16 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2, 128, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
+    {"sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4, 128, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false},
     {"sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4, 128, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
     {"sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2, 128, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false},
+    {"sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4, 128, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
     {"sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4, 128, 64, 128, OutType::bf16,
@@ -2290,6 +2334,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_serial_solo, 192, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2, 192, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false},
     {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4, 192, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
@@ -2299,6 +2346,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_serial_solo, 192, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2, 192, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false},
     {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4, 192, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
@@ -2458,6 +2508,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4, 256, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
+    {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2, 256, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false},
     {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4, 256, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
@@ -2468,6 +2521,9 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
     {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4, 256, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false},
+    {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2, 256, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
     {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4, 256, 64, 128, OutType::fp16,
@@ -2617,6 +2673,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo, 64, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_overlap_solo, 64, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
@@ -2624,6 +2683,9 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo, 64, 128, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_bf16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_bf16_exp2_overlap_solo, 64, 128, 128, OutType::bf16,
@@ -2638,19 +2700,19 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo, 64, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo, 64, 128, 256, OutType::bf16,
+    {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true},
+     128, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo, 64, 128, 256, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true},
-    {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo, 64, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo, 64, 128, 256, OutType::bf16,
@@ -2662,18 +2724,36 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo, 64, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
+    {"sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_bf16_linear_pingpong_solo, 64, 192, 192, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     192, true, true},
+    {"sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_fp16_linear_pingpong_solo, 64, 192, 192, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     192, true, true},
+    {"sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_bf16_linear_pingpong_solo, 64, 192, 192, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     192, true, true},
+    {"sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_fp16_linear_pingpong_solo, 64, 192, 192, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     192, true, true},
     {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2_serial_split4, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
     {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4, 64, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false},
     {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
     {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2x2_overlap_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2x2_overlap_solo, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4, 64, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false},
     {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
@@ -2854,6 +2934,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo, 96, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo, 96, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_exp2_overlap_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_exp2_overlap_solo, 96, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
@@ -2861,6 +2944,9 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo, 96, 128, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo, 96, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_bf16_exp2_overlap_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_bf16_exp2_overlap_solo, 96, 128, 128, OutType::bf16,
@@ -2890,9 +2976,21 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo", kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo, 96, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2", kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2, 96, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false},
+    {"sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4", kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4, 96, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false},
     {"sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_fp16_exp2x2_overlap_solo", kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_fp16_exp2x2_overlap_solo, 96, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2", kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2, 96, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false},
+    {"sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4", kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4, 96, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false},
     {"sm90a_fwd_d96_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_overlap_solo", kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_overlap_solo, 96, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
@@ -2990,13 +3088,15 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
 };
-const int kVariantCount = 740;
+const int kVariantCount = 764;
 
 const PackEntry kPacks[] = {
     {"pack_d32_n128_bf16", kPack_d32_n128_bf16, 32, 128, SourceType::bf16},
     {"pack_d32_n128_fp16", kPack_d32_n128_fp16, 32, 128, SourceType::fp16},
     {"pack_d64_n128_bf16", kPack_d64_n128_bf16, 64, 128, SourceType::bf16},
     {"pack_d64_n128_fp16", kPack_d64_n128_fp16, 64, 128, SourceType::fp16},
+    {"pack_d64_n192_bf16", kPack_d64_n192_bf16, 64, 192, SourceType::bf16},
+    {"pack_d64_n192_fp16", kPack_d64_n192_fp16, 64, 192, SourceType::fp16},
     {"pack_d64_n256_bf16", kPack_d64_n256_bf16, 64, 256, SourceType::bf16},
     {"pack_d64_n256_fp16", kPack_d64_n256_fp16, 64, 256, SourceType::fp16},
     {"pack_d96_n128_bf16", kPack_d96_n128_bf16, 96, 128, SourceType::bf16},
@@ -3016,6 +3116,6 @@ const PackEntry kPacks[] = {
     {"pack_d256_n128_bf16", kPack_d256_n128_bf16, 256, 128, SourceType::bf16},
     {"pack_d256_n128_fp16", kPack_d256_n128_fp16, 256, 128, SourceType::fp16},
 };
-const int kPackCount = 22;
+const int kPackCount = 24;
 
 }  // namespace fp8cutlass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from fp8cutlass.accuracy.measure import Figures, Row, exact, judge, kernels_of, 
 from fp8cutlass.accuracy.measures import max_error, rmse
 from fp8cutlass.accuracy.operands import operands_of
 from fp8cutlass.accuracy.reference import attention64
-from fp8cutlass.accuracy.report import line
+from fp8cutlass.accuracy.report import beside, line, write_csv
 from fp8cutlass.accuracy.standard import COLUMNS, HIGH_ERROR, MODES, SMALL, Mode
 from fp8cutlass.accuracy.ztest import FLOOR, LIMITS, ZTest
 from fp8cutlass.emulator import emulate
@@ -224,3 +225,18 @@ def test_the_table_on_the_card() -> None:
     rows: list[Row] = list(table("cuda", PRECISIONS))
     assert [line(row) for row in rows if row.status == "FAIL"] == []
     assert any(row.status == "pass" and row.kernel != "torch" for row in rows)
+
+
+def test_two_devices_side_by_side(tmp_path: Path) -> None:
+    """A row takes the figures of the other table's row of the same names, and none where there is none."""
+    (first, second), csv_file = list(itertools.islice(table("cpu", ("fast",), quick=True), 2)), tmp_path / "there.csv"
+    with csv_file.open("w", newline="") as file:
+        write_csv(file, [first])
+    with csv_file.open() as file:
+        lines = beside([first, second], file).splitlines()
+    assert first.figures is not None and second.figures is not None
+    cells = [[cell.strip() for cell in text.strip("|").split("|")] for text in lines]
+    here, there = cells[0].index("rel L2"), cells[0].index("rel L2") + 1
+    assert cells[2][here] == cells[2][there] == f"{first.figures.relative_l2:.4f}"
+    assert cells[3][here] == f"{second.figures.relative_l2:.4f}" and cells[3][there] == ""
+    assert len(lines) == 4 and {len(row) for row in cells} == {len(cells[0])}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TextIO
 
 import click
 import torch
 
 from ..validate import CHOICES
 from .measure import Row, table
-from .report import header, line, summary, write_csv
+from .report import beside, header, line, summary, write_csv
 
 PRECISIONS = CHOICES["precision"]
 
@@ -30,7 +31,20 @@ PRECISIONS = CHOICES["precision"]
 @click.option(
     "--csv", "csv_file", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Write the table to FILE."
 )
-def accuracy(device: str, quick: bool, precisions: tuple[str, ...], csv_file: Path | None) -> None:
+@click.option(
+    "--beside",
+    "others",
+    type=(click.File(encoding="utf-8"), click.File("w", encoding="utf-8", lazy=True)),
+    metavar="CSV FILE",
+    help="Write a table of this run beside that of CSV, from another device, to FILE, as Markdown.",
+)
+def accuracy(
+    device: str,
+    quick: bool,
+    precisions: tuple[str, ...],
+    csv_file: Path | None,
+    others: tuple[TextIO, TextIO] | None,
+) -> None:
     """Measure what each scaling mode loses, and hold it to its gates.
 
     relative L2, RMSE, largest error and worst row cosine are against float64 on the original inputs. The kernel's own
@@ -48,6 +62,8 @@ def accuracy(device: str, quick: bool, precisions: tuple[str, ...], csv_file: Pa
     if csv_file is not None:
         with csv_file.open("w", encoding="utf-8", newline="") as file:
             write_csv(file, rows)
+    if others is not None:
+        others[1].write(beside(rows, others[0]))
     click.echo(summary(rows))
     measured = [row for row in rows if row.kernel not in ("", "torch")]
     if not measured:

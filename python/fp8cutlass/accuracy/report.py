@@ -68,6 +68,24 @@ def summary(rows: Iterable[Row]) -> str:
     return f"{passed} rows passed, {failed} failed, {skipped} skipped"
 
 
+def beside(rows: Iterable[Row], other: TextIO) -> str:
+    """A Markdown table of this run's rows, and in the same line what the CSV of another run (on a card, say) has for
+    each: relative L2 and RMSE against float64 on the original inputs, the kernel's own largest error."""
+    there = {tuple(row[name] for name in CSV_TITLES[:NAMES]): row for row in csv.DictReader(other)}
+    titles = ["inputs", "shape", "mode", "precision", "gate", "rel L2", "there", "RMSE", "there", "own error", "there"]
+    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * NAMES + " ---: |" * (len(titles) - NAMES)]
+    for row in rows:
+        names = (row.inputs, _shape(row), row.mode, row.precision)
+        found, figures = there.get(names, {}), row.figures
+        mine = (None,) * 3 if figures is None else (figures.relative_l2, figures.rmse, figures.own_error)
+        cells = [*names, f"{row.gate:.4f}"]
+        for value, title, form in zip(mine, ("relative_l2", "rmse", "own_error"), (".4f", ".2e", ".2e"), strict=True):
+            theirs = found.get(title)
+            cells += ["" if value is None else f"{value:{form}}", f"{float(theirs):{form}}" if theirs else ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def write_csv(file: TextIO, rows: Iterable[Row]) -> None:
     """One line a row in full precision; what was not measured is empty."""
     writer = csv.writer(file, lineterminator="\n")

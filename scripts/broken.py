@@ -102,21 +102,23 @@ def generate(folder: Path) -> Path:
     return folder
 
 
-def _run(arguments: list[str]) -> None:
+def _run(arguments: list[str], environment: dict[str, str] | None = None) -> None:
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, **output)  # type: ignore[call-overload]
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(arguments[:3])} failed:\n{done.stdout[-3000:]}")
 
 
 def on_the_card(folder: Path) -> Iterator[Finding]:
-    """Build the broken copies, and let the tests and racecheck have them."""
+    """Build the broken copies, with delays, and let the tests and racecheck have them."""
     generated = generate(folder / "generated")
     broken_sources(generated)
     destination = folder / "fp8cutlass"
     places = ["--generated", str(generated), "--build-dir", str(folder / "work"), "--dest", str(destination)]
-    _run(["scripts/build_extension.py", *places])
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    # With random waits: without, timing hides the missing wait for V from every test.
+    _run(["scripts/build_extension.py", *places], environment | {"FP8CUTLASS_CUDA_FLAGS": "-DFP8CUTLASS_DELAY=1"})
     environment["FP8CUTLASS_LIBRARY"] = str(destination / "_C.so")
     for fault in FAULTS:
         started = time.monotonic()

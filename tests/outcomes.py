@@ -28,7 +28,9 @@ def outcomes(stats: dict[str, list[Any]], name: str) -> dict[Hashable, list[Outc
     found: dict[Hashable, dict[str, Outcome]] = {}
     for category in ("passed", "failed", "error", "skipped", "xfailed", "xpassed"):
         for report in stats.get(category, []):
-            properties = [(key, tuple(x) if isinstance(x, list) else x) for key, x in report.user_properties]
+            properties = [
+                (key, tuple(x) if isinstance(x, list) else x) for key, x in getattr(report, "user_properties", [])
+            ]
             status = {"error": "failed", "xfailed": "failed", "xpassed": "failed"}.get(category, category)
             reason = report.longrepr[2] if category == "skipped" and isinstance(report.longrepr, tuple) else ""
             for value in {x for key, x in properties if key == name}:

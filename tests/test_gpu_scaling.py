@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_gpu_pack import STRIDES, VALUES, laid_out, values_of
+from layouts import ORDERS, laid_out
+from test_gpu_pack import VALUES, values_of
 
 import fp8cutlass
 from fp8cutlass import DelayedScale, StaticScale, quantize
@@ -36,7 +37,7 @@ def test_quantize(source: torch.dtype, dtype: torch.dtype, granularity: str) -> 
             check(quantize(x.cuda(), **options), quantize(x, **options))
 
 
-@pytest.mark.parametrize("order", STRIDES)
+@pytest.mark.parametrize("order", ORDERS)
 def test_strides(order: str) -> None:
     x = values_of("rows", SHAPE, torch.bfloat16, 1)
     for granularity in GRANULARITIES:

@@ -94,7 +94,7 @@ def test_tails_masks_and_shared_heads(head_dim: int, seqlen_q: int, seqlen_k: in
     assert z.refusals() == []
     if seqlen_q > 1:
         assert z.rms >= 0.2 and relative_l2(out["high"], want.out) <= 2.2e-3
-        assert z_test(out["accurate"], want, "exp2x2").rms >= 5
+        assert z_test(out["accurate"], want, "exp2x2").rms >= 3
 
 
 @pytest.mark.parametrize("scaling", ["block", "token"])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+
+STEP = 32  # columns of a step of the FP8 matrix instructions
 
 
 def visible(
@@ -26,6 +29,20 @@ class Reference:
     probabilities: torch.Tensor
     values: torch.Tensor  # (B, H, Sk, D), heads repeated
     max_score: float  # largest |visible logit|
+    queries: torch.Tensor  # (B, H, Sq, D), times the scale
+    keys: torch.Tensor  # (B, H, Sk, D), heads repeated
+
+    @cached_property
+    def max_partial(self) -> float:
+        """The largest number that a tensor core meets on the way to a logit: a product, or a sum after some of the
+        steps of 32 columns. It is to this that the core cuts."""
+        terms = self.queries.abs().amax(2) * self.keys.abs().amax(2) if self.probabilities.numel() else None
+        largest = 0.0 if terms is None else float(terms.max())
+        partial = torch.zeros_like(self.probabilities)
+        for q, k in zip(self.queries.split(STEP, -1), self.keys.split(STEP, -1), strict=True):
+            partial += q @ k.transpose(-1, -2)
+            largest = max(largest, float(partial.abs().max()) if partial.numel() else 0.0)
+        return largest
 
 
 def attention64(
@@ -34,7 +51,8 @@ def attention64(
     """Attention of (B, H, Sq, D) and (B, Hkv, Sk, D) operands in float64; rows without keys are 0 and -inf."""
     repeat = q.shape[1] // k.shape[1]
     k64, v64 = (x.double().repeat_interleave(repeat, 1) for x in (k, v))
-    logits = scale * (q.double() @ k64.transpose(-1, -2))
+    q64 = scale * q.double()
+    logits = q64 @ k64.transpose(-1, -2)
     if causal_offset is None:
         largest = max(float(logits.amax()), -float(logits.amin())) if logits.numel() else 0.0
     else:
@@ -43,4 +61,4 @@ def attention64(
         logits = logits.masked_fill_(~seen, -torch.inf)
     lse = logits.logsumexp(-1)
     probabilities = logits.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
-    return Reference(probabilities @ v64, lse, probabilities, v64, largest)
+    return Reference(probabilities @ v64, lse, probabilities, v64, largest, q64, k64)

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from .reference import Reference
+from .reference import STEP, Reference
 
 # Standard deviation of the relative rounding error of P: 0.0255 for a rounded e4m3; the linear code adds the error of
 # interpolating 2^x inside an octave, 19% in all. Two terms lose 0.00075; the tensor core's accumulator of 13 fraction
 # bits, simulated, brings that to 0.0008 to 0.0010 at head_dim 64 to 256.
 P_ERROR = {"exp2": 0.0255, "linear": 0.0255 * 1.19, "exp2x2": 0.001}
-# A float32 score is cut to 13 fraction bits after each step of 32 products: toward zero, by half a unit on average. All
-# keys of a row are so read a little too close to each other, which two terms are exact enough to show.
-SCORE_CUT = {"exp2": 2.0**-14, "linear": 0.0, "exp2x2": 2.0**-14}
+# A float32 score is cut to 13 fraction bits of itself or of the largest product in it after each step of 32 products:
+# toward zero, by half a unit on average. All keys of a row are so read a little too close to each other. Beside the
+# rounding of P in one term that is nothing; two terms are exact enough to show it.
+SCORE_CUT = {"exp2": 0.0, "linear": 0.0, "exp2x2": 2.0**-14}
 # log2 of the P of a row maximum: 2^8, and code 122
 P_OFFSET = {"exp2": 8.0, "linear": math.log2(320.0), "exp2x2": 8.0}
 # The largest relative rounding error of an output.
@@ -63,7 +64,9 @@ def deviation(reference: Reference, softmax: str, out_dtype: torch.dtype) -> tor
     """Standard deviation of every element of the output, (B, H, Sq, D) float64: each P rounded by its share, at least
     by the step of the smallest e4m3, its score cut, and the result rounded to ``out_dtype``."""
     a, v, r = reference.probabilities, reference.values, reference.out
-    error = math.hypot(P_ERROR[softmax], SCORE_CUT[softmax] * v.shape[-1] / 32 * reference.max_score)
+    error = P_ERROR[softmax]
+    if SCORE_CUT[softmax]:
+        error = math.hypot(error, SCORE_CUT[softmax] * v.shape[-1] / STEP * reference.max_partial)
     step = 2.0**-9 * 2.0 ** -P_OFFSET[softmax] * a.amax(-1, keepdim=True) / math.sqrt(12)
     variance = torch.maximum(error * a, step) ** 2 @ v**2
     variance += (OUT_ERROR[out_dtype] * r) ** 2 / 3

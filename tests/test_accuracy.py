@@ -240,3 +240,12 @@ def test_two_devices_side_by_side(tmp_path: Path) -> None:
     assert cells[2][here] == cells[2][there] == f"{first.figures.relative_l2:.4f}"
     assert cells[3][here] == f"{second.figures.relative_l2:.4f}" and cells[3][there] == ""
     assert len(lines) == 4 and {len(row) for row in cells} == {len(cells[0])}
+
+
+def test_the_row_gate_of_two_terms_is_for_normal_inputs() -> None:
+    """On others a core's cut of the scores moves rows; every other figure is still held, and on randn this one too."""
+    rows = dataclasses.replace(GOOD, row_rms=2.1)
+    figures = Figures(0.05, 1e-3, 1e-2, 0.99, 1e-3, rows)
+    assert judge(figures, 0.1, "outlier", "high") == ()
+    assert judge(figures, 0.1, "randn", "high") and judge(figures, 0.1, "outlier", "accurate")
+    assert judge(dataclasses.replace(figures, z=dataclasses.replace(rows, max=8.0)), 0.1, "outlier", "high")

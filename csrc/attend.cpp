@@ -24,7 +24,13 @@ Tensor empty(const Tensor& q, int32_t type, const std::array<int64_t, kDim>& siz
   AtenTensorHandle handle = nullptr;
   const int32_t status = aoti_torch_empty_strided(kDim, sizes.data(), strides.data(), type,
                                                   aoti_torch_device_type_cuda(), q.get_device_index(), &handle);
-  require(status == 0, "torch could not allocate memory on CUDA device ", q.get_device_index());
+  if (status != 0) {
+    // An error of an earlier launch may come to light here, too.
+    const cudaError_t error = cudaPeekAtLastError();
+    const bool memory = error == cudaSuccess || error == cudaErrorMemoryAllocation;
+    fail("an allocation on CUDA device ", q.get_device_index(),
+         " failed: ", memory ? "out of memory" : cudaGetErrorString(error));
+  }
   return Tensor(handle);
 }
 

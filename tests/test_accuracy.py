@@ -242,10 +242,12 @@ def test_two_devices_side_by_side(tmp_path: Path) -> None:
     assert len(lines) == 4 and {len(row) for row in cells} == {len(cells[0])}
 
 
-def test_the_row_gate_of_two_terms_is_for_normal_inputs() -> None:
-    """On others a core's cut of the scores moves rows; every other figure is still held, and on randn this one too."""
+def test_the_row_gate_of_two_terms_is_wider_for_outliers() -> None:
+    """There a core's cut of the scores moves rows, by so much; every other figure is held as elsewhere."""
     rows = dataclasses.replace(GOOD, row_rms=2.1)
     figures = Figures(0.05, 1e-3, 1e-2, 0.99, 1e-3, rows)
     assert judge(figures, 0.1, "outlier", "high") == ()
     assert judge(figures, 0.1, "randn", "high") and judge(figures, 0.1, "outlier", "accurate")
+    assert judge(figures, 0.1, "K bias", "high")
+    assert judge(dataclasses.replace(figures, z=dataclasses.replace(rows, row_rms=2.6)), 0.1, "outlier", "high")
     assert judge(dataclasses.replace(figures, z=dataclasses.replace(rows, max=8.0)), 0.1, "outlier", "high")

@@ -13,7 +13,7 @@ from test_dispatch_runtime import BASE, write_tables
 from codegen import arch as facts
 from fp8cutlass import explain, extension
 from fp8cutlass.cli import main
-from fp8cutlass.cli.explain import MODEL_CARDS
+from fp8cutlass.cli.explain import MODEL_CARDS, device_of
 from fp8cutlass.dispatch import CPU_ARCH, CPU_SM_COUNT, Problem, decide
 from fp8cutlass.manifest import generated_dir, load_manifest
 from fp8cutlass.target import target
@@ -138,7 +138,11 @@ def test_options_that_make_no_sense(arguments: tuple[str, ...], said: str) -> No
 
 
 def test_a_card_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked for its properties; without --device it is the default."""
+    """It is asked for its properties; without --device, or a number, it is the current one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert device_of(None) == device_of("cuda") == device_of("cuda:1") == torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("fp8cutlass.cli.explain.device_of", lambda text: CUDA0)

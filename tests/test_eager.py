@@ -66,6 +66,11 @@ class TestOnACard:
         for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (first, second)), strict=True):
             assert torch.equal(a, b) and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
+    @pytest.mark.parametrize("head_dim", [64, 80, 100])  # as it is, padded, copied first
+    def test_the_result_lies_in_memory_as_query_does(self, head_dim: int) -> None:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands(head_dim=head_dim))
+        assert fp8cutlass.attention(q, k, v).stride() == q.stride()
+
     def test_it_is_not_taken_for_another_call(self) -> None:
         """Whatever the choice or the launch depends on must be part of the signature."""
         q, k, v = operands()

@@ -47,7 +47,7 @@ def form_of(variant: Variant) -> KVForm:
     return KVForm(variant.head_dim, variant.key_block, 14.0 if variant.softmax == "linear" else 448.0)
 
 
-@pytest.mark.parametrize("precision", ["fast", "accurate"])
+@pytest.mark.parametrize("precision", ["fast", "accurate", "high"])
 @pytest.mark.parametrize("scaling", ["tensor", "head", "block", "token"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_every_query_is_served_by_a_kernel_that_reads_what_was_packed(

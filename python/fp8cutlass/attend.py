@@ -46,11 +46,11 @@ class Attend:
         try:
             out = self.operator(self.number, q, k, v, *self.constants, mean, out_descale, lse, amax)
         except RuntimeError as error:
-            if "could not allocate" in str(error):  # the stable ABI has no type for it
+            if "out of memory" in str(error):  # the stable ABI has no type for it
                 raise torch.OutOfMemoryError(str(error)) from error
             raise
         if self.kernel_head_dim != self.head_dim:
-            wide, out = out, empty_rows(q, self.head_dim, out.dtype)
+            wide, out = out, empty_rows(out, self.head_dim, out.dtype)  # q may be a copy in another order
             as_bytes(out).copy_(as_bytes(wide)[..., : self.head_dim])
         if mean is not None and lse is not None:
             restore_lse(lse, q[..., : self.head_dim], mean[..., : self.head_dim], self.scale)

@@ -145,7 +145,8 @@ class Table:
             (abs(i - here[0]), abs(j - here[1]), seqlen, load)
             for (i, seqlen), (j, load) in product(enumerate(lengths), enumerate(self.axes["load"]))
         ]
-        for precision in dict.fromkeys((problem.precision, "accurate")):
+        others = () if problem.precision == "high" else ("accurate",)  # nothing less precise takes its place
+        for precision in dict.fromkeys((problem.precision, *others)):
             for _, _, seqlen, load in sorted(away, key=lambda cell: cell[:2]):
                 yield self.cell(seqlen=seqlen, load=load, precision=precision, **values)
 

@@ -2,7 +2,8 @@
 
 What ``attention`` checks and chooses depends on the operands' metadata and the options alone. A call that agrees in
 them with an earlier one goes straight to the operator of the extension; everything else takes the long way, which
-refuses, explains and serves torch.compile.
+refuses, explains and serves torch.compile: calls with ``out``, ``out_descale`` or descales, operands that are copied
+first, subclasses. What has run runs on, whatever the environment says since then about libraries and tables.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def signature(request: Request) -> Signature | None:
     if not (type(query) is type(key) is type(value) is torch.Tensor) or not query.is_cuda:
         return None
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return None
+    if query.is_neg() or key.is_neg() or value.is_neg():  # a sign that only the dispatcher knows of
         return None
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return None

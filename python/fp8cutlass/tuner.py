@@ -105,7 +105,8 @@ def tune(*args: Any, save: bool = True, **kwargs: Any) -> Tuning:
         )
     if not (plan.q.numel() and plan.k.numel()):
         raise UnsupportedError("tune needs queries and keys: an empty problem launches no kernel")
-    return _search(request, plan, graph_timer, save)
+    with torch.cuda.device(plan.q.device):  # streams and events are the current card's
+        return _search(request, plan, graph_timer, save)
 
 
 def _search(request: Request, plan: Plan, timer: Timer, save: bool) -> Tuning:

@@ -142,7 +142,7 @@ def device_of(text: str | None) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if available else 0
-    index = device.index if device.index is not None else torch.cuda.currentdevice_of() if count else 0
+    index = device.index if device.index is not None else torch.cuda.current_device() if count else 0
     if index >= count:
         raise click.BadParameter(
             f"{text!r}: torch can use {count} CUDA devices here; --arch answers without one", param_hint="--device"

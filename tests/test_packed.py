@@ -387,3 +387,10 @@ def test_the_calls_that_a_card_gets(
         got = attention(q, held, **common)
         assert same(got, want)
     assert packs == ["kv", "q", "q"] and len(launches) == 2
+
+
+def test_a_flag_of_another_type_is_refused_as_without_packing() -> None:
+    """0 equals False, and once passed as if it had been left out."""
+    q, k, v = (torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
+    with pytest.raises(UnsupportedError, match="smooth_k=0 is not what key was packed with"):
+        attention(q, pack_kv(k, v), smooth_k=0)  # type: ignore[arg-type]

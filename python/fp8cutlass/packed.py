@@ -73,7 +73,7 @@ def open_packed(request: Request, packed: PackedKV) -> None:
         wrong.append(f"value must be None where key is a PackedKV, which holds it, got {type(request.value).__name__}")
     for name in HELD:
         given, held = getattr(request, name), getattr(packed, name)
-        if given not in (held, getattr(Request, name)):
+        if not any(type(given) is type(fits) and given == fits for fits in (held, getattr(Request, name))):
             wrong.append(
                 f"{name}={given!r} is not what key was packed with, {name}={held!r}: leave it out, or pack again"
             )

@@ -92,6 +92,7 @@ def tune(*args: Any, save: bool = True, **kwargs: Any) -> Tuning:
 
     Raises:
         UnsupportedError: what ``attention`` would raise; ``kernel`` is given; the tensors are not on a card.
+        OSError, ValueError: after measuring, where the file cannot be written or is of another kind.
     """
     request = Request(*args, **kwargs)
     if request.kernel is not None:

@@ -61,11 +61,6 @@ class Layout {
   int64_t total_ = 0;
 };
 
-bool beyond_blocks(int64_t granularity) {
-  return granularity != static_cast<int64_t>(Granularity::block) &&
-         granularity != static_cast<int64_t>(Granularity::token);
-}
-
 }  // namespace
 
 Tensor attend(const AttendArguments& a, const VariantEntry& variant) {
@@ -83,9 +78,11 @@ Tensor attend(const AttendArguments& a, const VariantEntry& variant) {
   const int64_t q_count = count(a.q_granularity, batch * heads, rows);
   const int64_t k_count = count(a.k_granularity, batch * kv_heads, by_token ? padded : keys);
   const int64_t v_count = count(a.v_granularity, batch * kv_heads, keys);
-  const int64_t groups = (beyond_blocks(a.q_granularity) ? q_count : 0) +
-                         (beyond_blocks(a.k_granularity) ? k_count : 0) +
-                         (beyond_blocks(a.v_granularity) ? v_count : 0);
+  const auto maxima_of = [](int64_t granularity, int64_t number) {
+    return beyond_blocks(static_cast<Granularity>(granularity)) ? number : 0;
+  };
+  const int64_t groups =
+      maxima_of(a.q_granularity, q_count) + maxima_of(a.k_granularity, k_count) + maxima_of(a.v_granularity, v_count);
   constexpr int64_t kFloat = sizeof(float);
   Layout layout;
   const int64_t q8 = layout.add(batch * heads * rows * head_dim), k8 = layout.add(batch * kv_heads * keys * head_dim);

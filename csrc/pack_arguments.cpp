@@ -92,9 +92,7 @@ PackOperand operand_of(const PackArguments& a, const Sizes& sizes, PackOrder whi
   return o;
 }
 
-bool needs_amax(const PackOperand& o) {
-  return o.x != nullptr && o.granularity != Granularity::token && o.granularity != Granularity::block;
-}
+bool needs_amax(const PackOperand& o) { return o.x != nullptr && beyond_blocks(o.granularity); }
 
 // The operands share one tensor of maxima, in the order Q, K, V.
 void set_amax(PackParams& params, const PackArguments& a, const Sizes& sizes) {

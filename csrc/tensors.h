@@ -48,6 +48,11 @@ constexpr int64_t kAlignment = 16;  // bytes of one vector access
 
 inline int64_t padded_keys(int64_t keys) { return (keys + kKeyBlock - 1) / kKeyBlock * kKeyBlock; }
 
+// Whether more than a block of a head shares a descale, so that its maximum takes a pass of its own.
+inline bool beyond_blocks(Granularity shared_by) {
+  return shared_by != Granularity::block && shared_by != Granularity::token;
+}
+
 // Descales of an operand: of `tokens` of each of `batch_heads`, in blocks of `key_block`, with `head_dim` channels.
 int64_t descale_count(Granularity shared_by, int64_t batch_heads, int64_t tokens, int64_t key_block, int64_t head_dim);
 

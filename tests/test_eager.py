@@ -1,10 +1,14 @@
 """Calls that were made before: which take the short way, and that it gives what the long way gives."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import fp8cutlass
-from fp8cutlass import UnsupportedError, eager
+from fp8cutlass import UnsupportedError, eager, operator
+from fp8cutlass.launch import empty_outputs
+from fp8cutlass.plan import execute, make_plan
 from fp8cutlass.request import Request
 
 needs_card = [
@@ -30,6 +34,26 @@ def test_an_option_that_cannot_be_hashed_is_refused_by_name() -> None:
     assert eager.look_up(("a shape", ["unhashable"])) is None
     with pytest.raises(UnsupportedError, match="layout must be one of"):
         fp8cutlass.attention(*operands("cpu", 8), layout=["bhsd"])  # type: ignore[arg-type]
+
+
+def test_what_is_remembered_is_what_the_operator_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option in its place: the short way and the operator make the same call."""
+    asked, kept = [], []
+    monkeypatch.setattr(operator, "run_half", lambda *arguments: asked.append(arguments) or empty_outputs(arguments[0]))
+    monkeypatch.setattr(eager, "prepared_call", lambda *arguments: kept.append(arguments))
+    options = {"is_causal": True, "causal_alignment": "bottom_right", "scale": 0.3, "return_lse": True}
+    options |= {"scaling": "token", "precision": "accurate", "hadamard": True, "out_dtype": torch.float16}
+    q, k, v = operands("cpu", 8)
+    request = Request(q[:, :, :5], k, v, **options)
+    plan = make_plan(request)
+    execute(request, plan)
+    eager.remember(("signature",), request, plan)
+    eager.forget()
+    ((call, *rest),), ((kept_call, *kept_rest),) = asked, kept
+    assert rest == kept_rest
+    for field in dataclasses.fields(call):
+        mine, theirs = getattr(kept_call, field.name), getattr(call, field.name)
+        assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs, field.name
 
 
 @pytest.fixture

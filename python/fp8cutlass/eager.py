@@ -8,6 +8,7 @@ first, subclasses. What has run runs on, whatever the environment says since the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,9 @@ import torch
 from .attend import Attend
 from .fused import readable
 from .launch import Call, prepared_call
-from .manifest import load_manifest
 from .memory import ALIGNMENT
-from .plan import choose
+from .plan import choose, options_of
 from .request import Plan, Request
-from .target import target
 
 LIMIT = 4096  # calls that are kept; then all are forgotten, as a program with ever new shapes gains nothing
 
@@ -81,26 +80,10 @@ def remember(signed: Signature, request: Request, plan: Plan) -> None:
     if len(_known) >= LIMIT:
         _known.clear()
     variant, number, _ = choose(request, plan)
-    call = Call(
-        *operands,
-        q_descale=None,
-        k_descale=None,
-        v_descale=None,
-        out_descale=None,
-        out_dtype=plan.out_dtype,
-        scaling=request.scaling,
-        precision=plan.precision,
-        causal=request.is_causal,
-        causal_offset=plan.causal_offset,
-        scale=plan.scale,
-        return_lse=request.return_lse,
-        return_amax=request.return_amax,
-        kernel=request.kernel or "",
-        smooth_k=request.smooth_k,
-        hadamard=request.hadamard,
-    )
-    granularity = load_manifest(target(plan.q.device).directory).scaling[request.scaling]
-    _known[signed] = prepared_call(call, variant, number, granularity)
+    # No descales: the operands are quantised inside.
+    arguments: tuple[Any, ...] = (*operands, None, None, None, *options_of(request, plan))
+    call = replace(Call(*arguments), smooth_k=request.smooth_k, hadamard=request.hadamard)
+    _known[signed] = prepared_call(call, variant, number, dict(zip("qkv", plan.granularity, strict=True)))
 
 
 def forget() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -80,12 +81,12 @@ def choose(request: Request, plan: Plan, *, shipped: bool = False) -> tuple[Vari
     )
 
 
-def execute(request: Request, plan: Plan) -> Outputs:
-    """Run the operator: out (B, H, Sq, D), lse and amax, empty if not wanted."""
+def options_of(request: Request, plan: Plan) -> tuple[Any, ...]:
+    """What every operator takes behind its operands, in the order of their schemas."""
     out_descale = None
     if request.out_descale is not None:
         out_descale = to_canonical(request.out_descale, "tensor", (1, 1, 1, 1), plan.q.device)
-    options = (
+    return (
         out_descale,
         plan.out_dtype,
         request.scaling,
@@ -97,6 +98,11 @@ def execute(request: Request, plan: Plan) -> Outputs:
         request.return_amax,
         request.kernel or "",
     )
+
+
+def execute(request: Request, plan: Plan) -> Outputs:
+    """Run the operator: out (B, H, Sq, D), lse and amax, empty if not wanted."""
+    options = options_of(request, plan)
     packed = request.packed
     if packed is not None:
         held = (packed.k, packed.v, packed.k_descale, packed.v_descale, packed.k_mean)

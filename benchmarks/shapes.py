@@ -68,24 +68,40 @@ HISTORY = square(1, 8, 512, 64, False)  # the project's first measured problem: 
 
 CELL_HEAD_DIMS = (64, 96, 128, 192, 256)
 CELL_SEQLENS = tuple(64 << step for step in range(9))  # 64 .. 16k, a problem for each bucket of the dispatch table
+WAVE_SEQLENS = (128, 512, 2048, 8192)  # the other buckets are next to one of these
+SHORT_SEQLENS = (256, 1024, 4096, 16384)
 MAX_HEAD_DIM = 256
 HELD_OUT = 3  # one in three
-LIGHT_TILES, FEW_TILES = 66, 8  # of 128 rows: half and a sixteenth of what an H200 has multiprocessors
+WAVE = 66  # tiles of 128 rows that give each multiprocessor of an H200 one of 64
+FEW_TILES = 8
+SHORT_TILES, SHORT_QUERIES, SHORT_GROUP = 8 * WAVE, 16, 4  # heads, queries of each, heads that share keys
+
+
+def _spread(head_dim: int, causal: bool, seqlen: int, tiles: int) -> list[Shape]:
+    """A problem of about so many tiles of 128 rows: whole heads, or a part of one."""
+    queries = min(seqlen, 128 * tiles)
+    if causal and queries < seqlen:
+        return []  # aligned at the top left, more keys than queries are never seen
+    heads = max(1, tiles // -(-queries // 128))
+    return [Shape(head_dim, causal, queries, seqlen, 1, heads, heads)]
 
 
 def _cells() -> list[Shape]:
-    """What the dispatch table is decided on: few query tiles, light problems, and heavy ones as large as the grid's."""
+    """What the dispatch table is decided on: problems of few tiles, of half a wave to four, heavy ones as large as the
+    grid's, and short ones."""
     found = []
     for head_dim in CELL_HEAD_DIMS:
         for causal in (False, True):
             for seqlen in CELL_SEQLENS:
-                queries = min(seqlen, 128 * FEW_TILES)
-                if queries == seqlen or not causal:  # aligned at the top left, more keys than queries are never seen
-                    heads = max(1, FEW_TILES // -(-queries // 128))
-                    found.append(Shape(head_dim, causal, queries, seqlen, 1, heads, heads))
-                heads = max(1, LIGHT_TILES // -(-seqlen // 128))
-                found.append(square(1, heads, seqlen, head_dim, causal))
+                found += _spread(head_dim, causal, seqlen, FEW_TILES)
+                if seqlen <= 128 * WAVE:
+                    found += _spread(head_dim, causal, seqlen, WAVE)
                 found.append(square(TOKENS // seqlen, WIDTH // head_dim, seqlen, head_dim, causal))
+            for seqlen in WAVE_SEQLENS:
+                for tiles in (WAVE // 2, 2 * WAVE, 3 * WAVE, 4 * WAVE):
+                    found += _spread(head_dim, causal, seqlen, tiles)
+        for keys in SHORT_SEQLENS:
+            found.append(Shape(head_dim, False, SHORT_QUERIES, keys, 1, SHORT_TILES, SHORT_TILES // SHORT_GROUP))
     return found
 
 

@@ -10,10 +10,13 @@ from codegen.matrix import HEAD_DIMS
 from codegen.spec import Dtype, Out, Scaling, Softmax, axis_text
 
 SEQLEN_BOUNDS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # inclusive; a last bucket has no bound
-LOAD_ROWS = 128  # rows of a work item when the load is judged
-# A load and how many such items an SM it has fewer than, as a fraction; the last is unbounded.
-LOAD_BOUNDS = (("few", 1, 8), ("light", 2, 1))
-LOADS = (*(name for name, _, _ in LOAD_BOUNDS), "heavy")
+LOAD_ROWS = 64  # query rows of a tile when the load is judged: the height of the lowest tile
+# A load and how many such tiles an SM it has at most, as a fraction. Up to four waves of them, what the height of a
+# tile leaves over decides between kernels: three are one wave and a half of tiles twice as high.
+LOAD_BOUNDS = (("few", 1, 4), ("half", 1, 2), ("wave1", 1, 1), ("wave2", 2, 1), ("wave3", 3, 1), ("wave4", 4, 1))
+MOST = "heavy"  # beyond the last bound
+SHORT = "short"  # more than few tiles, each alone in its head: a higher one would be no fewer
+LOADS = (*(name for name, _, _ in LOAD_BOUNDS), MOST, SHORT)
 # The softmaxes that serve what the caller asks for, the preferred one first.
 SOFTMAXES = {
     "fast": (Softmax.LINEAR, Softmax.EXP2),
@@ -62,17 +65,26 @@ def bucket_text(bucket: int) -> str:
 
 
 def load_of(batch_heads: int, seqlen_q: int, sms: int) -> str:
-    items = batch_heads * -(-seqlen_q // LOAD_ROWS)
-    return next((name for name, part, whole in LOAD_BOUNDS if items * whole < part * sms), LOADS[-1])
+    tiles = batch_heads * -(-seqlen_q // LOAD_ROWS)
+    load = next((name for name, part, whole in LOAD_BOUNDS if tiles * whole <= part * sms), MOST)
+    return SHORT if seqlen_q <= LOAD_ROWS and load != LOADS[0] else load
 
 
 def representative(card: Card, seqlen: int, load: str, causal: bool) -> Shape:
-    """The problem that stands for a cell in the cost model: the bucket's upper end, 1/16, 0.5 or 8 items an SM.
+    """The problem that stands for a cell in the cost model: the bucket's upper end, in tiles of 128 rows an SM a
+    sixteenth, a quarter to 2, or 8; of short queries 4 tiles.
 
     seqlen: a position among the buckets.
     """
     keys = SEQLEN_BOUNDS[seqlen] if seqlen < len(SEQLEN_BOUNDS) else 2 * SEQLEN_BOUNDS[-1]
-    items = {"few": max(1, card.sms // 16), "light": card.sms // 2}.get(load, 8 * card.sms)
-    queries = min(keys, LOAD_ROWS * items)  # so that one head alone is no heavier than the cell
-    batch_heads = max(1, items // -(-queries // LOAD_ROWS))
+    if load == SHORT:
+        return Shape(batch_heads=4 * card.sms, seqlen_q=min(keys, LOAD_ROWS), seqlen_k=keys, causal=causal)
+    waves = {name: part * card.sms // (2 * whole) for name, part, whole in LOAD_BOUNDS}
+    items = {**waves, LOADS[0]: max(1, card.sms // 16), MOST: 8 * card.sms}[load]
+    # At most what one head alone may have, and at least what is not short.
+    queries = min(keys if load == LOADS[0] else max(keys, 2 * LOAD_ROWS), 128 * items)
+    batch_heads = max(1, items // -(-queries // 128))
+    if batch_heads < 4 and load != MOST:  # whole heads would be too far from so many tiles
+        batch_heads = -(-items // -(-queries // 128))
+        queries = min(queries, 128 * (items // batch_heads))
     return Shape(batch_heads=batch_heads, seqlen_q=queries, seqlen_k=keys, causal=causal)

@@ -10,7 +10,7 @@ from jinja2 import Environment
 
 from codegen.arch import TARGETS
 from codegen.derive import derive
-from codegen.keys import LOAD_BOUNDS, LOAD_ROWS, SEQLEN_BOUNDS, bucket_text
+from codegen.keys import LOAD_BOUNDS, LOAD_ROWS, MOST, SEQLEN_BOUNDS, SHORT, bucket_text
 from codegen.ledger import render as render_ledger
 from codegen.matrix import HEAD_DIMS, head_dims, profile_of
 from codegen.pack import Pack, pack_profile, pack_targets, packs_of
@@ -134,7 +134,8 @@ def _dispatch_json(table: Table) -> str:
     rows = [table.cells[i : i + width] for i in range(0, len(table.cells), width)]
     lines = ["{", ' "format": 1,', ' "axes": [']
     lines.append(",\n".join("  " + json.dumps([name, values]) for name, values in table.axes))
-    lines += [" ],", ' "decisions": [']
+    load = {"rows": LOAD_ROWS, "bounds": LOAD_BOUNDS, "most": MOST, "short": SHORT}
+    lines += [" ],", f' "load": {json.dumps(load)},', ' "decisions": [']
     lines.append(",\n".join("  " + json.dumps(d) for d in decisions))
     lines += [" ],", ' "cells": [']
     lines.append(",\n".join("  " + ",".join(map(str, row)) for row in rows))
@@ -176,6 +177,8 @@ def _dispatch_inc(table: Table, variants: tuple[Variant, ...], env: Environment)
         seqlen_bounds=SEQLEN_BOUNDS,
         load_rows=LOAD_ROWS,
         load_bounds=LOAD_BOUNDS,
+        most=MOST,
+        short=SHORT,
         rows=rows,
     )
 

@@ -25,7 +25,7 @@ int head_dim_position(int head_dim) {
   return kNone;
 }
 
-// How many query tiles there are for each multiprocessor decides.
+// How many query tiles there are for each multiprocessor decides, and whether each is alone in its head.
 int load_position(const Problem& problem) {
   const uint64_t heads = uint64_t(problem.batch) * problem.heads;
   const uint64_t tiles = (uint64_t(problem.seqlen_q) + table::kLoadRows - 1) / table::kLoadRows;
@@ -34,10 +34,11 @@ int load_position(const Problem& problem) {
   const uint64_t items = tiles != 0 && heads >= kMany / tiles ? kMany : heads * tiles;
   int position = 0;
   for (const auto& [part, whole] : table::kLoadBounds) {
-    if (items * whole < uint64_t(problem.sm_count) * part) return position;
+    if (items * whole <= uint64_t(problem.sm_count) * part) break;
     ++position;
   }
-  return position;
+  constexpr int kShort = table::kShape[table::kAxes - 1] - 1;
+  return position > 0 && problem.seqlen_q <= table::kLoadRows ? kShort : position;
 }
 
 }  // namespace

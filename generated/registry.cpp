@@ -403,17 +403,16 @@ extern const LaunchFn kLaunch_sm90a_diag_d64_m128n64w8_s2_token_causal_e4m3_bf16
 extern const LaunchFn kLaunch_sm90a_diag_d96_m128n64w8_s2_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d96_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d96_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s2_block_full_e4m3_bf16_exp2x2_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s2_block_full_e4m3_fp16_exp2x2_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s2_token_full_e4m3_bf16_exp2x2_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s2_token_full_e4m3_fp16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_e4m3_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_causal_e5m2_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_causal_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_full_e4m3_bf16_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_full_e4m3_e4m3_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_full_e4m3_fp16_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_full_e5m2_bf16_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_full_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_causal_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_causal_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_full_e4m3_bf16_exp2_serial_split4;
@@ -422,6 +421,7 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_bf1
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_e4m3_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo;
@@ -429,10 +429,16 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_block_causal_e4m3_bf16_exp2x2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_block_causal_e4m3_fp16_exp2x2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_block_full_e4m3_bf16_exp2x2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_block_full_e4m3_fp16_exp2x2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_causal_e4m3_bf16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_causal_e4m3_bf16_exp2x2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_causal_e4m3_fp16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_causal_e4m3_fp16_exp2x2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_bf16_exp2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_bf16_exp2x2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_fp16_exp2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_fp16_exp2x2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4;
@@ -441,12 +447,8 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4;
-extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4;
-extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_e4m3_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4;
-extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e5m2_bf16_exp2_serial_split4;
-extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e5m2_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo;
@@ -475,8 +477,6 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n64w4_s2_token_causal_e4m3_bf16_
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n64w4_s2_token_causal_e4m3_fp16_exp2x2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n64w4_s2_token_full_e4m3_bf16_exp2x2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n64w4_s2_token_full_e4m3_fp16_exp2x2_overlap_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n64w4_s3_token_causal_e4m3_bf16_exp2_overlap_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n64w4_s3_token_causal_e4m3_fp16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_bf16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_e4m3_exp2_serial_solo;
@@ -520,7 +520,6 @@ extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_fp16
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4;
-extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_e4m3_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4;
@@ -539,6 +538,7 @@ extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_causal_e5m2_fp16
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_full_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_full_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_full_e4m3_e4m3_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_full_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_full_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_full_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_full_e5m2_bf16_exp2_serial_solo;
@@ -554,6 +554,7 @@ extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp1
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n64w8_s2_block_causal_e4m3_bf16_exp2x2_serial_solo;
@@ -579,7 +580,6 @@ extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_e
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4;
-extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_e4m3_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4;
@@ -629,22 +629,21 @@ extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s2_token_full_e4m3_fp16_e
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s2_token_full_e4m3_fp16_exp2x2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s3_token_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_overlap_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_bf16_exp2_overlap_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_fp16_exp2_overlap_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_bf16_exp2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_e4m3_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_bf16_exp2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_e4m3_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo;
@@ -660,11 +659,8 @@ extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_overlap_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_overlap_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e5m2_bf16_exp2_serial_split4;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e5m2_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2x2_overlap_solo;
@@ -712,6 +708,7 @@ extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s2_token_full_e4m3_fp16_e
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e5m2_bf16_exp2_pingpong_solo;
@@ -719,14 +716,13 @@ extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e5m2_fp16
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_exp2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_exp2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_bf16_exp2_overlap_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_fp16_exp2_overlap_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n192w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n192w8_s3_block_full_e4m3_e4m3_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_bf16_exp2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_bf16_linear_pingpong_solo;
@@ -752,7 +748,6 @@ extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s2_token_full_e4m3_fp16_ex
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_causal_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_causal_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_causal_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_causal_e5m2_bf16_exp2_serial_solo;
@@ -765,6 +760,7 @@ extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_full_e4m3_fp16_li
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_full_e5m2_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_full_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo;
@@ -779,8 +775,6 @@ extern const PackFn kPack_d64_n256_bf16;
 extern const PackFn kPack_d64_n256_fp16;
 extern const PackFn kPack_d96_n128_bf16;
 extern const PackFn kPack_d96_n128_fp16;
-extern const PackFn kPack_d96_n192_bf16;
-extern const PackFn kPack_d96_n192_fp16;
 extern const PackFn kPack_d96_n256_bf16;
 extern const PackFn kPack_d96_n256_fp16;
 extern const PackFn kPack_d128_n128_bf16;
@@ -1989,18 +1983,6 @@ const VariantEntry kVariants[] = {
     {"sm90a_diag_d96_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_diag_d96_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo, 96, 128, 64, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, true,
      128, false, true},
-    {"sm90a_fwd_d128_m128n128w8_s2_block_full_e4m3_bf16_exp2x2_serial_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s2_block_full_e4m3_bf16_exp2x2_serial_solo, 128, 128, 128, OutType::bf16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true},
-    {"sm90a_fwd_d128_m128n128w8_s2_block_full_e4m3_fp16_exp2x2_serial_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s2_block_full_e4m3_fp16_exp2x2_serial_solo, 128, 128, 128, OutType::fp16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true},
-    {"sm90a_fwd_d128_m128n128w8_s2_token_full_e4m3_bf16_exp2x2_serial_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s2_token_full_e4m3_bf16_exp2x2_serial_solo, 128, 128, 128, OutType::bf16,
-     Granularity::token, Granularity::token, Granularity::channel, false,
-     128, false, true},
-    {"sm90a_fwd_d128_m128n128w8_s2_token_full_e4m3_fp16_exp2x2_serial_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s2_token_full_e4m3_fp16_exp2x2_serial_solo, 128, 128, 128, OutType::fp16,
-     Granularity::token, Granularity::token, Granularity::channel, false,
-     128, false, true},
     {"sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_bf16_exp2_serial_solo, 128, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
@@ -2019,7 +2001,16 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m128n128w8_s3_block_full_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_full_e4m3_bf16_exp2_serial_solo, 128, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d128_m128n128w8_s3_block_full_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_full_e4m3_e4m3_exp2_serial_solo, 128, 128, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d128_m128n128w8_s3_block_full_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_full_e4m3_fp16_exp2_serial_solo, 128, 128, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d128_m128n128w8_s3_block_full_e5m2_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_full_e5m2_bf16_exp2_serial_solo, 128, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d128_m128n128w8_s3_block_full_e5m2_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_full_e5m2_fp16_exp2_serial_solo, 128, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d128_m128n128w8_s3_token_causal_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_causal_e4m3_bf16_exp2_serial_split4, 128, 128, 128, OutType::bf16,
@@ -2046,6 +2037,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo, 128, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_e4m3_linear_pingpong_solo, 128, 128, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo, 128, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
@@ -2067,7 +2061,19 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m128n64w8_s2_block_causal_e4m3_fp16_exp2x2_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n64w8_s2_block_causal_e4m3_fp16_exp2x2_pingpong_solo, 128, 128, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d128_m128n64w8_s2_block_full_e4m3_bf16_exp2x2_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n64w8_s2_block_full_e4m3_bf16_exp2x2_pingpong_solo, 128, 128, 64, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d128_m128n64w8_s2_block_full_e4m3_fp16_exp2x2_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n64w8_s2_block_full_e4m3_fp16_exp2x2_pingpong_solo, 128, 128, 64, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d128_m128n64w8_s2_token_causal_e4m3_bf16_exp2_overlap_solo", kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_causal_e4m3_bf16_exp2_overlap_solo, 128, 128, 64, OutType::bf16,
+     Granularity::token, Granularity::token, Granularity::channel, false,
+     128, false, true},
     {"sm90a_fwd_d128_m128n64w8_s2_token_causal_e4m3_bf16_exp2x2_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_causal_e4m3_bf16_exp2x2_pingpong_solo, 128, 128, 64, OutType::bf16,
+     Granularity::token, Granularity::token, Granularity::channel, false,
+     128, false, true},
+    {"sm90a_fwd_d128_m128n64w8_s2_token_causal_e4m3_fp16_exp2_overlap_solo", kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_causal_e4m3_fp16_exp2_overlap_solo, 128, 128, 64, OutType::fp16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, true},
     {"sm90a_fwd_d128_m128n64w8_s2_token_causal_e4m3_fp16_exp2x2_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_causal_e4m3_fp16_exp2x2_pingpong_solo, 128, 128, 64, OutType::fp16,
@@ -2076,7 +2082,13 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_bf16_exp2_overlap_solo", kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_bf16_exp2_overlap_solo, 128, 128, 64, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, true},
+    {"sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_bf16_exp2x2_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_bf16_exp2x2_pingpong_solo, 128, 128, 64, OutType::bf16,
+     Granularity::token, Granularity::token, Granularity::channel, false,
+     128, false, true},
     {"sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_fp16_exp2_overlap_solo", kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_fp16_exp2_overlap_solo, 128, 128, 64, OutType::fp16,
+     Granularity::token, Granularity::token, Granularity::channel, false,
+     128, false, true},
+    {"sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_fp16_exp2x2_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_fp16_exp2x2_pingpong_solo, 128, 128, 64, OutType::fp16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, true},
     {"sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_exp2_serial_split4, 128, 64, 128, OutType::bf16,
@@ -2103,22 +2115,10 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4, 128, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
-    {"sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4, 128, 64, 128, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, false},
-    {"sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_e4m3_linear_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_e4m3_linear_serial_split4, 128, 64, 128, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, false},
     {"sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4, 128, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
     {"sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4, 128, 64, 128, OutType::fp16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, false},
-    {"sm90a_fwd_d128_m64n128w4_s2_block_full_e5m2_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e5m2_bf16_exp2_serial_split4, 128, 64, 128, OutType::bf16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, false},
-    {"sm90a_fwd_d128_m64n128w4_s2_block_full_e5m2_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e5m2_fp16_exp2_serial_split4, 128, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
     {"sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_bf16_exp2_serial_solo, 128, 64, 128, OutType::bf16,
@@ -2203,12 +2203,6 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, true},
     {"sm90a_fwd_d128_m64n64w4_s2_token_full_e4m3_fp16_exp2x2_overlap_solo", kLaunch_sm90a_fwd_d128_m64n64w4_s2_token_full_e4m3_fp16_exp2x2_overlap_solo, 128, 64, 64, OutType::fp16,
-     Granularity::token, Granularity::token, Granularity::channel, false,
-     128, false, true},
-    {"sm90a_fwd_d128_m64n64w4_s3_token_causal_e4m3_bf16_exp2_overlap_solo", kLaunch_sm90a_fwd_d128_m64n64w4_s3_token_causal_e4m3_bf16_exp2_overlap_solo, 128, 64, 64, OutType::bf16,
-     Granularity::token, Granularity::token, Granularity::channel, false,
-     128, false, true},
-    {"sm90a_fwd_d128_m64n64w4_s3_token_causal_e4m3_fp16_exp2_overlap_solo", kLaunch_sm90a_fwd_d128_m64n64w4_s3_token_causal_e4m3_fp16_exp2_overlap_solo, 128, 64, 64, OutType::fp16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, true},
     {"sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_causal_e4m3_bf16_exp2_serial_solo, 192, 128, 128, OutType::bf16,
@@ -2340,9 +2334,6 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4, 192, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
-    {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_e4m3_linear_serial_split4", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_e4m3_linear_serial_split4, 192, 64, 128, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, false},
     {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_serial_solo, 192, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
@@ -2397,6 +2388,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m64n128w4_s3_block_full_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_full_e4m3_e4m3_exp2_serial_solo, 192, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d192_m64n128w4_s3_block_full_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_full_e4m3_e4m3_linear_serial_solo, 192, 64, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d192_m64n128w4_s3_block_full_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s3_block_full_e4m3_fp16_exp2_serial_solo, 192, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
@@ -2440,6 +2434,9 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo, 256, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_e4m3_linear_serial_solo, 256, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_columns_solo, 256, 128, 128, OutType::fp16,
@@ -2515,9 +2512,6 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
     {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4, 256, 64, 128, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, false},
-    {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_e4m3_linear_serial_split4", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_e4m3_linear_serial_split4, 256, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
     {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4, 256, 64, 128, OutType::fp16,
@@ -2667,19 +2661,16 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d64_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, false},
-    {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_overlap_solo, 64, 128, 128, OutType::bf16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_overlap_solo, 64, 128, 128, OutType::e4m3,
+    {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_pingpong_solo, 64, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_overlap_solo, 64, 128, 128, OutType::fp16,
+    {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo, 64, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo, 64, 128, 128, OutType::fp16,
@@ -2688,13 +2679,10 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_bf16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_bf16_exp2_overlap_solo, 64, 128, 128, OutType::bf16,
+    {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_bf16_exp2_pingpong_solo, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_fp16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_fp16_exp2_overlap_solo, 64, 128, 128, OutType::fp16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true},
-    {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_overlap_solo, 64, 128, 128, OutType::bf16,
+    {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_fp16_exp2_pingpong_solo, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo, 64, 128, 128, OutType::bf16,
@@ -2703,7 +2691,7 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo, 64, 128, 128, OutType::fp16,
+    {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_e4m3_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_e4m3_exp2_pingpong_solo, 64, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo, 64, 128, 128, OutType::fp16,
@@ -2712,9 +2700,12 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo, 64, 128, 256, OutType::e4m3,
+    {"sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_bf16_exp2_pingpong_solo, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true},
+     128, true, true},
+    {"sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_fp16_exp2_pingpong_solo, 64, 128, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo, 64, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
@@ -2760,21 +2751,12 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_overlap_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_overlap_solo, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4, 64, 64, 128, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, false},
     {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false},
     {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_overlap_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_overlap_solo, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d64_m64n128w4_s2_block_full_e5m2_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e5m2_bf16_exp2_serial_split4, 64, 64, 128, OutType::bf16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, false},
-    {"sm90a_fwd_d64_m64n128w4_s2_block_full_e5m2_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e5m2_fp16_exp2_serial_split4, 64, 64, 128, OutType::fp16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, false},
     {"sm90a_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2_overlap_solo, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, true},
@@ -2916,6 +2898,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_pingpong_solo, 96, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
+    {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo, 96, 128, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
     {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo, 96, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
@@ -2937,7 +2922,10 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo, 96, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_exp2_overlap_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_exp2_overlap_solo, 96, 128, 128, OutType::e4m3,
+    {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_exp2_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_exp2_pingpong_solo, 96, 128, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true},
+    {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_linear_pingpong_solo, 96, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
     {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo, 96, 128, 128, OutType::fp16,
@@ -2949,18 +2937,12 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo, 96, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_bf16_exp2_overlap_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_bf16_exp2_overlap_solo, 96, 128, 128, OutType::bf16,
+    {"sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_bf16_exp2_pingpong_solo, 96, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_fp16_exp2_overlap_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_fp16_exp2_overlap_solo, 96, 128, 128, OutType::fp16,
+    {"sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_fp16_exp2_pingpong_solo, 96, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d96_m128n192w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n192w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo, 96, 128, 192, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     192, true, true},
-    {"sm90a_fwd_d96_m128n192w8_s3_block_full_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n192w8_s3_block_full_e4m3_e4m3_linear_pingpong_solo, 96, 128, 192, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     192, true, true},
     {"sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_bf16_linear_pingpong_solo, 96, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
@@ -3036,9 +3018,6 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo, 96, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
-    {"sm90a_fwd_d96_m64n128w4_s3_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_causal_e4m3_e4m3_linear_serial_solo, 96, 64, 128, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true},
     {"sm90a_fwd_d96_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo, 96, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true},
@@ -3075,6 +3054,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo, 96, 64, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
+    {"sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo, 96, 64, 256, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true},
     {"sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo, 96, 64, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
@@ -3088,7 +3070,7 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true},
 };
-const int kVariantCount = 764;
+const int kVariantCount = 760;
 
 const PackEntry kPacks[] = {
     {"pack_d32_n128_bf16", kPack_d32_n128_bf16, 32, 128, SourceType::bf16},
@@ -3101,8 +3083,6 @@ const PackEntry kPacks[] = {
     {"pack_d64_n256_fp16", kPack_d64_n256_fp16, 64, 256, SourceType::fp16},
     {"pack_d96_n128_bf16", kPack_d96_n128_bf16, 96, 128, SourceType::bf16},
     {"pack_d96_n128_fp16", kPack_d96_n128_fp16, 96, 128, SourceType::fp16},
-    {"pack_d96_n192_bf16", kPack_d96_n192_bf16, 96, 192, SourceType::bf16},
-    {"pack_d96_n192_fp16", kPack_d96_n192_fp16, 96, 192, SourceType::fp16},
     {"pack_d96_n256_bf16", kPack_d96_n256_bf16, 96, 256, SourceType::bf16},
     {"pack_d96_n256_fp16", kPack_d96_n256_fp16, 96, 256, SourceType::fp16},
     {"pack_d128_n128_bf16", kPack_d128_n128_bf16, 128, 128, SourceType::bf16},
@@ -3116,6 +3096,6 @@ const PackEntry kPacks[] = {
     {"pack_d256_n128_bf16", kPack_d256_n128_bf16, 256, 128, SourceType::bf16},
     {"pack_d256_n128_fp16", kPack_d256_n128_fp16, 256, 128, SourceType::fp16},
 };
-const int kPackCount = 24;
+const int kPackCount = 22;
 
 }  // namespace fp8cutlass

@@ -109,10 +109,12 @@ def cells(built: Built) -> list[tuple[list[int], str | None]]:
     result = []
     for cell, index in enumerate(itertools.product(*(range(len(values)) for values in axes.values()))):
         arch, head_dim, seqlen, dtype, out, scaling, causal, precision, load = index
-        heads = {"few": 7, "light": 115, "heavy": 116}[axes["load"][load]]
+        rows = {"few": 64, "half": 29 * 64, "heavy": 8 * 58 * 64, "short": 64}
+        heads = 58 if axes["load"][load] == "short" else 1
+        queries = rows.get(axes["load"][load]) or 58 * 64 * int(axes["load"][load].removeprefix("wave"))
         problem = [arch, axes["head_dim"][head_dim], lengths[seqlen], dtype, out, scaling, causal, precision]
         decision = built.dispatch["decisions"][built.dispatch["cells"][cell]]
-        result.append(([*problem, 1, heads, 128, 58], decision["variant"]))
+        result.append(([*problem, 1, heads, queries, 58], decision["variant"]))
     return result
 
 

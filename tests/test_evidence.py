@@ -15,7 +15,6 @@ import pytest
 from click.testing import CliRunner
 
 from codegen import evidence, select, table
-from codegen.arch import CARDS
 from codegen.cli import main
 from codegen.evidence import COLUMNS, PATH, EvidenceError, Problem, read
 from codegen.explain import explain
@@ -279,7 +278,7 @@ def test_a_measured_kernel_goes_before_one_that_is_only_modelled(use: Callable[.
         (8192, "heavy", True),
         (1024, "heavy", False),
         (16384, "heavy", False),
-        (4096, "light", False),
+        (4096, "wave4", False),
     ],
 )
 def test_a_row_speaks_for_its_cell_and_the_next(
@@ -298,11 +297,10 @@ def test_the_nearest_problem_speaks(use: Callable[..., None]) -> None:
 
 
 def test_load_is_that_of_the_measured_problem(use: Callable[..., None]) -> None:
-    sms = CARDS["H200"].sms
     use(times("pingpong", 20, 512, batch="1", heads="8", kv_heads="8"))
     v = parse_id(id_of())
     seen = {load: evidence.measured(v, seqlen_bucket(512), load) is not None for load in LOADS}
-    assert 8 * 4 < 2 * sms and seen == {"few": False, "light": True, "heavy": False}
+    assert [load for load in LOADS if seen[load]] == ["half"]  # 64 tiles on 132 multiprocessors
 
 
 def test_other_modes_share_what_was_measured_but_not_token(use: Callable[..., None]) -> None:

@@ -148,9 +148,10 @@ def test_explain_says_why_there_is_no_kernel(arguments: tuple[str, ...], rule: s
 def test_explain_takes_load_and_queries() -> None:
     problem = ("--arch", "sm89", "--head-dim", "64", "--seqlen", "4096", "--heads", "8")
     assert " heavy load" in run(*problem).output
-    assert " light load" in run(*problem, "--queries", "1").output
+    assert " half load" in run(*problem, "--queries", "128").output
+    assert " short load" in run(*problem[:-1], "15", "--queries", "1").output
     assert " few load" in run(*problem[:-1], "4", "--queries", "1").output
-    assert " light load" in run(*problem, "--load", "light").output
+    assert " wave3 load" in run(*problem, "--load", "wave3").output
 
 
 def test_explain_as_a_function_needs_no_command_line() -> None:
@@ -163,6 +164,6 @@ def test_explain_as_a_function_needs_no_command_line() -> None:
         scaling=Scaling.BLOCK,
         causal=False,
         precision="fast",
-        load="light",
+        load="wave1",
     )
     assert explain(key, ()).endswith("not in the profile or filter that was generated")

@@ -81,7 +81,7 @@ def test_the_bytes_are_those_of_the_cpu(scaling: str, source: str) -> None:
 
 
 def test_queries_of_every_size() -> None:
-    """Few, light and heavy loads, masks and none: the kernel that is chosen reads what was packed for another load, and
+    """Few and many tiles, masks and none: the kernel that is chosen reads what was packed for another load, and
     gives the bits that it gives on key and value."""
     for head_dim in (64, 128):
         _, k, v = operands(head_dim)

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LLM: Class = (128, True, Softmax.LINEAR)
 ONE = Shape(128, True, 4096, 4096, 1, 64, 8)  # heavy, like the next
 TWO = Shape(128, True, 3500, 3500, 1, 64, 8)
-SMALL = Shape(128, True, 300, 300, 1, 32, 8)  # light
+SMALL = Shape(128, True, 300, 300, 1, 32, 8)  # 160 tiles: two waves
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def rows_of(times: dict[Shape, dict[str, float]]) -> list[Row]:
 def test_shapes_and_problems_are_one(plan: Plan) -> None:
     for shape in plan.shapes[LLM]:
         assert shape_of(problem_of(shape), LLM) == shape
-    assert [problem_of(shape).load for shape in (ONE, TWO, SMALL)] == ["heavy", "heavy", "light"]
+    assert [problem_of(shape).load for shape in (ONE, TWO, SMALL)] == ["heavy", "heavy", "wave2"]
 
 
 def test_every_legal_kernel_of_a_class_is_a_candidate(plan: Plan) -> None:
@@ -79,7 +79,7 @@ def test_every_legal_kernel_of_a_class_is_a_candidate(plan: Plan) -> None:
 
 def test_the_model_may_narrow_but_not_lose_who_is_there(plan: Plan) -> None:
     few = make_plan("sm90a", [ONE, TWO, SMALL], [Softmax.LINEAR], 2).ids
-    assert {*ids("heavy"), *ids("light"), *ids("few"), *plan.defaults[LLM].values()} <= set(few) < set(plan.ids)
+    assert {*ids("heavy"), *ids("wave2"), *ids("few"), *plan.defaults[LLM].values()} <= set(few) < set(plan.ids)
 
 
 def test_what_is_held_out_is_never_tuned_on() -> None:
@@ -112,7 +112,7 @@ def test_a_kernel_enters_where_it_beats_all_that_are_there(plan: Plan) -> None:
 def test_loads_are_apart(plan: Plan) -> None:
     times = {shape: {kernel: 5.0 for kernel in plan.ids} for shape in (ONE, SMALL)}
     found = fields_of(LLM, [ONE, SMALL], rows_of(times), plan.defaults[LLM])
-    assert [(field.load, field.shapes[0]) for field in found] == [("heavy", ONE), ("light", SMALL)]
+    assert [(field.load, field.shapes[0]) for field in found] == [("heavy", ONE), ("wave2", SMALL)]
     assert not fields_of(LLM, [ONE], [], plan.defaults[LLM]), "a shape without a right result has no rows"
 
 
@@ -187,7 +187,7 @@ def test_a_kernel_that_the_emulator_refutes_is_not_timed(plan: Plan, timed: dict
 
 def test_a_kernel_in_use_that_the_emulator_refutes_ends_it(plan: Plan, timed: dict[str, list[object]]) -> None:
     """That is no matter of tuning."""
-    for kernel, said in ((plan.defaults[LLM][ONE], "today's choice"), (ids("light")[0], "has rows")):
+    for kernel, said in ((plan.defaults[LLM][ONE], "today's choice"), (ids("wave2")[0], "has rows")):
         right = set(plan.ids) - {kernel}
         if kernel in plan.defaults[LLM].values():
             said = "today's choice"

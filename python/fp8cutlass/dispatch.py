@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from . import log, tuned
 from .errors import NoKernelError, UnsupportedError
@@ -18,7 +19,6 @@ from .reading import KVForm, readable
 
 CPU_ARCH = "sm89"  # what the emulator stands for
 CPU_SM_COUNT = 58  # of an L4, the card that the sm89 table is made for
-LOAD_TILE = 128  # query rows of a tile when the load is judged, whatever tile the chosen kernel has
 # What a caller who asks for a precision may pin.
 PRECISE_ENOUGH = {"fast": ("linear", "exp2", "exp2x2"), "accurate": ("exp2", "exp2x2"), "high": ("exp2x2",)}
 AXES = ("arch", "head_dim", "seqlen", "dtype", "out", "scaling", "causal", "precision", "load")
@@ -50,14 +50,6 @@ class Problem:
     sm_count: int = CPU_SM_COUNT
     kv_heads: int = 0  # this and the name of the card matter only to what `tune` measured; "" asks the table alone
     card: str = ""
-
-    @property
-    def load(self) -> str:
-        """``few`` 128-row tiles are less than an eighth of the multiprocessors, ``light`` less than two each."""
-        tiles = self.batch * self.heads * -(-self.seqlen_q // LOAD_TILE)
-        if 8 * tiles < self.sm_count:
-            return "few"
-        return "light" if tiles < 2 * self.sm_count else "heavy"
 
     def __str__(self) -> str:
         """One line: (B, H, S, D), S as queries x keys where they differ, then the other axes."""
@@ -96,6 +88,7 @@ class Table:
         if len(self.cells) != math.prod(len(values) for values in self.axes.values()):
             raise ValueError(f"{directory}/dispatch.json has {len(self.cells)} cells, which its axes do not make")
         self.decisions = [Decision(**row) for row in data["decisions"]]
+        self._load: dict[str, Any] = data["load"]
         # The last bucket is unbounded and has no number.
         self._seqlen_bounds = [int(str(bound)) for bound in self.axes["seqlen"] if bound is not None]
         self._positions = {name: {value: i for i, value in enumerate(values)} for name, values in self.axes.items()}
@@ -107,6 +100,17 @@ class Table:
             accepted = ", ".join(map(str, self.axes[axis]))
             raise UnsupportedError(f"{axis}={value!r} is not in the dispatch table; it has {accepted}")
         return self._positions[axis][value]
+
+    def load_of(self, problem: Problem) -> str:
+        """How many query tiles of the lowest height there are for each multiprocessor, as a value of the axis; the last
+        one if each is alone in its head."""
+        rows = self._load["rows"]
+        tiles = problem.batch * problem.heads * -(-problem.seqlen_q // rows)
+        bounds = self._load["bounds"]
+        over = sum(tiles * whole > part * problem.sm_count for _, part, whole in bounds)  # they rise
+        if over and problem.seqlen_q <= rows:
+            return str(self._load["short"])
+        return str(bounds[over][0] if over < len(bounds) else self._load["most"])
 
     def cell(self, **values: object) -> Decision:
         """Return the decision at one value per axis; ``seqlen`` is a KV length, not a bucket."""
@@ -126,7 +130,7 @@ class Table:
             scaling=problem.scaling,
             causal=problem.causal,
             precision=problem.precision,
-            load=problem.load,
+            load=self.load_of(problem),
         )
 
     def over_lengths(self, **values: object) -> list[Decision]:
@@ -140,7 +144,7 @@ class Table:
         of ``accurate``, as keys that were made for ``fast`` kernels are in their range too."""
         values = {name: getattr(problem, name) for name in ("arch", "head_dim", "dtype", "out", "scaling", "causal")}
         lengths = (*self._seqlen_bounds, max(self._seqlen_bounds, default=0) + 1)
-        here = self._position("seqlen", problem.seqlen_k), self._position("load", problem.load)
+        here = self._position("seqlen", problem.seqlen_k), self._position("load", self.load_of(problem))
         away = [
             (abs(i - here[0]), abs(j - here[1]), seqlen, load)
             for (i, seqlen), (j, load) in product(enumerate(lengths), enumerate(self.axes["load"]))

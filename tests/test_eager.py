@@ -348,6 +348,30 @@ class TestOnACard:
         graph.replay()
         assert torch.equal(out, fp8cutlass.attention(q, k, v))
 
+    @pytest.mark.parametrize("kind", ["tensors", "numbers", "packed"])
+    def test_fp8_and_packed_operands_in_a_graph(self, kind: str) -> None:
+        """A capture of the short way replays with new contents; a number becomes a tensor inside the graph."""
+        if kind == "packed":
+            q, *kv = operands()
+            others: list[Any] = [fp8cutlass.pack_kv(*kv)]
+            options: dict[str, Any] = {"return_amax": True}
+        else:
+            (q, *others), options = fp8()
+            if kind == "numbers":
+                options = dict.fromkeys(options, 0.5)
+            options["scaling"] = "head"
+        fp8cutlass.attention(q, *others, **options)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = fp8cutlass.attention(q, *others, **options)
+        q.copy_(reversed_rows(q))
+        for _ in range(2):  # what a launch leaves behind must not reach the next
+            graph.replay()
+            now = fp8cutlass.attention(q, *others, **options)
+            for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (captured, now)), strict=True):
+                assert torch.equal(a, b)
+        assert len(eager._known) == 1
+
     def test_modes_see_the_operator(self) -> None:
         """A dispatch mode must be able to stand in for the call: it sees fp8cutlass.attention_half."""
         from torch.utils._python_dispatch import TorchDispatchMode

@@ -17,7 +17,7 @@ import torch
 
 from .descale import all_canonical
 from .fused import readable
-from .launch import Call, Outputs, empty_outputs, prepared_call, run
+from .launch import Call, Outputs, prepared_call, run, wanted_outputs
 from .manifest import Variant
 from .memory import ALIGNMENT
 from .packed import PackedKV
@@ -169,7 +169,7 @@ class _Quantised:
         canonical = all_canonical(descales, self.granularity, (q, k, v))
         arguments: tuple[Any, ...] = (q, k, v, *canonical, *self.options)
         call = Call(*arguments)
-        outputs = empty_outputs(call)
+        outputs = wanted_outputs(call)
         run(call, self.variant, self.number, outputs)
         return outputs
 
@@ -187,4 +187,7 @@ class _Packed:
     def __call__(self, q: torch.Tensor, kv: PackedKV, _: None) -> Outputs:
         operands = (q, kv.k, kv.v, None, kv.k_descale, kv.v_descale)
         arguments: tuple[Any, ...] = (*operands, *self.options, kv.smooth_k, kv.hadamard)
-        return run_packed(Call(*arguments), kv.k_mean, self.variant, self.number, self.granularity)
+        call = Call(*arguments)
+        outputs = wanted_outputs(call)
+        run_packed(call, kv.k_mean, self.variant, self.number, self.granularity, outputs)
+        return outputs

@@ -118,25 +118,27 @@ def _attention_packed(call: Call, k_mean: torch.Tensor | None, form: KVForm) -> 
         kernel=call.kernel,
         form=form,
     )
-    if call.q.numel() and call.k.shape[2]:
-        return run_packed(call, k_mean, variant, number, modes[call.scaling])
     outputs = empty_outputs(call)
-    fill_trivial(outputs, call.k)
+    if not fill_trivial(outputs, call.k):
+        run_packed(call, k_mean, variant, number, modes[call.scaling], outputs)
     return outputs
 
 
 def run_packed(
-    call: Call, k_mean: torch.Tensor | None, variant: Variant, number: int, granularity: Mapping[str, str]
-) -> Outputs:
-    """Run one kernel on bf16 or fp16 Q and the packed K and V of ``call``, no dimension empty; ``k_mean`` is what was
-    subtracted from the keys. See :func:`fp8cutlass.launch.empty_outputs` for what comes back."""
-    outputs = empty_outputs(call)
+    call: Call,
+    k_mean: torch.Tensor | None,
+    variant: Variant,
+    number: int,
+    granularity: Mapping[str, str],
+    outputs: Outputs,
+) -> None:
+    """Run one kernel on bf16 or fp16 Q and the packed K and V of ``call``, no dimension empty, and fill ``outputs``;
+    ``k_mean`` is what was subtracted from the keys."""
     made = _query(call, variant, granularity)
     made = replace(made, k=call.k, v=call.v, k_descale=call.k_descale, v_descale=call.v_descale)
     run_made(call, variant, number, made, outputs)
     if k_mean is not None and call.return_lse:
         restore_lse(outputs[1], call.q, k_mean[..., : call.q.shape[3]], call.scale)
-    return outputs
 
 
 def _query(call: Call, variant: Variant, granularity: Mapping[str, str]) -> Operands:

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import torch
 import torch.nn.functional as F
 
-from fp8cutlass import attention, quantize
+from fp8cutlass import attention, pack_kv, quantize
 from fp8cutlass.launch import prepared_call
 from fp8cutlass.manifest import PACKAGE_DIR, load_manifest
 from fp8cutlass.target import target
@@ -98,6 +98,7 @@ def steps(shape: Shape, device: torch.device | str = "cuda") -> dict[str, Step]:
         "v_descale": v_descale,
         "scaling": "head",
     }
+    packed = pack_kv(k, v, query_shape=q.shape, is_causal=shape.causal)
     compiled = torch.compile(attention, fullgraph=True, dynamic=False)
     at = target(q.device)
     variant, number = Own().choose(data, at)
@@ -109,6 +110,7 @@ def steps(shape: Shape, device: torch.device | str = "cuda") -> dict[str, Step]:
         "attention, bf16": lambda: attention(q, k, v, **options),
         "attention, bf16, kernel pinned": lambda: attention(q, k, v, kernel=variant.id, **options),
         "attention, FP8 with descales": lambda: attention(q8, k8, v8, **options, **descales),
+        "attention, bf16, PackedKV": lambda: attention(q, packed, **options),
         "attention, bf16, torch.compile": lambda: compiled(q, k, v, **options),
         "part: the extension's operator": lambda: operator()(q, k, v),
         "part: quantise and pack": lambda: make_operands(data, variant, at, "block"),

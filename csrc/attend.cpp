@@ -19,17 +19,17 @@ constexpr int64_t kPieceAlignment = 256;  // of what lies in the workspace; tens
 
 // Memory on q's card. The C function underneath costs the host half of what a call through the dispatcher does.
 template <size_t kDim>
-Tensor empty(const Tensor& q, int32_t type, const std::array<int64_t, kDim>& sizes,
+Tensor empty(const View& q, int32_t type, const std::array<int64_t, kDim>& sizes,
              const std::array<int64_t, kDim>& strides) {
+  const auto device = static_cast<int32_t>(q.device());
   AtenTensorHandle handle = nullptr;
   const int32_t status = aoti_torch_empty_strided(kDim, sizes.data(), strides.data(), type,
-                                                  aoti_torch_device_type_cuda(), q.get_device_index(), &handle);
+                                                  aoti_torch_device_type_cuda(), device, &handle);
   if (status != 0) {
     // An error of an earlier launch may come to light here, too.
     const cudaError_t error = cudaPeekAtLastError();
     const bool memory = error == cudaSuccess || error == cudaErrorMemoryAllocation;
-    fail("an allocation on CUDA device ", q.get_device_index(),
-         " failed: ", memory ? "out of memory" : cudaGetErrorString(error));
+    fail("an allocation on CUDA device ", device, " failed: ", memory ? "out of memory" : cudaGetErrorString(error));
   }
   return Tensor(handle);
 }
@@ -40,10 +40,10 @@ int32_t type_of(OutType out) {
                                 : aoti_torch_dtype_float8_e4m3fn();
 }
 
-Tensor empty_result(const AttendArguments& a, const VariantEntry& variant) {
-  const int64_t batch = a.q.size(0), heads = a.q.size(1), rows = a.q.size(2), head_dim = variant.head_dim;
-  const int64_t head = a.seq_major ? head_dim : rows * head_dim, row = a.seq_major ? heads * head_dim : head_dim;
-  return empty<4>(a.q, type_of(variant.out), {batch, heads, rows, head_dim}, {heads * rows * head_dim, head, row, 1});
+Tensor empty_result(const View& q, bool seq_major, const VariantEntry& variant) {
+  const int64_t batch = q.size(0), heads = q.size(1), rows = q.size(2), head_dim = variant.head_dim;
+  const int64_t head = seq_major ? head_dim : rows * head_dim, row = seq_major ? heads * head_dim : head_dim;
+  return empty<4>(q, type_of(variant.out), {batch, heads, rows, head_dim}, {heads * rows * head_dim, head, row, 1});
 }
 
 // What lies in one allocation, piece by piece.
@@ -61,35 +61,62 @@ class Layout {
   int64_t total_ = 0;
 };
 
+int64_t whole(double number, const char* name) {
+  constexpr double kExact = int64_t{1} << 53;
+  require(number >= -kExact && number <= kExact && number == std::floor(number), name, " must be an integer, got ",
+          number);
+  return static_cast<int64_t>(number);
+}
+
 }  // namespace
 
-Tensor attend(const AttendArguments& a, const VariantEntry& variant) {
-  require(a.q.dim() == 4 && a.k.dim() == 4 && a.v.dim() == 4, "q, k and v must have 4 dimensions");
-  require(a.q.is_cuda(), "q is not on a card");
-  const int64_t batch = a.q.size(0), heads = a.q.size(1), rows = a.q.size(2);
-  const int64_t kv_heads = a.k.size(1), keys = a.k.size(2), padded = padded_keys(keys);
+AttendConstants attend_constants(const Tensor& numbers) {
+  constexpr int64_t kNumbers = 10;
+  const View view(numbers);
+  require(
+      numbers.is_cpu() && view.scalar_type() == ScalarType::Double && view.numel() == kNumbers && view.is_contiguous(),
+      "constants must be ", kNumbers, " numbers of type float64, contiguous, on the CPU");
+  const auto* const x = static_cast<const double*>(view.data());
+  return {whole(x[0], "the variant's number"),
+          whole(x[1], "q_granularity"),
+          whole(x[2], "k_granularity"),
+          whole(x[3], "v_granularity"),
+          x[4],
+          x[5],
+          x[6] != 0,
+          x[7] != 0,
+          x[8],
+          whole(x[9], "causal_offset")};
+}
+
+Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const VariantEntry& variant) {
+  const View q(tensors.q), k(tensors.k), v(tensors.v);
+  require(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must have 4 dimensions");
+  require(q.is_cuda(), "q is not on a card");
+  const int64_t batch = q.size(0), heads = q.size(1), rows = q.size(2);
+  const int64_t kv_heads = k.size(1), keys = k.size(2), padded = padded_keys(keys);
   const int64_t head_dim = variant.head_dim, key_block = variant.key_block;
-  const int device = a.q.get_device_index();
+  const int device = static_cast<int>(q.device());
   // K's descales of tokens are read in whole tiles.
-  const bool by_token = a.k_granularity == static_cast<int64_t>(Granularity::token);
+  const bool by_token = c.k_granularity == static_cast<int64_t>(Granularity::token);
   const auto count = [&](int64_t granularity, int64_t all_heads, int64_t tokens) {
     return descale_count(static_cast<Granularity>(granularity), all_heads, tokens, key_block, head_dim);
   };
-  const int64_t q_count = count(a.q_granularity, batch * heads, rows);
-  const int64_t k_count = count(a.k_granularity, batch * kv_heads, by_token ? padded : keys);
-  const int64_t v_count = count(a.v_granularity, batch * kv_heads, keys);
+  const int64_t q_count = count(c.q_granularity, batch * heads, rows);
+  const int64_t k_count = count(c.k_granularity, batch * kv_heads, by_token ? padded : keys);
+  const int64_t v_count = count(c.v_granularity, batch * kv_heads, keys);
   const auto maxima_of = [](int64_t granularity, int64_t number) {
     return beyond_blocks(static_cast<Granularity>(granularity)) ? number : 0;
   };
   const int64_t groups =
-      maxima_of(a.q_granularity, q_count) + maxima_of(a.k_granularity, k_count) + maxima_of(a.v_granularity, v_count);
+      maxima_of(c.q_granularity, q_count) + maxima_of(c.k_granularity, k_count) + maxima_of(c.v_granularity, v_count);
   constexpr int64_t kFloat = sizeof(float);
   Layout layout;
   const int64_t q8 = layout.add(batch * heads * rows * head_dim), k8 = layout.add(batch * kv_heads * keys * head_dim);
   const int64_t v8 = layout.add(batch * kv_heads * head_dim * padded);
   const int64_t q_descale = layout.add(q_count * kFloat), k_descale = layout.add(k_count * kFloat);
   const int64_t v_descale = layout.add(v_count * kFloat), maxima = layout.add(groups * kFloat);
-  const Tensor workspace = empty<1>(a.q, aoti_torch_dtype_uint8(), {layout.total()}, {1});
+  const Tensor workspace = empty<1>(q, aoti_torch_dtype_uint8(), {layout.total()}, {1});
   auto* const base = static_cast<uint8_t*>(workspace.data_ptr());
   const auto bytes = [&](int64_t at, std::initializer_list<int64_t> sizes) {
     return View(base + at, ScalarType::Byte, device, sizes);
@@ -99,15 +126,15 @@ Tensor attend(const AttendArguments& a, const VariantEntry& variant) {
   if (groups > 0) groups_view = floats(maxima, groups);
 
   const PackArguments packing{key_block,
-                              a.q,
-                              a.k,
-                              a.v,
-                              a.q_granularity,
-                              a.k_granularity,
-                              a.v_granularity,
-                              a.score_amax,
-                              a.v_amax,
-                              a.scale < 0,
+                              q,
+                              k,
+                              v,
+                              c.q_granularity,
+                              c.k_granularity,
+                              c.v_granularity,
+                              c.score_amax,
+                              c.v_amax,
+                              c.scale < 0,
                               bytes(q8, {batch, heads, rows, head_dim}),
                               bytes(k8, {batch, kv_heads, keys, head_dim}),
                               bytes(v8, {batch, kv_heads, head_dim, padded}),
@@ -115,14 +142,14 @@ Tensor attend(const AttendArguments& a, const VariantEntry& variant) {
                               floats(k_descale, k_count),
                               floats(v_descale, v_count),
                               groups_view,
-                              a.hadamard,
-                              a.k_mean};
+                              c.hadamard,
+                              tensors.k_mean};
   const PackEntry& pack = find_pack(packing);
   const PackParams pack_launch = pack_params(packing);
-  const Tensor out = empty_result(a, variant);
+  const Tensor out = empty_result(q, c.seq_major, variant);
   ForwardParams params =
       forward_params({*packing.q8, *packing.k8, *packing.v8, *packing.q_descale, *packing.k_descale, *packing.v_descale,
-                      a.out_descale, out, a.lse, a.amax, std::abs(a.scale), a.causal_offset},
+                      tensors.out_descale, out, tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset},
                      variant);
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);

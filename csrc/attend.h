@@ -12,25 +12,33 @@ namespace fp8cutlass {
 
 using torch::stable::Tensor;
 
-// One call as the operator receives it. Granularities are positions in Granularity.
-struct AttendArguments {
-  const Tensor& q;  // (B, H, Sq, D), bf16 or fp16, D at most the variant's head_dim
-  const Tensor& k;  // (B, Hkv, Sk, D)
-  const Tensor& v;
-  int64_t q_granularity, k_granularity, v_granularity;
-  double score_amax, v_amax;  // what the largest |x| of a group becomes, of Q and K and of V
+// What calls on operands of one shape, layout and type have in common: the operator takes it as one tensor of ten
+// numbers, in this order, as every argument costs the host a fifth of a microsecond on its way through torch.
+struct AttendConstants {
+  int64_t variant;                                      // its number
+  int64_t q_granularity, k_granularity, v_granularity;  // positions in Granularity
+  double score_amax, v_amax;                            // what the largest |x| of a group becomes, of Q and K and of V
   bool hadamard;
   bool seq_major;  // the result lies in memory in the order (B, S, H, D)
   double scale;    // of any sign
   int64_t causal_offset;
+};
+
+// Reads them: float64, contiguous, on the CPU. Throws std::runtime_error where they are not.
+AttendConstants attend_constants(const Tensor& numbers);
+
+struct AttendTensors {
+  const Tensor& q;  // (B, H, Sq, D), bf16 or fp16, D at most the variant's head_dim
+  const Tensor& k;  // (B, Hkv, Sk, D)
+  const Tensor& v;
   const std::optional<Tensor>& k_mean;       // (B, Hkv, head_dim), written: keys are smoothed where it is given
   const std::optional<Tensor>& out_descale;  // (1,), exactly when out is FP8
   const std::optional<Tensor>& lse;          // (B, H, Sq)
   const std::optional<Tensor>& amax;         // (1,), zero
 };
 
-// Launches both kernels on the current stream and returns the result, (B, H, Sq, the variant's head_dim), dense. Throws
-// std::runtime_error naming the argument.
-Tensor attend(const AttendArguments& arguments, const VariantEntry& variant);
+// Launches both kernels on the current stream and returns the result, (B, H, Sq, the variant's head_dim), dense.
+// `variant` is the entry that the constants number. Throws std::runtime_error naming the argument.
+Tensor attend(const AttendConstants& constants, const AttendTensors& tensors, const VariantEntry& variant);
 
 }  // namespace fp8cutlass

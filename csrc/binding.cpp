@@ -70,14 +70,11 @@ void pack(int64_t key_block, const std::optional<Tensor>& q, const std::optional
   check_launch(entry.launch(params, current_stream(device)), entry.id, device);
 }
 
-Tensor attend_half(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, int64_t q_granularity,
-                   int64_t k_granularity, int64_t v_granularity, double score_amax, double v_amax, bool hadamard,
-                   bool seq_major, double scale, int64_t causal_offset, const std::optional<Tensor>& k_mean,
-                   const std::optional<Tensor>& out_descale, const std::optional<Tensor>& lse,
-                   const std::optional<Tensor>& amax) {
-  return attend({q, k, v, q_granularity, k_granularity, v_granularity, score_amax, v_amax, hadamard, seq_major, scale,
-                 causal_offset, k_mean, out_descale, lse, amax},
-                find_variant(variant, false));
+Tensor attend_half(const Tensor& constants, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const std::optional<Tensor>& k_mean, const std::optional<Tensor>& out_descale,
+                   const std::optional<Tensor>& lse, const std::optional<Tensor>& amax) {
+  const AttendConstants c = attend_constants(constants);
+  return attend(c, {q, k, v, k_mean, out_descale, lse, amax}, find_variant(c.variant, false));
 }
 
 }  // namespace
@@ -98,15 +95,9 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "Tensor(d!)? q_descale, Tensor(e!)? k_descale, Tensor(f!)? v_descale, Tensor(g!)? amax, "
       "bool hadamard, Tensor(h!)? k_mean) -> ()");
   m.def(
-      "attend(int variant, Tensor q, Tensor k, Tensor v, int q_granularity, int k_granularity, int v_granularity, "
-      "float score_amax, float v_amax, bool hadamard, bool seq_major, float scale, int causal_offset, Tensor(a!)? "
-      "k_mean, "
-      "Tensor? out_descale, Tensor(b!)? lse, Tensor(c!)? amax) -> Tensor");
+      "attend(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor(a!)? k_mean=None, Tensor? out_descale=None, "
+      "Tensor(b!)? lse=None, Tensor(c!)? amax=None) -> Tensor");
 }
-
-// `attend` also in place of the fallback for autograd, which would look at every argument to find that there is nothing
-// to do: there is no backward, and `attention` says so.
-STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, AutogradCUDA, m) { m.impl("attend", TORCH_BOX(&fp8cutlass::attend_half)); }
 
 STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {
   m.impl("forward", TORCH_BOX(&fp8cutlass::forward));

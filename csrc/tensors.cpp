@@ -40,7 +40,9 @@ View::View(const torch::stable::Tensor& tensor)
       type_(tensor.scalar_type()),
       cuda_(tensor.is_cuda()) {
   require(dim_ <= kMaxDim, "a tensor of ", dim_, " dimensions was given");
-  for (int64_t dim = 0; dim < dim_; ++dim) size_[dim] = tensor.size(dim), stride_[dim] = tensor.stride(dim);
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  std::copy(sizes.begin(), sizes.end(), size_.begin());
+  std::copy(strides.begin(), strides.end(), stride_.begin());
 }
 
 View::View(void* data, ScalarType type, int64_t device, std::initializer_list<int64_t> sizes)

@@ -36,9 +36,8 @@ PACK = (
     "Tensor(h!)? k_mean"
 )
 ATTEND = (
-    "int variant, Tensor q, Tensor k, Tensor v, int q_granularity, int k_granularity, int v_granularity, "
-    "float score_amax, float v_amax, bool hadamard, bool seq_major, float scale, int causal_offset, "
-    "Tensor(a!)? k_mean, Tensor? out_descale, Tensor(b!)? lse, Tensor(c!)? amax"
+    "Tensor constants, Tensor q, Tensor k, Tensor v, Tensor(a!)? k_mean=None, Tensor? out_descale=None, "
+    "Tensor(b!)? lse=None, Tensor(c!)? amax=None"
 )
 DIAGNOSTIC = "Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o"
 

@@ -1,6 +1,8 @@
 """Calls that were made before: which take the short way, and that it gives what the long way gives."""
 
 import dataclasses
+import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +24,54 @@ def operands(device: str = "cuda", tokens: int = 100, head_dim: int = 64) -> lis
     return [torch.randn(2, 3, tokens, head_dim, generator=generator).to(torch.bfloat16).to(device) for _ in range(3)]
 
 
+def quantised(x: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return fp8cutlass.quantize(x, granularity=granularity)
+
+
+def reversed_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8).flip(2).view(x.dtype) if x.element_size() == 1 else x.flip(2)
+
+
+def fp8(device: str = "cuda", tokens: int = 100, head_dim: int = 64, scaling: str = "head") -> Any:
+    """FP8 operands and the descales of a call on them, by name."""
+    granularity = {"head": ("head",) * 3, "token": ("token", "token", "channel")}[scaling]
+    made = [quantised(x, g) for x, g in zip(operands(device, tokens, head_dim), granularity, strict=True)]
+    descales = dict(zip(("q_descale", "k_descale", "v_descale"), (d for _, d in made), strict=True))
+    return [x for x, _ in made], descales
+
+
+PARAMETERS = {name: p.default for name, p in inspect.signature(fp8cutlass.attention).parameters.items()}
+
+
+def signed(*tensors: Any, descales: tuple[Any, ...] = (), **options: Any) -> Any:
+    return eager.signature(*tensors, descales, tuple({**PARAMETERS, **options}[name] for name in eager.OPTIONS))
+
+
 def test_cpu_tensors_take_the_long_way() -> None:
     eager.forget()
     fp8cutlass.attention(*operands("cpu", 8))
-    assert eager.signature(Request(*operands("cpu", 8))) is None
+    assert signed(*operands("cpu", 8)) is None
     assert not eager._known
+
+
+def test_every_argument_is_in_the_signature_or_takes_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument that is in neither would be ignored by all calls but the first; nor may two change places."""
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(eager, "signature", lambda *arguments: seen.append(arguments))
+    given = operands("cpu", 8)
+    for name in list(PARAMETERS)[3:]:
+        seen.clear()
+        value = object()
+        with pytest.raises(UnsupportedError):
+            fp8cutlass.attention(*given, **{name: value})
+        if name in ("attn_mask", "out", "out_descale"):
+            assert not seen, name
+            continue
+        ((_, _, _, descales, options),) = seen
+        if name.endswith("_descale"):
+            assert [x is value for x in descales] == [name.startswith(x) for x in "qkv"]
+        else:
+            assert descales == () and options[eager.OPTIONS.index(name)] is value, name
 
 
 def test_an_option_that_cannot_be_hashed_is_refused_by_name() -> None:
@@ -54,6 +99,59 @@ def test_what_is_remembered_is_what_the_operator_was_asked(monkeypatch: pytest.M
     for field in dataclasses.fields(call):
         mine, theirs = getattr(kept_call, field.name), getattr(call, field.name)
         assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs, field.name
+
+
+def remembered(*tensors: Any, **options: Any) -> Any:
+    """What the short way would run for a call on CPU tensors."""
+    request = Request(*tensors, **options)
+    eager.forget()
+    eager.remember(("signature",), request, make_plan(request))
+    (known,) = eager._known.values()
+    eager.forget()
+    return known
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True, "scale": -0.3, "return_lse": True, "return_amax": True}, {"out_dtype": torch.float16}],
+    ids=str,
+)
+@pytest.mark.parametrize("scaling", ["head", "token"])
+def test_fp8_operands_by_the_short_way(scaling: str, options: dict[str, Any], head_dim: int) -> None:
+    """The bits of the operator, of other tensors than those of the first call, from descales of any accepted form."""
+    first, first_descales = fp8("cpu", 40, head_dim, scaling)
+    known = remembered(*first, scaling=scaling, **first_descales, **options)
+    given = [reversed_rows(x) for x in first]
+    for descales in ((0.5, 1.0, 0.25), [x * 2 for x in first_descales.values()]):
+        named = dict(zip(first_descales, descales, strict=True))
+        want = fp8cutlass.attention(*given, scaling=scaling, **named, **options)
+        out, lse, amax = known(*given, *descales)
+        got = (out, lse, amax) if "return_lse" in options else (out,)
+        for x, y in zip(got, want if isinstance(want, tuple) else (want,), strict=True):
+            assert torch.equal(x, y) and x.stride() == y.stride() and x.dtype == y.dtype
+
+
+@pytest.mark.parametrize("made", [{}, {"smooth_k": True, "hadamard": True}, {"scaling": "token"}], ids=str)
+def test_packed_keys_by_the_short_way(made: dict[str, Any]) -> None:
+    q, k, v = operands("cpu", 40)
+    packed = fp8cutlass.pack_kv(k, v, **made)
+    options = {"is_causal": True, "scale": -0.3, "return_lse": True}
+    known = remembered(q, packed, **options)
+    other, more = fp8cutlass.pack_kv(k.flip(2), v, **made), q.flip(2)
+    out, lse = fp8cutlass.attention(more, other, **options)
+    got = known(more, other, None)
+    assert torch.equal(got[0], out) and torch.equal(got[1], lse)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 0, 64), (0, 3, 8, 64)], ids=str)
+def test_what_needs_no_kernel_is_not_kept(shape: tuple[int, ...]) -> None:
+    """The short way launches; of nothing it must not."""
+    q = torch.zeros(shape, dtype=torch.bfloat16)
+    kv = torch.zeros(shape[0], 3, 8, 64, dtype=torch.bfloat16)
+    for request in (Request(q, kv, kv), Request(q, fp8cutlass.pack_kv(kv, kv))):
+        eager.remember(("signature",), request, make_plan(request))
+        assert not eager._known
 
 
 @pytest.fixture
@@ -122,6 +220,116 @@ class TestOnACard:
         out = torch.empty_like(base)
         assert fp8cutlass.attention(q, k, v, is_causal=True, out=out) is out and torch.equal(out, base)
 
+    @pytest.mark.parametrize("options", [{}, {"return_lse": True, "return_amax": True}, {"layout": "bshd"}], ids=str)
+    @pytest.mark.parametrize("kind", ["tensors", "numbers", "coarse", "packed"])
+    def test_fp8_and_packed_operands(self, kind: str, options: dict[str, Any]) -> None:
+        """The second call is the short one: the same bits, also of other contents and from other descales."""
+        if kind == "packed":
+            q, k, v = operands()
+            inputs, descales = [q], {}
+            packed = fp8cutlass.pack_kv(k, v, layout=options.get("layout", "bhsd"))
+            others = [packed]
+        else:
+            inputs, descales = fp8()
+            inputs, others = inputs[:1], inputs[1:]
+            if kind != "tensors":
+                descales = dict.fromkeys(descales, 0.5 if kind == "numbers" else torch.tensor(0.5, device="cuda"))
+            descales["scaling"] = "head"
+            if "layout" in options:
+                descales |= {"q_descale": 0.5, "k_descale": 0.5, "v_descale": 0.5}
+        first = fp8cutlass.attention(*inputs, *others, **descales, **options)
+        assert len(eager._known) == 1
+        second = fp8cutlass.attention(*inputs, *others, **descales, **options)
+        assert len(eager._known) == 1
+        flipped = [reversed_rows(inputs[0])]
+        third = fp8cutlass.attention(*flipped, *others, **descales, **options)
+        eager.forget()
+        long = fp8cutlass.attention(*flipped, *others, **descales, **options)
+        for got, want in ((second, first), (third, long)):
+            for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (got, want)), strict=True):
+                assert torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype
+
+    def test_descales_are_those_of_each_call(self) -> None:
+        """A remembered call must not keep the first one's; numbers belong to the signature, tensors do not."""
+        (q, k, v), descales = fp8()
+        options = {"scaling": "head"}
+        base = fp8cutlass.attention(q, k, v, **descales, **options).float()
+        doubled = descales | {"v_descale": descales["v_descale"] * 2}
+        again = fp8cutlass.attention(q, k, v, **doubled, **options).float()
+        assert len(eager._known) == 1
+        assert torch.allclose(again, 2 * base, rtol=1e-2, atol=0)
+        for number in (1.0, 2.0):
+            fp8cutlass.attention(q, k, v, **descales | {"v_descale": number}, **options)
+        assert len(eager._known) == 3
+        with pytest.raises(UnsupportedError, match="v_descale must be float32"):
+            fp8cutlass.attention(q, k, v, **descales | {"v_descale": descales["v_descale"].double()}, **options)
+        with pytest.raises(UnsupportedError, match="requires_grad"):
+            fp8cutlass.attention(q, k, v, **descales | {"v_descale": descales["v_descale"].requires_grad_()}, **options)
+
+    def test_packed_keys_that_differ(self) -> None:
+        """Other sizes, another packing, another precision: none is taken for the one before."""
+        q, k, v = operands()
+        transforms = ({}, {"smooth_k": True}, {"hadamard": True}, {"scaling": "token"}, {"precision": "high"})
+        packed = [fp8cutlass.pack_kv(k[:, :, :n], v[:, :, :n], **made) for made in transforms for n in (100, 70)]
+        wanted = []
+        for kv in packed:
+            eager.forget()
+            wanted.append(fp8cutlass.attention(q, kv))
+        for _ in range(2):
+            for kv, want in zip(packed, wanted, strict=True):
+                assert torch.equal(fp8cutlass.attention(q, kv), want), kv
+        assert len(eager._known) == len(packed)
+        with pytest.raises(UnsupportedError, match="not what key was packed with"):
+            fp8cutlass.attention(q, packed[0], scaling="token")
+
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            (lambda c: c[:9], "constants must be 10 numbers"),
+            (lambda c: c.float(), "constants must be 10 numbers"),
+            (lambda c: c.cuda(), "constants must be 10 numbers"),
+            (lambda c: torch.cat((c + 0.5, c))[:10], "the variant's number must be an integer"),
+            (lambda c: torch.cat((c * 0 - 1, c))[:10], "variant -1 is not in the registry"),
+            (lambda c: torch.where(torch.arange(10) == 1, torch.nan, c), "q_granularity must be an integer"),
+            (lambda c: torch.where(torch.arange(10) == 2, 9.0, c), "k_granularity is 9"),
+            (lambda c: torch.where(torch.arange(10) == 4, 0.5, c), "score_amax must lie in"),
+        ],
+    )
+    def test_wrong_constants_are_refused(self, change: Any, named: str) -> None:
+        q, k, v = operands()
+        fp8cutlass.attention(q, k, v)
+        (known,) = eager._known.values()
+        with pytest.raises(RuntimeError, match=named):
+            known.operator(change(known.constants), q, k, v)
+
+    def test_a_lazy_negation_is_seen(self) -> None:
+        """A view that only the dispatcher knows to be negated, of the metadata of a call that is known."""
+        q, k, v = operands()
+        fp8cutlass.attention(q, k, v)
+        for negated in ((torch._neg_view(q), k, v), (q, k, torch._neg_view(v))):
+            plain = [x.resolve_neg() for x in negated]
+            assert torch.equal(fp8cutlass.attention(*negated), fp8cutlass.attention(*plain))
+        assert len(eager._known) == 1
+
+    def test_on_a_stream_of_its_own(self) -> None:
+        """The short way launches on the stream that is current, and its workspace belongs to it."""
+        q, k, v = operands(tokens=700)
+        want = fp8cutlass.attention(q, k, v)
+        torch.cuda.synchronize()
+        streams, found = [torch.cuda.Stream() for _ in range(4)], []
+        for _ in range(50):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    found.append(fp8cutlass.attention(q, k, v))
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, want) for x in found)
+
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+    def test_on_a_card_that_is_not_current(self) -> None:
+        for _ in range(2):
+            results = [fp8cutlass.attention(*operands(f"cuda:{index}")) for index in (1, 0)]
+            assert [x.get_device() for x in results] == [1, 0] and torch.equal(results[0].cpu(), results[1].cpu())
+
     def test_it_keeps_no_more_than_its_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(eager, "LIMIT", 2)
         q, k, v = operands()
@@ -139,6 +347,30 @@ class TestOnACard:
         q.copy_(torch.randn_like(q))
         graph.replay()
         assert torch.equal(out, fp8cutlass.attention(q, k, v))
+
+    @pytest.mark.parametrize("kind", ["tensors", "numbers", "packed"])
+    def test_fp8_and_packed_operands_in_a_graph(self, kind: str) -> None:
+        """A capture of the short way replays with new contents; a number becomes a tensor inside the graph."""
+        if kind == "packed":
+            q, *kv = operands()
+            others: list[Any] = [fp8cutlass.pack_kv(*kv)]
+            options: dict[str, Any] = {"return_amax": True}
+        else:
+            (q, *others), options = fp8()
+            if kind == "numbers":
+                options = dict.fromkeys(options, 0.5)
+            options["scaling"] = "head"
+        fp8cutlass.attention(q, *others, **options)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = fp8cutlass.attention(q, *others, **options)
+        q.copy_(reversed_rows(q))
+        for _ in range(2):  # what a launch leaves behind must not reach the next
+            graph.replay()
+            now = fp8cutlass.attention(q, *others, **options)
+            for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (captured, now)), strict=True):
+                assert torch.equal(a, b)
+        assert len(eager._known) == 1
 
     def test_modes_see_the_operator(self) -> None:
         """A dispatch mode must be able to stand in for the call: it sees fp8cutlass.attention_half."""

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "fp8cutlass/driver.h"
 #include "fp8cutlass/params.h"
 #include "fp8cutlass/schedule.h"
 
@@ -12,8 +13,6 @@ struct LaunchShape {
   int tile_m, threads, ctas_per_sm, smem_bytes;
 };
 
-// The opt-in belongs to a device and is set on every launch (about a microsecond, only above the static 48 KB): no
-// cache, so a second device or a second thread cannot miss it.
 inline int launch_persistent(void (*kernel)(ForwardParams, int), const LaunchShape& shape, ForwardParams params,
                              CUstream_st* stream) {
   const int64_t items = work_items(params, shape.tile_m);
@@ -25,8 +24,7 @@ inline int launch_persistent(void (*kernel)(ForwardParams, int), const LaunchSha
       params.seqlen_k > INT32_MAX - kTilePastEnd)
     return cudaErrorInvalidValue;
   if (shape.smem_bytes > 48 * 1024) {
-    const cudaError_t status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.smem_bytes);
+    const cudaError_t status = opt_in(reinterpret_cast<const void*>(kernel), shape.smem_bytes, context_id());
     if (status != cudaSuccess) return status;
   }
   const unsigned grid = unsigned(items < resident ? items : resident);

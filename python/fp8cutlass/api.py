@@ -93,6 +93,34 @@ def attention(
     Raises:
         UnsupportedError: with every reason, before anything is launched.
     """
+    signed = None
+    if not torch.compiler.is_compiling() and attn_mask is None and out is None and out_descale is None:
+        options = (
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            layout,
+            scaling,
+            precision,
+            smooth_k,
+            hadamard,
+            out_dtype,
+            return_lse,
+            return_amax,
+            causal_alignment,
+            kernel,
+            fallback,
+        )
+        plain = q_descale is None and k_descale is None and v_descale is None
+        descales = () if plain else (q_descale, k_descale, v_descale)
+        signed = eager.signature(query, key, value, descales, options)
+        known = None if signed is None else eager.look_up(signed)
+        if known is not None:
+            operands: tuple[Any, ...] = (query, key, value)
+            if layout == "bshd":
+                operands = tuple(x.transpose(1, 2) if isinstance(x, torch.Tensor) else x for x in operands)
+            return _deliver(*known(*operands, *descales), layout, out, return_lse, return_amax)
     request = Request(
         query,
         key,
@@ -119,10 +147,6 @@ def attention(
         kernel=kernel,
         fallback=fallback,
     )
-    signed = None if torch.compiler.is_compiling() else eager.signature(request)
-    known = None if signed is None else eager.look_up(signed)
-    if known is not None:
-        return _deliver(request, *known(*request.bhsd()))
     try:
         plan = make_plan(request)
     except NoKernelError as error:
@@ -133,18 +157,26 @@ def attention(
     results = execute(request, plan)
     if signed is not None:
         eager.remember(signed, request, plan)
-    return _deliver(request, *results)
+    return _deliver(*results, layout, out, return_lse, return_amax)
 
 
-def _deliver(request: Request, result: torch.Tensor, lse: Any, amax: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def _deliver(
+    result: torch.Tensor,
+    lse: Any,
+    amax: Any,
+    layout: str,
+    out: torch.Tensor | None,
+    return_lse: bool,
+    return_amax: bool,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """What was asked for, the result in the layout of query."""
-    if request.layout == "bshd":
+    if layout == "bshd":
         result = result.transpose(1, 2)
-    if request.out is not None:
-        result = request.out.copy_(result)
-    if request.return_lse:
-        return (result, lse, amax) if request.return_amax else (result, lse)
-    return (result, amax) if request.return_amax else result
+    if out is not None:
+        result = out.copy_(result)
+    if return_lse:
+        return (result, lse, amax) if return_amax else (result, lse)
+    return (result, amax) if return_amax else result
 
 
 def supports(*args: Any, **kwargs: Any) -> tuple[bool, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +16,19 @@ from .memory import as_bytes, empty_rows
 from .quantize import GRANULARITIES, V_AMAX
 from .smooth import restore_lse
 
+# There is no backward, and `attention` says so: the dispatcher passes over autograd, whose fallback would look at every
+# argument, and on to whatever else a tensor asks for, such as a lazy negation.
+_library = torch.library.Library("fp8cutlass_C", "IMPL")
+_library.impl("attend", torch.library.fallthrough_kernel, "AutogradCUDA")
+
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, lse, amax; the last two where wanted
+
+
+@lru_cache(maxsize=4096)
+def _constants(*numbers: float) -> torch.Tensor:
+    """The operator's first argument: AttendConstants in csrc/attend.h. All numbers in one tensor, as each argument
+    costs the host 0.2 us between Python and the extension."""
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -23,14 +36,14 @@ class Attend:
     """A call but for its tensors, for operands of one shape, layout and dtype on one device."""
 
     operator: Any  # fp8cutlass_C.attend
-    constants: tuple[Any, ...]  # of the operator: what follows v and is no tensor
-    number: int  # of the variant in the extension
+    constants: torch.Tensor  # its first argument
     head_dim: int  # the caller's
     kernel_head_dim: int
     scale: float
     smooth_k: bool
     return_lse: bool
     return_amax: bool
+    bare: bool  # none of the three: q, k and v are all that the operator gets
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_descale: torch.Tensor | None = None
@@ -40,11 +53,16 @@ class Attend:
 
         Returns out (B, H, Sq, D), dense in q's memory order; lse (B, H, Sq) and amax (1,), float32, or None.
         """
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32) if self.return_lse else None
-        amax = q.new_zeros((1,), dtype=torch.float32) if self.return_amax else None
-        mean = k.new_empty((*k.shape[:2], self.kernel_head_dim), dtype=torch.float32) if self.smooth_k else None
+        lse = amax = mean = None
+        if not self.bare:
+            lse = q.new_empty(q.shape[:3], dtype=torch.float32) if self.return_lse else None
+            amax = q.new_zeros((1,), dtype=torch.float32) if self.return_amax else None
+            mean = k.new_empty((*k.shape[:2], self.kernel_head_dim), dtype=torch.float32) if self.smooth_k else None
         try:
-            out = self.operator(self.number, q, k, v, *self.constants, mean, out_descale, lse, amax)
+            if self.bare and out_descale is None:  # an argument costs more to pass than to leave out
+                out = self.operator(self.constants, q, k, v)
+            else:
+                out = self.operator(self.constants, q, k, v, mean, out_descale, lse, amax)
         except RuntimeError as error:
             if "out of memory" in str(error):  # the stable ABI has no type for it
                 raise torch.OutOfMemoryError(str(error)) from error
@@ -80,13 +98,13 @@ def prepare(
     extension.load()
     groups = (GRANULARITIES.index(granularity[name]) for name in "qkv")
     return Attend(
-        operator=torch.ops.fp8cutlass_C.attend.default,
-        constants=(*groups, amax, V_AMAX, hadamard, seq_major, scale, causal_offset),
-        number=number,
+        operator=torch.ops.fp8cutlass_C.attend.default._op,  # the overload's own frame costs 0.2 us
+        constants=_constants(number, *groups, amax, V_AMAX, hadamard, seq_major, scale, causal_offset),
         head_dim=head_dim,
         kernel_head_dim=variant.head_dim,
         scale=scale,
         smooth_k=smooth_k,
         return_lse=return_lse,
         return_amax=return_amax,
+        bare=not (smooth_k or return_lse or return_amax),
     )

@@ -88,3 +88,11 @@ def to_canonical(
     elif value.dim() == 1 and len(canonical) == 3:
         value = value[:, None]
     return value.expand(canonical).contiguous()
+
+
+def all_canonical(
+    given: Sequence[object], granularity: Sequence[str], operands: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """:func:`to_canonical` of the descales of Q, K and V, (B, H, S, D)."""
+    each = zip(given, granularity, operands, strict=True)
+    return [to_canonical(descale, shared_by, x.shape, x.device) for descale, shared_by, x in each]

@@ -1,68 +1,125 @@
-"""Calls that were made before, of bf16 or fp16 operands on a card in eager mode.
+"""Calls that were made before, on a card in eager mode.
 
 What ``attention`` checks and chooses depends on the operands' metadata and the options alone. A call that agrees in
-them with an earlier one goes straight to the operator of the extension; everything else takes the long way, which
-refuses, explains and serves torch.compile: calls with ``out``, ``out_descale`` or descales, operands that are copied
-first, subclasses. What has run runs on, whatever the environment says since then about libraries and tables.
+them with an earlier one goes straight to what launches; everything else takes the long way, which refuses, explains and
+serves torch.compile: calls with ``out`` or ``out_descale``, bf16 and fp16 operands that are copied first, subclasses.
+What has run runs on, whatever the environment says since then about libraries and tables.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 
-from .attend import Attend
+from .descale import all_canonical
 from .fused import readable
-from .launch import Call, prepared_call
+from .launch import Call, Outputs, prepared_call, run, wanted_outputs
+from .manifest import Variant
 from .memory import ALIGNMENT
+from .packed import PackedKV
+from .packed_operator import run_packed
 from .plan import choose, options_of
 from .request import Plan, Request
 
 LIMIT = 4096  # calls that are kept; then all are forgotten, as a program with ever new shapes gains nothing
+OPTIONS = (  # of `attention`, in the order in which `signature` gets them: all that a remembered call may have
+    "dropout_p",
+    "is_causal",
+    "scale",
+    "enable_gqa",
+    "layout",
+    "scaling",
+    "precision",
+    "smooth_k",
+    "hadamard",
+    "out_dtype",
+    "return_lse",
+    "return_amax",
+    "causal_alignment",
+    "kernel",
+    "fallback",
+)
+_NUMBERS = ("dropout_p", "is_causal", "scale", "enable_gqa", "smooth_k", "hadamard", "return_lse", "return_amax")
+_numbers = itemgetter(*map(OPTIONS.index, _NUMBERS))  # their types count as well: 1 is not True
 
 Signature = tuple[Any, ...]
+Known = Callable[..., tuple[torch.Tensor, Any, Any]]  # of query, key and value in layout bhsd and, if FP8, the descales
 
-_known: dict[Signature, Attend] = {}
+_known: dict[Signature, Known] = {}
+_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 
 
-def signature(request: Request) -> Signature | None:
-    """What the checks and choices of a call depend on, or None where it takes the long way in any case."""
-    query, key, value, *options = vars(request).values()
+def signature(
+    query: Any, key: Any, value: Any, descales: tuple[Any, ...], options: tuple[Any, ...]
+) -> Signature | None:
+    """What the checks and choices of a call depend on, or None where it takes the long way in any case.
+
+    ``descales`` are those of query, key and value, () where there is none; ``options`` are the values of ``OPTIONS``.
+    The arguments that are in neither have their defaults.
+    """
     # Subclasses, modes and transforms want to see the operator that torch knows by its fake kernel.
-    if not (type(query) is type(key) is type(value) is torch.Tensor) or not query.is_cuda:
+    if type(query) is not torch.Tensor or not query.is_cuda or _modes() or _transforms():
         return None
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-        return None
-    if query.is_neg() or key.is_neg() or value.is_neg():  # a sign that only the dispatcher knows of
-        return None
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    grad = torch.is_grad_enabled()
+    if grad and query.requires_grad:
         return None
     try:
-        if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT:
-            return None
-        return (
-            query.shape,
-            key.shape,
-            value.shape,
-            query.stride(),
-            key.stride(),
-            value.stride(),
-            query.dtype,
-            key.dtype,
-            value.dtype,
-            query.device,
-            key.device,
-            value.device,
-            *options,
-            *map(type, options),  # 1 is not True
-        )
-    except RuntimeError:  # a layout without strides or data
+        if type(key) is type(value) is torch.Tensor:
+            if grad and (key.requires_grad or value.requires_grad):
+                return None
+            if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT:
+                return None
+            signed = (
+                query.shape,
+                key.shape,
+                value.shape,
+                query.stride(),
+                key.stride(),
+                value.stride(),
+                query.dtype,
+                key.dtype,
+                value.dtype,
+                query.get_device(),
+                key.is_cuda and key.get_device(),
+                value.is_cuda and value.get_device(),
+                options,
+                *map(type, _numbers(options)),
+            )
+            return (*signed, *_of_others(descales, grad)) if descales else signed
+        if type(key) is PackedKV and value is None and not descales:
+            held = (key.like, key.k, key.v, key.k_descale, key.v_descale, key.k_mean)
+            settled = (key.key_block, key.amax, key.scaling, key.precision, key.smooth_k, key.hadamard)
+            return (*_of_others((query, *held), grad), settled, options, *map(type, _numbers(options)))
+    except (_Unknown, RuntimeError):  # a layout without strides or data
         return None
+    return None
 
 
-def look_up(signed: Signature) -> Attend | None:
+class _Unknown(Exception):
+    """An argument of which too little is known."""
+
+
+def _of_others(arguments: tuple[Any, ...], grad: bool) -> tuple[Any, ...]:
+    """The part of the signature of tensors, numbers and None; anything else is _Unknown, as are tensors with a
+    gradient, which the long way refuses."""
+    found: list[Any] = []
+    for x in arguments:
+        if type(x) is torch.Tensor:
+            if grad and x.requires_grad:
+                raise _Unknown
+            found.append((x.shape, x.stride(), x.dtype, x.device))
+        elif x is None or type(x) is float:
+            found.append(x)
+        else:
+            raise _Unknown
+    return tuple(found)
+
+
+def look_up(signed: Signature) -> Known | None:
     """The call with this signature; None where there was none."""
     try:
         return _known.get(signed)
@@ -71,21 +128,66 @@ def look_up(signed: Signature) -> Attend | None:
 
 
 def remember(signed: Signature, request: Request, plan: Plan) -> None:
-    """Keep a call that has succeeded, if the operator of the extension can serve it as it is."""
-    operands = (plan.q, plan.k, plan.v)
-    if not plan.half or any(isinstance(option, torch.Tensor) for option in signed):
+    """Keep a call that has succeeded, if it needs a kernel and no operand is copied for the operator of the extension
+    that takes bf16 and fp16 operands."""
+    if not plan.q.numel() or not plan.k.numel():
         return
-    if request.out_descale is not None or not all(x.numel() and readable(x) is x for x in operands):
+    variant, number, _ = choose(request, plan)
+    options, granularity = options_of(request, plan), dict(zip("qkv", plan.granularity, strict=True))
+    known: Known
+    if request.packed is not None:
+        known = _Packed(variant, number, granularity, options)
+    elif not plan.half:
+        known = _Quantised(variant, number, plan.granularity, options)
+    elif all(readable(x) is x for x in (plan.q, plan.k, plan.v)):
+        # No descales: the operands are quantised inside.
+        call = Call(plan.q, plan.k, plan.v, None, None, None, *options)
+        call = replace(call, smooth_k=request.smooth_k, hadamard=request.hadamard)
+        known = prepared_call(call, variant, number, granularity)
+    else:
         return
     if len(_known) >= LIMIT:
         _known.clear()
-    variant, number, _ = choose(request, plan)
-    # No descales: the operands are quantised inside.
-    arguments: tuple[Any, ...] = (*operands, None, None, None, *options_of(request, plan))
-    call = replace(Call(*arguments), smooth_k=request.smooth_k, hadamard=request.hadamard)
-    _known[signed] = prepared_call(call, variant, number, dict(zip("qkv", plan.granularity, strict=True)))
+    _known[signed] = known
 
 
 def forget() -> None:
     """Forget all calls, as what they would choose has changed."""
     _known.clear()
+
+
+@dataclass(frozen=True)
+class _Quantised:
+    """A call on FP8 operands, less its tensors: what attention_fp8 does after its checks and its choice."""
+
+    variant: Variant
+    number: int  # of the variant in the extension
+    granularity: tuple[str, str, str]
+    options: tuple[Any, ...]  # of the operator
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *descales: Any) -> Outputs:
+        canonical = all_canonical(descales, self.granularity, (q, k, v))
+        arguments: tuple[Any, ...] = (q, k, v, *canonical, *self.options)
+        call = Call(*arguments)
+        outputs = wanted_outputs(call)
+        run(call, self.variant, self.number, outputs)
+        return outputs
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A call on packed keys and values, less its tensors: what attention_packed does after its checks and its
+    choice."""
+
+    variant: Variant
+    number: int
+    granularity: Mapping[str, str]
+    options: tuple[Any, ...]
+
+    def __call__(self, q: torch.Tensor, kv: PackedKV, _: None) -> Outputs:
+        operands = (q, kv.k, kv.v, None, kv.k_descale, kv.v_descale)
+        arguments: tuple[Any, ...] = (*operands, *self.options, kv.smooth_k, kv.hadamard)
+        call = Call(*arguments)
+        outputs = wanted_outputs(call)
+        run_packed(call, kv.k_mean, self.variant, self.number, self.granularity, outputs)
+        return outputs

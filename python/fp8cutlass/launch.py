@@ -62,6 +62,15 @@ def empty_outputs(call: Call) -> Outputs:
     return empty_rows(q, q.shape[3], call.out_dtype), lse, amax
 
 
+def wanted_outputs(call: Call) -> Outputs:
+    """:func:`empty_outputs` for a caller that looks at what it asked for alone: the rest is not allocated, but ``out``
+    once more."""
+    q = call.q
+    out = empty_rows(q, q.shape[3], call.out_dtype)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32) if call.return_lse else out
+    return out, lse, q.new_empty((1,), dtype=torch.float32) if call.return_amax else out
+
+
 def score_amax(variant: Variant) -> float:
     """What bf16 and fp16 Q and K are quantised to for a kernel: its scores must fit their accumulator."""
     return SCORE_AMAX if variant.softmax == "linear" else FP8_MAX[torch.float8_e4m3fn]

@@ -23,7 +23,9 @@ def pack_v(v: torch.Tensor) -> torch.Tensor:
     batch, heads, tokens, head_dim = v.shape
     if head_dim % 32:
         raise ValueError(f"v must have a head_dim that is a multiple of 32 to be packed, got {head_dim}")
-    raw = F.pad(v.view(torch.uint8), (0, 0, 0, -tokens % KEY_BLOCK))
+    raw = v.view(torch.uint8)
+    if tokens % KEY_BLOCK:  # to pad by nothing is a copy
+        raw = F.pad(raw, (0, 0, 0, -tokens % KEY_BLOCK))
     padded = raw.shape[2]
     # (B, Hkv, key / 16, h, t, c, D / 32, a, b, c) -> (B, Hkv, D / 32, b, a, c, key / 16, t, h, c)
     split = raw.reshape(batch, heads, padded // 16, 2, 4, 2, head_dim // 32, 4, 4, 2)

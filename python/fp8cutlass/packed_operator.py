@@ -3,6 +3,7 @@ attention on that form. Functional, on CPU and CUDA, with fake kernels, like the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -119,15 +120,28 @@ def _attention_packed(call: Call, k_mean: torch.Tensor | None, form: KVForm) -> 
     )
     outputs = empty_outputs(call)
     if not fill_trivial(outputs, call.k):
-        made = _query(call, variant, modes[call.scaling])
-        made = replace(made, k=call.k, v=call.v, k_descale=call.k_descale, v_descale=call.v_descale)
-        run_made(call, variant, number, made, outputs)
-        if k_mean is not None and call.return_lse:
-            restore_lse(outputs[1], call.q, k_mean[..., : call.q.shape[3]], call.scale)
+        run_packed(call, k_mean, variant, number, modes[call.scaling], outputs)
     return outputs
 
 
-def _query(call: Call, variant: Variant, granularity: dict[str, str]) -> Operands:
+def run_packed(
+    call: Call,
+    k_mean: torch.Tensor | None,
+    variant: Variant,
+    number: int,
+    granularity: Mapping[str, str],
+    outputs: Outputs,
+) -> None:
+    """Run one kernel on bf16 or fp16 Q and the packed K and V of ``call``, no dimension empty, and fill ``outputs``;
+    ``k_mean`` is what was subtracted from the keys."""
+    made = _query(call, variant, granularity)
+    made = replace(made, k=call.k, v=call.v, k_descale=call.k_descale, v_descale=call.v_descale)
+    run_made(call, variant, number, made, outputs)
+    if k_mean is not None and call.return_lse:
+        restore_lse(outputs[1], call.q, k_mean[..., : call.q.shape[3]], call.scale)
+
+
+def _query(call: Call, variant: Variant, granularity: Mapping[str, str]) -> Operands:
     """Q as the kernel reads it."""
     if not call.q.is_cuda:
         row = call.q[:, :, :1]  # is there for K and V, of which nothing is used

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import validate
-from .descale import to_canonical
+from .descale import all_canonical, to_canonical
 from .dispatch import Decision, padded_head_dim
 from .emulator import OUT_DTYPES
 from .errors import NoKernelError, UnsupportedError
@@ -111,11 +111,7 @@ def execute(request: Request, plan: Plan) -> Outputs:
     if plan.half:
         return attention_half(*operands, *options, request.smooth_k, request.hadamard)
     given = (request.q_descale, request.k_descale, request.v_descale)
-    descales = [
-        to_canonical(descale, shared_by, x.shape, x.device)
-        for descale, shared_by, x in zip(given, plan.granularity, operands, strict=True)
-    ]
-    return attention_fp8(*operands, *descales, *options)
+    return attention_fp8(*operands, *all_canonical(given, plan.granularity, operands), *options)
 
 
 def describe(request: Request) -> str:

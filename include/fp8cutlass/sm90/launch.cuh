@@ -4,6 +4,10 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <cstdint>
+#include <cstring>
+
+#include "fp8cutlass/driver.h"
 #include "fp8cutlass/params.h"
 #include "fp8cutlass/sm90/work.h"
 
@@ -20,27 +24,45 @@ struct KernelParams {
 
 // cuTensorMapEncodeTiled of the driver that is loaded; null where it has none.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
-  static const auto encoder = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-    const cudaError_t status =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-#else
-    const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
-#endif
-    if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) entry = nullptr;
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
-  }();
+  static const auto encoder = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   return encoder;
+}
+
+// All that a map is made of: equal sources have equal maps. Words of 8 bytes, so that there is no padding to compare.
+struct MapSource {
+  uint64_t context;
+  const void* base;
+  uint64_t rank, dim[4], stride[3], box_width, box_rows, swizzle;
+};
+
+struct KnownMap {
+  MapSource source;
+  CUtensorMap map;
+};
+
+// Where this thread keeps the map of a tensor at `base` that it made last. Allocators give the same memory again and
+// again, and to compare sources takes less time than to encode a map.
+inline KnownMap& known_map(const void* base) {
+  static thread_local KnownMap maps[64];
+  return maps[slot_of(base)];
 }
 
 // A map of a tensor of bytes; false where strides or sizes are none that a map can have: `dims` and `strides` (bytes,
 // from dimension 1 on) innermost first. A copy is a box of box_width x box_rows bytes; what lies outside of the tensor
-// arrives as zeros.
+// arrives as zeros. `context` is context_id().
 template <int kRank>
-bool encode(CUtensorMap& map, const void* base, const int64_t (&dims)[kRank], const int64_t (&strides)[kRank - 1],
-            int box_width, int box_rows, int swizzle) {
+bool encode(CUtensorMap& map, uint64_t context, const void* base, const int64_t (&dims)[kRank],
+            const int64_t (&strides)[kRank - 1], int box_width, int box_rows, int swizzle) {
+  MapSource source{context, base, kRank, {}, {}, uint64_t(box_width), uint64_t(box_rows), uint64_t(swizzle)};
+  for (int i = 0; i < kRank; ++i) {
+    source.dim[i] = uint64_t(dims[i]);
+    if (i > 0) source.stride[i - 1] = uint64_t(strides[i - 1]);
+  }
+  KnownMap& known = known_map(base);
+  if (context != 0 && std::memcmp(&known.source, &source, sizeof(source)) == 0) {
+    map = known.map;
+    return true;
+  }
   cuuint64_t dim[kRank], stride[kRank - 1];
   cuuint32_t box[kRank], step[kRank];
   for (int i = 0; i < kRank; ++i) {
@@ -49,19 +71,22 @@ bool encode(CUtensorMap& map, const void* base, const int64_t (&dims)[kRank], co
     step[i] = 1;
     if (i > 0) stride[i - 1] = strides[i - 1] == 0 ? 16 : cuuint64_t(strides[i - 1]);  // 0: a dimension of size 1
   }
-  return tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kRank, const_cast<void*>(base), dim, stride, box,
-                              step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                              swizzle == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const CUresult status = tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kRank, const_cast<void*>(base), dim,
+                                               stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                               swizzle == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) return false;
+  known = {source, map};
+  return true;
 }
 
 // Q or K: (D, S, H, B), of which expanded dimensions are given to the map with size 1.
 template <class Tile>
-bool encode_rows(CUtensorMap& map, const void* base, int tokens, int heads, int batch, int64_t row, int64_t head,
-                 int64_t batch_stride, int& head_step, int& batch_step, int box_rows) {
+bool encode_rows(CUtensorMap& map, uint64_t context, const void* base, int tokens, int heads, int batch, int64_t row,
+                 int64_t head, int64_t batch_stride, int& head_step, int& batch_step, int box_rows) {
   if (row == 0 && tokens > 1) return false;  // one row for all: no map can say so
   head_step = head != 0, batch_step = batch_stride != 0;
-  return encode<4>(map, base, {Tile::kRowBytes, tokens, head_step ? heads : 1, batch_step ? batch : 1},
+  return encode<4>(map, context, base, {Tile::kRowBytes, tokens, head_step ? heads : 1, batch_step ? batch : 1},
                    {row, head, batch_stride}, Tile::kWidth, box_rows, Tile::kWidth);
 }
 
@@ -81,14 +106,15 @@ int launch(void (*kernel)(KernelParams), int threads, int smem_bytes, const Forw
   params.p = p;
   params.order = work_order<QTile::kRows, kHeadDim, kCausal>(p);
   const int64_t keys = p.seqlen_k_padded;
-  if (!encode_rows<QTile>(params.q, p.q, p.seqlen_q, p.heads, p.batch, p.q_stride_row, p.q_stride_head,
+  const unsigned long long context = context_id();
+  if (!encode_rows<QTile>(params.q, context, p.q, p.seqlen_q, p.heads, p.batch, p.q_stride_row, p.q_stride_head,
                           p.q_stride_batch, params.q_head_step, params.q_batch_step, QTile::kRows) ||
-      !encode_rows<KTile>(params.k, p.k, p.seqlen_k, p.kv_heads, p.batch, p.k_stride_row, p.k_stride_head,
+      !encode_rows<KTile>(params.k, context, p.k, p.seqlen_k, p.kv_heads, p.batch, p.k_stride_row, p.k_stride_head,
                           p.k_stride_batch, params.k_head_step, params.k_batch_step, KTile::kRows) ||
-      !encode<3>(params.v, p.v, {keys, kHeadDim, int64_t(p.batch) * p.kv_heads}, {keys, keys * kHeadDim}, VTile::kWidth,
-                 kHeadDim / kParts, VTile::kWidth))
+      !encode<3>(params.v, context, p.v, {keys, kHeadDim, int64_t(p.batch) * p.kv_heads}, {keys, keys * kHeadDim},
+                 VTile::kWidth, kHeadDim / kParts, VTile::kWidth))
     return cudaErrorInvalidPitchValue;
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+  const cudaError_t status = opt_in(reinterpret_cast<const void*>(kernel), smem_bytes, context);
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -71,9 +71,10 @@ FAULTS = (
         "tests",
     ),
     Fault(
-        "a barrier: the one before the next item is loaded taken out",
+        "a barrier: the one between a tile's arrival and its use taken out",
         "sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_bf16_linear",
-        "    __syncthreads();  // everybody is done with Q and all slots\n",
+        "      __syncthreads();                     // for all threads; and everybody is done with the slot that is loaded "
+        "next\n",
         "",
         "racecheck",
     ),
@@ -133,7 +134,7 @@ def _by_tests(fault: Fault, environment: dict[str, str]) -> tuple[bool, str]:
     tests = ["tests/test_gpu_variants.py", "-k", f"test_variant and {fault.kernel}"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         return True, "the kernel hangs"
     failed = re.search(r"(\d+) failed", done.stdout)

@@ -4,6 +4,7 @@
     python scripts/proof.py --out DIR --minutes 8     # the same steps, fewer random calls and fewer sanitised kernels
     python scripts/proof.py --out DIR --step tests    # some steps only
     python scripts/proof.py --out DIR --render        # write the report again from DIR/results.json
+    python scripts/proof.py --out DIR --join A --join B     # one report of the steps that A and B ran, of one state
 
 DIR gets results.json, report.md and the output of every step. The exit status is 0 when every step ran and passed.
 Needs a card, nvcc and compute-sanitizer.
@@ -186,6 +187,25 @@ def run_steps(proof: Proof, wanted: Sequence[str]) -> None:
         proof.sanitizer(tool, len(tools) - number)
 
 
+def joined(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The steps of several runs as one; of two of a name the later. ValueError where they are not of one state."""
+
+    def state(run: dict[str, Any]) -> dict[str, str]:
+        return {name: value for name, value in run["machine"].items() if name != "started"}
+
+    first = runs[0]
+    for run in runs[1:]:
+        if different := [name for name, value in state(run).items() if value != state(first).get(name)]:
+            raise ValueError(f"the runs differ in {', '.join(different)}")
+    ran = {step["name"]: step for run in runs for step in run["steps"]}
+    started = [run["machine"]["started"] for run in runs]
+    return first | {
+        "machine": first["machine"] | {"started": ", ".join(dict.fromkeys(started))},
+        "steps": [ran[name] for name in STEPS if name in ran],
+        "left_out": [name for name in STEPS if name not in ran],
+    }
+
+
 def main() -> int:
     """The command line; returns 0 when every step ran and passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -195,11 +215,17 @@ def main() -> int:
     parser.add_argument("--step", action="append", choices=STEPS, help="repeatable (default: all)")
     parser.add_argument("--commit", help="what to call the state, where there is no git")
     parser.add_argument("--render", action="store_true", help="write the report again, run nothing")
+    parser.add_argument(
+        "--join", action="append", type=Path, help="a folder of an earlier run; run nothing (repeatable)"
+    )
     options = parser.parse_args()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     file = out / "results.json"
-    if options.render:
+    if options.join:
+        results = joined([json.loads((run / file.name).read_text(encoding="utf-8")) for run in options.join])
+        file.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    elif options.render:
         results = json.loads(file.read_text(encoding="utf-8"))
     else:
         if shutil.which("nvidia-smi") is None:

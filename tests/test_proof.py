@@ -121,3 +121,25 @@ def test_all_steps_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     before = (tmp_path / "report.md").read_text()
     monkeypatch.setattr(sys, "argv", ["proof.py", "--out", str(tmp_path), "--render"])
     assert proof.main() == 1 and (tmp_path / "report.md").read_text() == before
+
+
+def test_runs_of_one_state_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of two no report is made: what passed before a change would stand beside what passed after it."""
+    runs = {
+        "a": results(step("build"), step("tests", "failed"), left_out=("fuzz",)),
+        "b": results(step("tests"), step("fuzz"), left_out=("build",)),
+    }
+    for hour, (name, run) in enumerate(runs.items()):
+        (tmp_path / name).mkdir()
+        run["machine"] = MACHINE | {"started": f"{hour}:00"}
+        (tmp_path / name / "results.json").write_text(json.dumps(run))
+    out = tmp_path / "out"
+    folders = [x for name in runs for x in ("--join", str(tmp_path / name))]
+    monkeypatch.setattr(sys, "argv", ["proof.py", "--out", str(out), *folders])
+    assert proof.main() == 0, "the later run of a step counts"
+    written = json.loads((out / "results.json").read_text())
+    assert [s["name"] for s in written["steps"]] == ["build", "tests", "fuzz"]
+    assert written["left_out"] == [name for name in proof.STEPS if name not in ("build", "tests", "fuzz")]
+    assert "| started | 0:00, 1:00 |" in (out / "report.md").read_text()
+    with pytest.raises(ValueError, match="the runs differ in commit"):
+        proof.joined([runs["a"], runs["b"] | {"machine": MACHINE | {"commit": "def", "started": "2:00"}}])

@@ -73,8 +73,8 @@ FAULTS = (
     Fault(
         "a barrier: the one between a tile's arrival and its use taken out",
         "sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_bf16_linear",
-        "      __syncthreads();                     // for all threads; and everybody is done with the slot that is loaded "
-        "next\n",
+        "      __syncthreads();                     // for all threads; and everybody is done with the slot that is "
+        "loaded next\n",
         "",
         "racecheck",
     ),

@@ -48,6 +48,14 @@ def _path(opcode: str) -> Callable[[Kernel, Measured], int]:
     return lambda k, m: m.listing.loop.path.get(opcode, 0) if m.listing.loop else 0
 
 
+def _whole_loop(k: Kernel, m: Measured) -> int:
+    return sum(m.listing.loop.counts.values()) if m.listing.loop else 0
+
+
+def _whole_path(k: Kernel, m: Measured) -> int:
+    return sum(m.listing.loop.path.values()) if m.listing.loop else 0
+
+
 def _per_matrix(k: Kernel, m: Measured) -> float:
     if m.listing.loop is None:
         return 0.0
@@ -67,9 +75,7 @@ COLUMNS = (
     Column(name="qgmma", value=_count("QGMMA"), better=0, families=("sm90a",)),
     Column(name="tma", value=_count("UTMALDG"), better=0, families=("sm90a",)),
     Column(name="ldl+stl", value=lambda k, m: m.listing.counts.get("LDL", 0) + m.listing.counts.get("STL", 0)),
-    Column(
-        name="loop", value=lambda k, m: sum(m.listing.loop.counts.values()) if m.listing.loop else 0, families=ATTENTION
-    ),
+    Column(name="loop", value=_whole_loop, families=ATTENTION),
     Column(name="l.qmma", value=_loop("QMMA"), better=0, families=("sm89",)),
     Column(name="l.ldgsts", value=_loop("LDGSTS"), families=("sm89",)),
     Column(name="l.ldsm", value=_loop("LDSM"), families=("sm89",)),
@@ -78,9 +84,7 @@ COLUMNS = (
     Column(name="l.mov", value=_loop("MOV"), families=("sm90a",)),
     Column(name="l.mufu", value=_loop("MUFU"), families=ATTENTION),
     Column(name="l.bar", value=_loop("BAR"), families=ATTENTION),
-    Column(
-        name="path", value=lambda k, m: sum(m.listing.loop.path.values()) if m.listing.loop else 0, families=ATTENTION
-    ),
+    Column(name="path", value=_whole_path, families=ATTENTION),
     Column(name="p.mufu", value=_path("MUFU"), families=ATTENTION),
     Column(name="path/mma", value=_per_matrix, compared=False, families=ATTENTION),
     Column(name="ldg.128", value=lambda k, m: m.listing.wide_loads, families=(PACK,)),

@@ -278,6 +278,19 @@ def test_a_page_is_made_of_files_without_measuring(tiny: None, tmp_path: Path) -
         assert result.exit_code == 2 and f"leave out {option[0]}" in result.output
 
 
+def test_the_committed_page_is_made_of_the_committed_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Or a new accuracy.csv is committed and the page goes on showing the old one."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    monkeypatch.chdir(tmp_path)
+    here, there = (f"benchmarks/results/{device}/accuracy.csv" for device in ("emulator", "h200"))
+    result = run("--from", here, "--beside", there, "docs/accuracy_h200.md")
+    assert result.exit_code == 0, result.output
+    assert Path("docs/accuracy_h200.md").read_text() == (ROOT / "docs" / "accuracy_h200.md").read_text(), (
+        f"run `python -m fp8cutlass.accuracy --from {here} --beside {there} docs/accuracy_h200.md`"
+    )
+
+
 def test_the_stated_rmse_is_asked_of_modes_that_rotate_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """At (2, 8, 4096, 128) alone, and beside the gate of (1, 4, 4096, 128)."""
     asked = {mode.name for mode in MODES if mode.rmse_limit(STATED) == RMSE_LIMIT == 9.5e-3}

@@ -12,7 +12,7 @@ import click
 
 from . import plot as plotting
 from . import report
-from .commands import overhead, regret, tune
+from .commands import overhead, pack, regret, tune
 from .options import Wanted, need_card, read_csv, results_folder, shape_options, stop
 from .results import FAILED, WRONG
 
@@ -33,6 +33,14 @@ def cli() -> None:
 @click.option("--kernel", default="", help="Pin a variant by its id instead of asking the dispatch table.")
 @click.option("--all-kernels", is_flag=True, help="Beside the chosen kernel every other one that serves the shape.")
 @click.option("--scaling", default="block", show_default=True, help="Scaling mode of our operands.")
+@click.option(
+    "--precision",
+    "precisions",
+    type=click.Choice(report.PRECISIONS),
+    multiple=True,
+    default=["fast"],
+    help="Our kernels at this precision; repeat to compare. Default: fast.",
+)
 @click.option("--quick", is_flag=True, help="Shorter replays and fewer of them.")
 @click.option("--budget", type=float, default=360.0, show_default=True, help="Seconds after which no shape is begun.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
@@ -47,6 +55,7 @@ def grid(
     kernel: str,
     all_kernels: bool,
     scaling: str,
+    precisions: tuple[str, ...],
     quick: bool,
     budget: float,
     out: Path | None,
@@ -63,12 +72,17 @@ def grid(
         stop("--no-peers leaves nothing to measure with --no-own, and contradicts --peer")
     if no_own and (kernel or all_kernels):
         stop("--no-own contradicts --kernel and --all-kernels")
+    if precisions != ("fast",) and (no_own or kernel or all_kernels):
+        stop("--precision is about kernels that the table chooses: --no-own, --kernel, --all-kernels contradict it")
     need_card("measuring", "; `table` and `plot` work from a CSV")
     from . import machine
     from .grid import QUICK, Settings, record
     from .peers import PEERS, Own, Peer
 
-    peers: list[Peer] = [] if no_own else [Own(scaling=scaling, kernel=kernel, every=all_kernels, call=not all_kernels)]
+    peers: list[Peer] = [
+        Own(scaling=scaling, kernel=kernel, every=all_kernels, call=not all_kernels, asked=asked)
+        for asked in dict.fromkeys(() if no_own else precisions)
+    ]
     peers += [] if no_peers else [PEERS[peer] for peer in peer_names or PEER_NAMES]
     settings = QUICK if quick else Settings()
     stamp = machine.stamp(commit)
@@ -149,7 +163,7 @@ def machine() -> None:
     click.echo(json.dumps(stamp(), indent=2))
 
 
-for command in (regret, overhead, tune):
+for command in (regret, overhead, pack, tune):
     cli.add_command(command)
 
 if __name__ == "__main__":

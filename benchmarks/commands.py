@@ -13,7 +13,8 @@ from codegen.evidence import digest
 from codegen.spec import Softmax
 
 from .options import ShapeType, Wanted, need_card, read_csv, results_folder, shape_options, stop
-from .shapes import Shape
+from .results import write_records
+from .shapes import GRID_HEAD_DIMS, GRID_SEQLENS, MAX_HEAD_DIM, TOKENS, WIDTH, Shape, square
 
 SOFTMAXES = [str(softmax) for softmax in Softmax]
 
@@ -83,11 +84,50 @@ def overhead(shape: Shape, calls: int, batches: int, out: Path | None, commit: s
     stamp = machine.stamp(commit)
     folder = results_folder(out, stamp)
     with (folder / "overhead.csv").open("w", encoding="utf-8", newline="") as file:
-        overhead.write_csv(file, stamp, found)
+        write_records(file, stamp, overhead.HostTime, found)
     text = overhead.markdown(stamp, shape, found, failed, modules)
     (folder / "overhead.md").write_text(text, encoding="utf-8")
     click.echo(text)
     sys.exit(1 if failed else 0)
+
+
+@click.command()
+@click.option(
+    "--head-dim", "head_dims", type=click.IntRange(1, MAX_HEAD_DIM), multiple=True, help="Default: 64, 128 and 256."
+)
+@click.option("--seqlen", type=click.Choice([str(s) for s in GRID_SEQLENS]), default="4096", show_default=True)
+@click.option("--quick", is_flag=True, help="Shorter replays and fewer of them.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
+@click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
+def pack(head_dims: tuple[int, ...], seqlen: str, quick: bool, out: Path | None, commit: str) -> None:
+    """Time the kernel that quantises and packs Q, K and V of 16,384 tokens x 2048, in each of its forms, and write
+    CSV and table."""
+    if wrong := [d for d in head_dims if WIDTH % d]:
+        stop(f"--head-dim {wrong[0]}: heads x head_dim are {WIDTH}")
+    need_card("timing the kernel that packs")
+    from . import machine, pack
+    from .grid import QUICK, Settings
+    from .peers import Own
+
+    begun = time.monotonic()
+    if (reason := Own().available()) is not None:
+        stop(reason)
+    stamp = machine.stamp(commit)
+    settings = (QUICK if quick else Settings()).quantise
+    found, failed = [], []
+    for head_dim in dict.fromkeys(head_dims or GRID_HEAD_DIMS):
+        shape = square(TOKENS // int(seqlen), WIDTH // head_dim, int(seqlen), head_dim, False)
+        rows, wrong_forms = pack.measure(shape, settings)
+        found += rows
+        failed += wrong_forms
+        click.echo(f"{time.monotonic() - begun:5.0f} s  {pack.brief(shape, rows)}")
+    folder = results_folder(out, stamp)
+    with (folder / "pack.csv").open("w", encoding="utf-8", newline="") as file:
+        write_records(file, stamp, pack.PackTime, found)
+    text = pack.markdown(stamp, found, failed)
+    (folder / "pack.md").write_text(text, encoding="utf-8")
+    click.echo(text)
+    sys.exit(1 if failed or not found else 0)
 
 
 @click.command()

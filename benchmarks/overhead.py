@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import cProfile
-import csv
 import gc
 import pstats
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,6 @@ from fp8cutlass.target import target
 from .data import make_data
 from .peers.own import Own, half_call, launcher, make_operands
 from .report import table
-from .results import write_stamp
 from .shapes import Shape
 
 WARM_UPS = 20
@@ -144,17 +142,6 @@ def by_module(call: Step, calls: int) -> list[tuple[str, float]]:
         path = Path(file)
         spent[path.stem if path.is_relative_to(PACKAGE_DIR) else "torch and Python"] += own * 1e6 / calls
     return sorted(spent.items(), key=lambda item: -item[1])
-
-
-COLUMNS = tuple(field.name for field in fields(HostTime))
-
-
-def write_csv(file: TextIO, stamp: Mapping[str, str], found: Iterable[HostTime]) -> None:
-    """The stamp and a row for each step."""
-    write_stamp(file, stamp)
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in astuple(row)] for row in found)
 
 
 def markdown(

@@ -17,11 +17,21 @@ FP8_PEERS = ("fa3_fp8", "cudnn_fp8")
 BF16_PEERS = ("fa3_bf16", "cudnn_bf16", "fa2_bf16")
 SAGE = "sage_call"  # a whole call, as it quantises inside
 CONTENDERS = (OWN, *FP8_PEERS, *BF16_PEERS, SAGE)  # the order of every table and legend
+PRECISIONS = ("fast", "accurate", "high")  # of `attention`; "fast" is what the names above stand for
 
 TARGETS = {64: (1.8, 1.4), 128: (1.4, 1.15), 256: (1.12, 1.0)}  # head_dim: geometric mean and minimum of the ratio
 HISTORY_TARGET_US = 6.0
 
 Cell = dict[str, Row]  # contender -> its row
+
+
+def at_precision(name: str, precision: str) -> str:
+    """The name of our contender at a precision of ``attention``."""
+    return name if precision == PRECISIONS[0] else f"{name}_{precision}"
+
+
+OTHERS = tuple(at_precision(OWN, precision) for precision in PRECISIONS[1:])  # in the tables where they were measured
+CALLS = tuple(at_precision(CALL, precision) for precision in PRECISIONS)
 
 
 def cells(rows: Iterable[Row]) -> dict[Shape, Cell]:
@@ -121,6 +131,13 @@ def _of(contender: str, read: Callable[[Row], float | None]) -> Callable[[Cell],
     return lambda cell: read(cell[contender]) if contender in cell else None
 
 
+def _slower(cell: Cell, name: str) -> float | None:
+    """How many times as long as our fast kernel the one of this name takes."""
+    us = {x: cell[x].median_us for x in (OWN, name) if x in cell}
+    fast, other = us.get(OWN), us.get(name)
+    return other / fast if fast and other else None
+
+
 def _with_quantisation(row: Row) -> float | None:
     total = row.with_quantisation_us
     return None if total is None else row.shape.tflops(total)
@@ -140,7 +157,11 @@ def _grid_tables(by_shape: Mapping[Shape, Cell]) -> list[str]:
         )
         body += [_line(f"{n}, quantisation included", row, _of(n, _with_quantisation)) for n in (OWN, *FP8_PEERS)]
         body.append(_line(f"{OWN}, us", row, _of(OWN, lambda r: r.median_us), 1))
+        for name in OTHERS:
+            body.append(_line(f"{name}, us", row, _of(name, lambda r: r.median_us), 1))
+            body.append(_line(f"{name} / {OWN}, times its time", row, partial(_slower, name=name), 2))
         body.append(_line("a whole call of ours, us", row, _of(CALL, lambda r: r.median_us), 1))
+        body += [_line(f"{name}, us", row, _of(name, lambda r: r.median_us), 1) for name in CALLS[1:]]
         body.append(_line("a whole call of ours / best bf16", row, _call_ratio, 2))
         body.append(_line(f"a whole call of ours / {SAGE}", row, partial(_call_ratio, peers=(SAGE,)), 2))
         body.append(_line("quantisation and packing, us", row, _of(OWN, lambda r: r.quantise_us), 1))
@@ -154,13 +175,16 @@ def _other_table(by_shape: Mapping[Shape, Cell]) -> list[str]:
     shapes = sorted(shape for shape in by_shape if not shape.in_grid)
     if not shapes:
         return []
-    times = {name: _of(name, lambda r: r.median_us) for name in (*CONTENDERS, CALL)}
+    measured = {name for shape in shapes for name in by_shape[shape]}
+    extra = [name for name in (*OTHERS, *CALLS[1:]) if name in measured]
+    times = {name: _of(name, lambda r: r.median_us) for name in (*CONTENDERS, CALL, *extra)}
     ratios: dict[str, Callable[[Cell], float | None]] = {
         "ours / better FP8 peer": ratio,
         "ours / best bf16": partial(ratio, peers=BF16_PEERS),
         "whole call / best bf16": _call_ratio,
         f"whole call / {SAGE}": partial(_call_ratio, peers=(SAGE,)),
     }
+    ratios |= {f"{name} / {OWN}, times its time": partial(_slower, name=name) for name in OTHERS if name in measured}
     body = [
         [
             shape.label,
@@ -204,7 +228,7 @@ def _verdict_table(rows: Sequence[Row]) -> list[str]:
 def _quality_table(rows: Sequence[Row]) -> list[str]:
     """The largest error and spread of each contender, and what did not count."""
     body = []
-    for name in (*CONTENDERS, CALL):
+    for name in (*CONTENDERS, *OTHERS, *CALLS):
         mine = [row for row in rows if row.contender == name and row.status != UNAVAILABLE]
         errors = [row.error for row in mine if row.error is not None]
         spreads = [row.spread for row in mine if row.spread is not None]
@@ -240,7 +264,7 @@ def markdown(stamp: Mapping[str, str], rows: Sequence[Row]) -> str:
 def brief(rows: list[Row]) -> str:
     """One line about a shape."""
     best = cells(rows).get(rows[0].shape, {})
-    parts = [f"{name} {best[name].median_us:.1f}" for name in (*CONTENDERS, CALL) if name in best]
+    parts = [f"{name} {best[name].median_us:.1f}" for name in (*CONTENDERS, *OTHERS, *CALLS) if name in best]
     others = sum(not row.chosen for row in rows)
     parts += [f"{others} other kernels"] if others else []
     parts += [f"{row.contender} {row.status}" for row in rows if row.chosen and row.median_us is None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -80,6 +80,14 @@ def write_stamp(file: TextIO, stamp: Mapping[str, str]) -> None:
     """The comment lines at the head of a CSV."""
     for name, value in stamp.items():
         file.write(f"# {name}: {' '.join(value.split())}\n")
+
+
+def write_records(file: TextIO, stamp: Mapping[str, str], kind: type, records: Iterable[Any]) -> None:
+    """The stamp, and a row for each of some flat dataclass objects of one ``kind``, whose fields are the columns."""
+    write_stamp(file, stamp)
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([field.name for field in fields(kind)])
+    writer.writerows([_format(value) for value in astuple(record)] for record in records)
 
 
 class Writer:

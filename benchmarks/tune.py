@@ -29,7 +29,7 @@ from .grid import QUICK, Settings, measure
 from .machine import ROOT
 from .peers import Own
 from .report import brief
-from .results import Row, Writer
+from .results import Row, Writer, read
 from .shapes import Shape
 
 WORK = ROOT / "build" / "tune"
@@ -234,6 +234,17 @@ def adopt(plan: Plan, stamp: Mapping[str, str], rows: Sequence[Row], tuned: Mapp
     return len(found)
 
 
+def refuse_files(rows: Path) -> None:
+    """TuneError where one of the files that a measurement goes to could not take it: it would be lost. ``rows`` is
+    overwritten where it holds rows of a run, and is not where it is something else."""
+    try:
+        measurements.read(measurements.PATH)
+        if rows.exists():
+            read(rows)
+    except (measurements.EvidenceError, OSError, ValueError) as error:
+        raise TuneError(f"nothing is measured, as it could not be stored: {error}") from error
+
+
 def tune_on_card(
     plan: Plan, library: Path, budget: float, folder: Callable[[Mapping[str, str]], Path], commit: str, say: Say
 ) -> int:
@@ -245,6 +256,8 @@ def tune_on_card(
     if here != plan.arch:
         raise TuneError(f"this card runs {here}, not {plan.arch}")
     stamp = machine.stamp(commit)
+    path = folder(stamp) / "tune.csv"
+    refuse_files(path)
     right = set()
     for kernel in plan.ids:
         v = parse_id(kernel)
@@ -252,6 +265,6 @@ def tune_on_card(
             say(f"left out: {kernel}: {reason}")
         else:
             right.add(kernel)
-    with (folder(stamp) / "tune.csv").open("w", encoding="utf-8", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         rows, tuned = time_all(plan, right, Writer(file, stamp), deadline, say)
     return adopt(plan, stamp, rows, tuned)

@@ -7,99 +7,33 @@ from collections import Counter
 from pathlib import Path
 
 import click
-from click.core import ParameterSource
 
 from codegen.arch import TARGETS, model_card
 from codegen.evidence import EvidenceError
 from codegen.explain import explain as explain_text
+from codegen.gates.command import gates
 from codegen.keys import LOADS, PRECISIONS, Key, load_of, seqlen_bucket
 from codegen.ledger import counts
 from codegen.ledger import render as render_ledger
-from codegen.matrix import PROFILES, head_dims, profile_of, undeclared
-from codegen.outputs import Request, files
+from codegen.matrix import PROFILES, head_dims, profile_of
+from codegen.options import (
+    arch_option,
+    choose,
+    emulated_option,
+    filter_option,
+    given,
+    only_option,
+    profile_option,
+    requested,
+)
+from codegen.outputs import files
 from codegen.render import environment, render_kernel
-from codegen.rules import check as check_rules
 from codegen.select import of_profile, select
-from codegen.spec import AXES, Dtype, Out, Scaling, Variant, axis_text, parse_id
-from codegen.table import built
+from codegen.spec import Dtype, Out, Scaling
 from codegen.tune import tune
 from codegen.writer import compare, write
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "generated"
-DEFAULT_GATES = DEFAULT_OUT.parent / "build" / "gates"
-
-
-def _targets(archs: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(archs or tuple(TARGETS)))
-
-
-def _matches(v: Variant, conditions: list[tuple[str, str]]) -> bool:
-    return all(axis_text(getattr(v, axis)) == value for axis, value in conditions)
-
-
-def _conditions(filters: tuple[str, ...]) -> list[tuple[str, str]]:
-    conditions = []
-    for text in filters:
-        axis, separator, value = text.partition("=")
-        if not separator or axis not in AXES:
-            raise click.ClickException(f"--filter '{text}': write AXIS=VALUE with AXIS one of {', '.join(AXES)}")
-        conditions.append((axis, value.lower()))
-    return conditions
-
-
-def _choose(
-    archs: tuple[str, ...], profile: str, only: tuple[str, ...], filters: tuple[str, ...], emulated: bool
-) -> Request:
-    """The variants that the options ask for. Whatever cannot be had is an error that says why."""
-    targets = _targets(archs)
-    variants = built(of_profile(select().emitted, profile), targets, emulated)
-    name = profile
-    if only:
-        if _given("profile"):
-            raise click.ClickException("--only names the variants: leave out --profile")
-        variants, name = tuple(sorted((_requested(i) for i in set(only)), key=lambda v: v.id)), "custom"
-    conditions = _conditions(filters)
-    if conditions:
-        known = variants
-        variants, name = tuple(v for v in variants if _matches(v, conditions)), "custom"
-        if not variants:
-            values = "; ".join(
-                f"{a} has {', '.join(sorted({axis_text(getattr(v, a)) for v in known}))}" for a, _ in conditions
-            )
-            raise click.ClickException(
-                f"no emitted variant of profile {profile} matches {' '.join(filters)} ({values})"
-            )
-    return Request(archs=targets, profile=name, variants=variants)
-
-
-def _given(parameter: str) -> bool:
-    """Whether an option of the running command was written on the command line."""
-    return click.get_current_context().get_parameter_source(parameter) is ParameterSource.COMMANDLINE
-
-
-def _requested(variant_id: str) -> Variant:
-    try:
-        v = parse_id(variant_id)
-    except ValueError as error:
-        raise click.ClickException(str(error)) from error
-    if reason := undeclared(v):
-        raise click.ClickException(f"{variant_id}: {reason}")
-    if rejection := check_rules(v):
-        raise click.ClickException(f"{variant_id} is illegal. {rejection.rule}: {rejection.message}")
-    return v
-
-
-_arch = click.option(
-    "--arch", "archs", multiple=True, type=click.Choice(list(TARGETS)), help="Target; repeat for several. Default: all."
-)
-_profile = click.option("--profile", type=click.Choice(PROFILES), default="release", show_default=True)
-_only = click.option("--only", multiple=True, metavar="ID", help="Emit just this variant; repeat for several.")
-_emulated = click.option(
-    "--emulated", is_flag=True, help="Also all kernels that are only emulated on a target, for tests of them there."
-)
-_filter = click.option(
-    "--filter", "filters", multiple=True, metavar="AXIS=VALUE", help="Keep variants with this axis value."
-)
 
 
 class _Commands(click.Group):
@@ -113,11 +47,11 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, invoke_without_command=True)
-@_arch
-@_profile
-@_only
-@_filter
-@_emulated
+@arch_option
+@profile_option
+@only_option
+@filter_option
+@emulated_option
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), default=DEFAULT_OUT, help="Default: generated/."
 )
@@ -137,12 +71,12 @@ def main(
 ) -> None:
     """Render the FP8 attention kernels, their registry, dispatch table, manifest and ledger."""
     if context.invoked_subcommand is not None:
-        if ignored := [p.opts[0] for p in context.command.params if p.name and _given(p.name)]:
+        if ignored := [p.opts[0] for p in context.command.params if p.name and given(p.name)]:
             raise click.UsageError(
                 f"{', '.join(ignored)}: options of `{context.invoked_subcommand}` come after its name"
             )
         return
-    request = _choose(archs, profile, only, filters, emulated)
+    request = choose(archs, profile, only, filters, emulated)
     if not check_only and request.profile == "custom" and out.resolve() == DEFAULT_OUT:
         raise click.ClickException("--only and --filter leave kernels out: name another folder with --out")
     rendered = files(request, select())
@@ -174,16 +108,16 @@ def main(
 
 
 @main.command("list")
-@_arch
-@_profile
-@_only
-@_filter
-@_emulated
+@arch_option
+@profile_option
+@only_option
+@filter_option
+@emulated_option
 def list_variants(
     archs: tuple[str, ...], profile: str, only: tuple[str, ...], filters: tuple[str, ...], emulated: bool
 ) -> None:
     """The ids of the emitted variants, with the smallest profile of each."""
-    for v in _choose(archs, profile, only, filters, emulated).variants:
+    for v in choose(archs, profile, only, filters, emulated).variants:
         click.echo(f"{profile_of(v):8} {v.id}")
 
 
@@ -191,7 +125,7 @@ def list_variants(
 @click.argument("variant_id", metavar="ID")
 def render(variant_id: str) -> None:
     """The source of one kernel, emitted or outranked."""
-    click.echo(render_kernel(_requested(variant_id), environment()), nl=False)
+    click.echo(render_kernel(requested(variant_id), environment()), nl=False)
 
 
 @main.command()
@@ -229,7 +163,7 @@ def ledger() -> None:
 @click.option("--heads", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--queries", type=click.IntRange(min=0), default=None, help="Default: as many as keys.")
 @click.option("--load", type=click.Choice(LOADS), default=None, help="Default: from batch, heads and queries.")
-@_profile
+@profile_option
 def explain(
     arch: str,
     head_dim: int,
@@ -268,52 +202,5 @@ def explain(
     click.echo(explain_text(key, of_profile(select().emitted, profile)))
 
 
-@main.command()
-@_arch
-@_profile
-@_only
-@_filter
-@_emulated
-@click.option("--jobs", type=click.IntRange(min=1), default=None, help="Compilers at once. Default: by cores, memory.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=DEFAULT_GATES, help="Work files.")
-@click.option("--report", default=None, help="Default for whole profiles: docs/gates_{arch}_{profile}.txt.")
-@click.option("--check", "check_only", is_flag=True, help="Compare with the committed report instead of writing it.")
-def gates(
-    archs: tuple[str, ...],
-    profile: str,
-    only: tuple[str, ...],
-    filters: tuple[str, ...],
-    emulated: bool,
-    jobs: int | None,
-    out: Path,
-    report: str | None,
-    check_only: bool,
-) -> None:
-    """Compile the kernels (no GPU needed) and hold registers, memory and instruction mix to what was promised."""
-    from codegen.gates.run import REPORT, run  # lazily: only this command needs a compiler
-    from codegen.gates.toolbox import ToolboxError
-    from scripts.toolchain import ToolchainError, job_count
-
-    request = _choose(archs, profile, only, filters, emulated)
-    whole = request.profile == profile
-    if check_only and report is None and not whole:
-        raise click.ClickException("--check compares whole profiles: leave out --only and --filter, or name a --report")
-    if report is not None and len(request.archs) > 1 and "{arch}" not in report:
-        raise click.ClickException(f"--report {report} must contain {{arch}}: there are {len(request.archs)} targets")
-    try:
-        good = run(
-            # What a build for this target alone would hold, so that a report does not depend on the other targets.
-            {a: built(request.variants, (a,), emulated or not whole) for a in request.archs},
-            profile=request.profile,
-            jobs=jobs or job_count(),
-            out=out,
-            pattern=report or (REPORT if whole else None),
-            check_only=check_only,
-            say=click.echo,
-        )
-    except (ToolboxError, ToolchainError) as error:
-        raise click.ClickException(str(error)) from error
-    sys.exit(0 if good else 1)
-
-
-main.add_command(tune)
+for command in (gates, tune):
+    main.add_command(command)

@@ -13,6 +13,7 @@ from codegen.table import targets_of
 CHUNK = 8  # elements of one 16-byte load
 THREADS = 256  # packing::kThreads
 STAGE_PAD = 32  # bytes between groups of 16 keys of V in shared memory, see TransposeStage
+SAMPLES = 32  # packing::kSamples, keys that a mean is taken over
 
 
 class Source(Name):
@@ -55,6 +56,12 @@ class Pack:
     def passes(self) -> int:
         """Rows that a lane shares."""
         return self.key_block * self.lanes // THREADS
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs an SM, so that one loads while another computes. Launch bounds ask for them where registers would not
+        leave room for as many anyway."""
+        return 2 if self.passes * self.chunks > 8 else 3
 
     @property
     def stage_bytes(self) -> int:

@@ -6,7 +6,6 @@ does not reach the exit status, a row that vanishes where an argument is missing
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import itertools
 import math
@@ -24,12 +23,14 @@ from fp8cutlass.accuracy.inputs import INPUTS, biased_keys, normal
 from fp8cutlass.accuracy.measure import Figures, Row, exact, judge, kernels_of, table
 from fp8cutlass.accuracy.measures import max_error, rmse
 from fp8cutlass.accuracy.operands import operands_of
+from fp8cutlass.accuracy.page import page
 from fp8cutlass.accuracy.reference import attention64
-from fp8cutlass.accuracy.report import beside, line, write_csv
-from fp8cutlass.accuracy.standard import COLUMNS, HIGH_ERROR, MODES, SMALL, Mode
+from fp8cutlass.accuracy.report import CSV_TITLES, line, read_csv, record, write_csv
+from fp8cutlass.accuracy.standard import COLUMNS, HIGH_ERROR, LARGE, MODES, RMSE_LIMIT, SMALL, STATED, Mode
 from fp8cutlass.accuracy.ztest import FLOOR, LIMITS, ZTest
 from fp8cutlass.emulator import emulate
 
+ROOT = Path(__file__).resolve().parent.parent
 TINY = (1, 2, 96, 64)
 PLAIN = [mode for mode in MODES if not mode.peer and not mode.transforms]
 GOOD = ZTest(elements=10**6, columns=64, rms=0.9, max=5.0, row_rms=1.3, mean=0.001)
@@ -42,6 +43,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     modes = [dataclasses.replace(mode, figures=(0.07, 0.2)) for mode in MODES]
     monkeypatch.setattr(standard, "COLUMNS", columns)
     monkeypatch.setattr(measure, "COLUMNS", columns)
+    monkeypatch.setattr(measure, "ON_CARDS", ())
     monkeypatch.setattr(measure, "SMALL", TINY)
     monkeypatch.setattr(measure, "MODES", modes)
 
@@ -86,7 +88,7 @@ def test_the_operands_of_the_z_test_are_those_of_the_kernel(mode: Mode, precisio
 
 def test_the_figures_are_documented() -> None:
     """docs/accuracy.md has the figures of every mode, in their order."""
-    text = (Path(__file__).resolve().parent.parent / "docs" / "accuracy.md").read_text()
+    text = (ROOT / "docs" / "accuracy.md").read_text()
     table = text[text.index("## What the user loses") : text.index("## The z-test")]
     rows = [line.strip("|").split("|")[1:] for line in table.splitlines() if "| ." in line]
     assert [tuple(float(cell) for cell in row) for row in rows] == [mode.figures for mode in MODES]
@@ -187,7 +189,9 @@ def test_the_command_writes_what_it_prints(tiny: None, tmp_path: Path) -> None:
     target = tmp_path / "table.csv"
     result = run("--quick", "--precision", "accurate", "--csv", str(target))
     assert result.exit_code == 0, result.output
-    rows = list(csv.DictReader(target.open()))
+    with target.open() as file:
+        stamp, rows = read_csv(file)
+    assert stamp["device"] == "the CPU emulator" and stamp["torch"] == torch.__version__
     printed = result.output.splitlines()
     assert len(rows) == len(printed) - 2 == 2 * len(MODES)  # without titles and summary
     for row, text in zip(rows, printed[1:], strict=False):
@@ -227,19 +231,94 @@ def test_the_table_on_the_card() -> None:
     assert any(row.status == "pass" and row.kernel != "torch" for row in rows)
 
 
-def test_two_devices_side_by_side(tmp_path: Path) -> None:
-    """A row takes the figures of the other table's row of the same names, and none where there is none."""
-    (first, second), csv_file = list(itertools.islice(table("cpu", ("fast",), quick=True), 2)), tmp_path / "there.csv"
-    with csv_file.open("w", newline="") as file:
-        write_csv(file, [first])
-    with csv_file.open() as file:
-        lines = beside([first, second], file).splitlines()
-    assert first.figures is not None and second.figures is not None
-    cells = [[cell.strip() for cell in text.strip("|").split("|")] for text in lines]
+def test_two_devices_side_by_side() -> None:
+    """A line for every row of either table, with the figures of the row of the same names, and none where there is
+    none; a missed gate is seen."""
+    first, second = (record(row) for row in itertools.islice(table("cpu", ("fast",), quick=True), 2))
+    only_there = second | {"shape": "(2,8,4096,128)", "relative_l2": "0.25", "own_error": "", "status": "FAIL"}
+    stamps = {"device": "the CPU emulator"}, {"device": "NVIDIA H200", "commit": "abc"}
+    text = page((stamps[0], [first, second]), (stamps[1], [first, only_there]), ("[a](a.csv)", "[b](b.csv)"))
+    assert '* "there": NVIDIA H200 (commit abc), [b](b.csv)' in text.splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     here, there = cells[0].index("rel L2"), cells[0].index("rel L2") + 1
-    assert cells[2][here] == cells[2][there] == f"{first.figures.relative_l2:.4f}"
-    assert cells[3][here] == f"{second.figures.relative_l2:.4f}" and cells[3][there] == ""
-    assert len(lines) == 4 and {len(row) for row in cells} == {len(cells[0])}
+    figures = [f"{float(row['relative_l2']):.4f}" for row in (first, second)]
+    assert [(row[here], row[there]) for row in cells[2:]] == [
+        (figures[0], figures[0]),
+        (figures[1], ""),
+        ("", "0.2500 FAIL"),
+    ]
+    assert cells[4][1] == "(2,8,4096,128)" and len({len(row) for row in cells}) == 1
+    assert cells[3][-2] == f"{float(second['own_error']):.2e}" and cells[4][-1] == ""
+
+
+def test_a_table_is_read_back_and_another_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    records = [dict.fromkeys(CSV_TITLES, "") | {"mode": "block, smooth K", "status": "pass"}]
+    with path.open("w", newline="") as file:
+        write_csv(file, {"device": "NVIDIA H200", "commit": "abc"}, records)
+    with path.open() as file:
+        assert read_csv(file) == ({"device": "NVIDIA H200", "commit": "abc"}, records)
+    path.write_text("what,us\nattention,1\n")
+    result = run("--quick", "--beside", str(path), str(tmp_path / "page.md"))
+    assert result.exit_code == 2 and "is no accuracy table: it has no column inputs" in result.output
+    assert "randn" not in result.output, "it was measured first"
+
+
+def test_a_page_is_made_of_files_without_measuring(tiny: None, tmp_path: Path) -> None:
+    """What is measured into a file and rendered from it is what is measured and rendered at once."""
+    csv_file, pages = tmp_path / "a.csv", [tmp_path / "1.md", tmp_path / "2.md"]
+    other = str(ROOT / "benchmarks" / "results" / "h200" / "accuracy.csv")
+    options = ["--precision", "accurate", "--quick", "--csv", str(csv_file)]
+    assert run(*options, "--beside", other, str(pages[0])).exit_code == 0
+    result = run("--from", str(csv_file), "--beside", other, str(pages[1]))
+    assert result.exit_code == 0 and result.output == "16 rows passed, 0 failed, 0 skipped\n"
+    assert pages[0].read_text() == pages[1].read_text() and "[a.csv](a.csv)" in pages[1].read_text()
+    for option in (["--quick"], ["--device", "cpu"], ["--csv", str(csv_file)], ["--precision", "high"]):
+        result = run("--from", str(csv_file), *option)
+        assert result.exit_code == 2 and f"leave out {option[0]}" in result.output
+
+
+def test_the_committed_page_is_made_of_the_committed_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Or a new accuracy.csv is committed and the page goes on showing the old one."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    monkeypatch.chdir(tmp_path)
+    here, there = (f"benchmarks/results/{device}/accuracy.csv" for device in ("emulator", "h200"))
+    result = run("--from", here, "--beside", there, "docs/accuracy_h200.md")
+    assert result.exit_code == 0, result.output
+    assert Path("docs/accuracy_h200.md").read_text() == (ROOT / "docs" / "accuracy_h200.md").read_text(), (
+        f"run `python -m fp8cutlass.accuracy --from {here} --beside {there} docs/accuracy_h200.md`"
+    )
+
+
+def test_the_stated_rmse_is_asked_of_modes_that_rotate_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At (2, 8, 4096, 128) alone, and beside the gate of (1, 4, 4096, 128)."""
+    asked = {mode.name for mode in MODES if mode.rmse_limit(STATED) == RMSE_LIMIT == 9.5e-3}
+    assert asked == {"block, Hadamard", "token, both"} and all(m.rmse_limit(LARGE) == math.inf for m in MODES)
+    assert all(m.figure("outlier", STATED) == m.figure("outlier", LARGE) for m in MODES)
+    figures = Figures(0.04, 9.4e-3, 1e-2, 0.99, None, None)
+    assert judge(figures, 0.05, "outlier", "fast", RMSE_LIMIT) == ()
+    for value in (9.6e-3, math.nan):
+        (missed,) = judge(dataclasses.replace(figures, rmse=value), 0.05, "outlier", "fast", RMSE_LIMIT)
+        assert missed.startswith("RMSE")
+    shapes: list[tuple[int, ...]] = []
+
+    def operands(shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        shapes.append(shape)
+        return (torch.zeros(0),) * 3
+
+    monkeypatch.setattr(measure, "MODES", [])
+    monkeypatch.setattr(measure, "INPUTS", dict.fromkeys(INPUTS, operands))
+    monkeypatch.setattr(measure, "exact", lambda q, k, v: None)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device: x)
+    always = [shape for _, shape in COLUMNS]
+    for device, quick, expected in (
+        ("cpu", False, always),
+        ("cuda", False, [*always, STATED]),
+        ("cuda", True, [SMALL, SMALL]),
+    ):
+        assert list(table(device, ("fast",), quick=quick)) == [] and shapes == expected
+        shapes.clear()
 
 
 def test_the_row_gate_of_two_terms_is_wider_for_outliers() -> None:

@@ -263,6 +263,24 @@ def test_a_whole_call_stands_beside_the_kernel_alone() -> None:
     assert "| a whole call of ours / sage_call | 1.25 |" in lines
 
 
+def test_precisions_stand_beside_the_fast_kernel() -> None:
+    """With how much longer they take; where they were not measured there is no trace of them."""
+    shape = square(4, 16, 4096, 128, True)
+    times = {"fp8cutlass": 100.0, "fp8cutlass_accurate": 130.0, "fp8cutlass_high": 170.0, "fp8cutlass_call_high": 230.0}
+    rows = [row(shape, name, us) for name, us in times.items()]
+    lines = report.markdown({}, rows).splitlines()
+    assert "| fp8cutlass_high, us | 170.0 |" in lines and "| fp8cutlass_call_high, us | 230.0 |" in lines
+    assert "| fp8cutlass_accurate / fp8cutlass, times its time | 1.30 |" in lines
+    other = [dataclasses.replace(r, shape=Shape(128, True, 4096, 4096, 1, 32, 8)) for r in rows]
+    lines = report.markdown({}, other).splitlines()
+    line = next(i for i, text in enumerate(lines) if text.startswith(f"| {other[0].shape.label} |"))
+    titles, cells = ([cell.strip() for cell in lines[i].strip("|").split("|")] for i in (line - 2, line))
+    found = dict(zip(titles, cells, strict=True))
+    assert {name: found[name] for name in times} == {name: f"{us:.2f}" for name, us in times.items()}
+    assert found["fp8cutlass_high / fp8cutlass, times its time"] == "1.70"
+    assert not any("high" in text for text in report.markdown({}, rows[:1]).splitlines())
+
+
 def test_a_long_launch_is_replayed_less_often() -> None:
     """Or a problem of 256k keys would take minutes; a median needs three."""
     settings = grid.Settings(target_us=4000.0, replays=20, most_us=600_000.0)
@@ -274,7 +292,7 @@ def test_a_long_launch_is_replayed_less_often() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 @pytest.mark.parametrize(
-    "command", [("grid",), ("regret",), ("overhead",), ("launch", "--head-dim", "64")], ids=lambda c: c[0]
+    "command", [("grid",), ("regret",), ("overhead",), ("pack",), ("launch", "--head-dim", "64")], ids=lambda c: c[0]
 )
 def test_what_needs_a_card_says_so(command: tuple[str, ...]) -> None:
     found = CliRunner().invoke(cli, command)
@@ -283,7 +301,15 @@ def test_what_needs_a_card_says_so(command: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--no-peers", "--no-own"], ["--no-own", "--all-kernels"], ["--no-peers", "--peer", "fa3_fp8"]]
+    "arguments",
+    [
+        ["--no-peers", "--no-own"],
+        ["--no-own", "--all-kernels"],
+        ["--no-peers", "--peer", "fa3_fp8"],
+        ["--precision", "high", "--all-kernels"],
+        ["--precision", "high", "--kernel", KERNEL],
+        ["--precision", "high", "--no-own"],
+    ],
 )
 def test_contradicting_options_are_refused(arguments: list[str]) -> None:
     assert CliRunner().invoke(cli, ["grid", *arguments]).exit_code == 2
@@ -468,6 +494,30 @@ def test_our_operands_are_what_the_kernels_read(
     }
     assert len(rows) == len(serving) > 1 and {r.kernel for r in rows} == serving
     assert [r.quantise_us for r in rows] == [5.0] + [None] * (len(rows) - 1)
+
+
+@pytest.mark.parametrize(("precision", "softmax"), [("fast", "linear"), ("accurate", "exp2"), ("high", "exp2x2")])
+def test_a_precision_is_asked_of_the_table_and_of_the_call(
+    precision: str, softmax: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def attention(q: torch.Tensor, *operands: torch.Tensor, **options: object) -> torch.Tensor:
+        asked.append(options["precision"])
+        return q
+
+    monkeypatch.setattr(own, "target", lambda device: Target(generated_dir(), "sm90a", 132))
+    monkeypatch.setattr(own, "attention", attention)
+    monkeypatch.setattr(own, "launcher", lambda *arguments: lambda: None)
+    peer = own.Own(asked=precision, call=True)
+    kernel, call = peer.prepare(data.make_data(square(1, 2, 128, 64, False), "cpu"))
+    assert f"_{softmax}_" in kernel.kernel and call.kernel == kernel.kernel
+    call.launch()
+    assert asked == [precision]
+    assert [kernel.name, call.name, peer.name] == [
+        report.at_precision(name, precision) for name in (report.OWN, report.CALL, report.OWN)
+    ]
+    assert kernel.name in (report.OWN, *report.OTHERS) and call.name in report.CALLS
 
 
 def test_the_peers_are_the_contenders_of_the_tables() -> None:

@@ -213,12 +213,13 @@ def _hopper(folder: Path, changes: dict[str, str] | None = None, **promise: Any)
 
 
 def _refused(kernel: Kernel, tools: Toolbox, folder: Path) -> set[str]:
-    return {failure.gate for failure in check(kernel, measure(kernel, tools, folder))}
+    (measured,) = measure([kernel], tools, folder)
+    return {failure.gate for failure in check(kernel, measured)}
 
 
 def test_a_good_kernel_passes_every_gate(tools: Toolbox, tmp_path: Path) -> None:
     kernel = _kernel(tmp_path)
-    measured = measure(kernel, tools, tmp_path)
+    (measured,) = measure([kernel], tools, tmp_path)
     assert check(kernel, measured) == []
     assert measured.listing.loop is not None
     assert {"QMMA": 2, "LDGSTS": 1, "BAR": 2}.items() <= measured.listing.loop.counts.items()
@@ -234,7 +235,7 @@ def test_a_bad_kernel_is_refused(
 
 def test_a_good_warpgroup_kernel_passes_every_gate(tools: Toolbox, tmp_path: Path) -> None:
     kernel = _hopper(tmp_path)
-    measured = measure(kernel, tools, tmp_path)
+    (measured,) = measure([kernel], tools, tmp_path)
     assert check(kernel, measured) == []
     assert measured.listing.counts["QGMMA"] == 3
     assert measured.listing.loop is not None and measured.listing.loop.counts["QGMMA"] == 2

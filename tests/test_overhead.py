@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import overhead
 from benchmarks.overhead import WARM_UPS, HostTime, host_time
+from benchmarks.results import write_records
 from benchmarks.shapes import Shape, parse
 
 SMALL = parse("1,1,64,64")
@@ -81,7 +82,8 @@ def test_profile_by_module() -> None:
 
 def test_the_csv_has_the_stamp_and_all_numbers() -> None:
     file = io.StringIO()
-    overhead.write_csv(file, {"card": "NVIDIA H200", "commit": "abc"}, [HostTime("a, b", 1.5, 1.25, 1.0, 0.5, 50)])
+    row = HostTime("a, b", 1.5, 1.25, 1.0, 0.5, 50)
+    write_records(file, {"card": "NVIDIA H200", "commit": "abc"}, HostTime, [row])
     assert file.getvalue().splitlines() == [
         "# card: NVIDIA H200",
         "# commit: abc",

@@ -198,6 +198,20 @@ def test_several_outputs_and_a_place_for_one(search: Any) -> None:
     assert found.kernel and not out.any()
 
 
+def test_a_file_of_another_kind_is_refused_before_anything_is_measured(search: Any, file: Path) -> None:
+    """And what is in it stays; without saving it is no obstacle."""
+    file.parent.mkdir()
+    file.write_text("[]")
+
+    def us(i: int) -> float:
+        raise AssertionError("it was measured")
+
+    with pytest.raises(ValueError, match=str(file)):
+        search(*operands(), us=us)
+    assert file.read_text() == "[]"
+    assert search(*operands(), us=lambda i: 10.0, save=False).path is None
+
+
 def test_nothing_is_stored_when_not_asked_for(search: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = search(*operands(), us=lambda i: 10.0 - i, save=False)
     assert found.path is None and not file.exists() and "not stored" in str(found)

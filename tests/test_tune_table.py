@@ -260,6 +260,28 @@ def test_a_slower_table_is_refused_and_the_file_restored(
     assert own_table.read_bytes() == before
 
 
+@pytest.mark.parametrize("kind", ["the generator's file", "the rows of the run"])
+def test_files_of_another_kind_are_refused_before_anything_is_measured(
+    kind: str, plan: Plan, own_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A measurement that cannot be stored is lost. What is there stays."""
+    wrong = own_table if kind == "the generator's file" else tmp_path / "tune.csv"
+    wrong.write_text("what,us\nattention,1\n")
+    monkeypatch.setattr(tune, "use", lambda library: None)
+    monkeypatch.setattr(tune.extension, "device_arch", lambda device: "sm90a")
+    monkeypatch.setattr(tune, "disagreement", lambda *kernel: pytest.fail("it was measured"))
+    with pytest.raises(TuneError, match=rf"could not be stored: .*{wrong.name}"):
+        tune.tune_on_card(plan, tmp_path, 60.0, lambda stamp: tmp_path, "abc", lambda text: None)
+    assert wrong.read_text() == "what,us\nattention,1\n"
+
+
+def test_rows_of_an_earlier_run_are_no_obstacle(own_table: Path, tmp_path: Path) -> None:
+    with (tmp_path / "tune.csv").open("w", newline="") as file:
+        tune.Writer(file, STAMP)
+    tune.refuse_files(tmp_path / "tune.csv")
+    tune.refuse_files(tmp_path / "none.csv")
+
+
 def test_holes_are_refused_and_the_file_restored(plan: Plan, own_table: Path) -> None:
     before = own_table.read_bytes()
     with pytest.raises(TuneError, match=r"h200.csv: no row of .* although it was measured on other problems of heavy"):

@@ -16,14 +16,14 @@ from fp8cutlass.operator import choose
 from fp8cutlass.target import Target, target
 
 from ..data import Data
-from ..report import CALL, OWN
+from ..report import CALL, OWN, at_precision
 from .base import Contender, Refused
 
 OUT_DTYPE = torch.bfloat16
 
 
 def half_call(data: Data, variant: Variant, scaling: str) -> Call:
-    """The operator's arguments from bf16, for one kernel."""
+    """The operator's arguments from bf16, for one kernel, which a precision has no say in."""
     options = (None, OUT_DTYPE, scaling, "fast", data.shape.causal, 0, data.scale, False, False, variant.id)
     return Call(data.q, data.k, data.v, None, None, None, *options)
 
@@ -49,9 +49,9 @@ def launcher(number: int, operands: Operands, out: torch.Tensor, scale: float) -
 
 class Own:
     """``kernel`` pins a variant; ``every`` adds all built kernels that serve the shape beside the chosen one, or those
-    ``among`` these ids, and ``call`` the whole of ``attention``."""
+    ``among`` these ids, and ``call`` the whole of ``attention``. ``asked`` is what a caller asks for by ``precision``;
+    the contender is named after it."""
 
-    name = OWN
     precision = "fp8"
 
     def __init__(
@@ -62,7 +62,9 @@ class Own:
         every: bool = False,
         among: Collection[str] = (),
         call: bool = False,
+        asked: str = "fast",
     ) -> None:
+        self.name, self._asked = at_precision(OWN, asked), asked
         self._scaling, self._kernel, self._every, self._among, self._call = scaling, kernel, every, among, call
 
     def available(self) -> str | None:
@@ -120,11 +122,12 @@ class Own:
                 scale=data.scale,
                 enable_gqa=shape.heads != shape.kv_heads,
                 scaling=self._scaling,
+                precision=self._asked,
                 kernel=self._kernel or None,
             )
             return cast(torch.Tensor, out)
 
-        return Contender(CALL, self.precision, launch, kernel=chosen.id)
+        return Contender(at_precision(CALL, self._asked), self.precision, launch, kernel=chosen.id)
 
     def choose(self, data: Data, at: Target, kernel: str = "") -> tuple[Variant, int]:
         """The table's choice, or the pinned kernel, and its number; UnsupportedError where it does not serve."""
@@ -135,7 +138,7 @@ class Own:
             out_dtype=OUT_DTYPE,
             scaling=self._scaling,
             causal=data.shape.causal,
-            precision="fast",
+            precision=self._asked,
             kernel=kernel,
         )
         if variant.head_dim != data.shape.head_dim:

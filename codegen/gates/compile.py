@@ -9,7 +9,8 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
@@ -19,22 +20,27 @@ from codegen.gates.subject import Failure, Kernel, Listing, Loop, Measured, Reso
 from codegen.gates.toolbox import Toolbox
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+_EACH = re.compile(r"^(?=.*Compiling entry function)", re.M)
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers(.*)")
 _STATIC = re.compile(r"(\d+) bytes smem")
 _ADVICE = re.compile(r"^.*(?:Potential Performance Loss|\(C751[0-4]\)).*$", re.M)
-_STORAGE = re.compile(r"static_assert\(sizeof\(SharedStorage\) == (\d+),")
+_STORAGE = re.compile(r"static_assert\((?:sizeof\(SharedStorage\)|Stage::kBytes) == (\d+)[,)]")
 
 
 class CompileError(RuntimeError):
     """nvcc or nvdisasm refused a kernel; the message is what they said."""
 
 
-def parse_resources(text: str) -> Resources:
-    """What `ptxas -v` reports about a file with exactly one kernel. Raises CompileError for any other report.
+def parse_resources(text: str, entry: str = "") -> Resources:
+    """What `ptxas -v` reports about the one kernel whose mangled name holds `entry`.
+
+    Raises CompileError for a report with none or several.
 
     Functions that were not inlined report too: their spills are added, their stack is part of the kernel's call chain.
     """
+    if entry:
+        text = "".join(part for part in _EACH.split(text) if (found := _ENTRY.search(part)) and entry in found[1])
     entries, frames, used = _ENTRY.findall(text), _FRAME.findall(text), _USED.findall(text)
     if len(entries) != 1 or not frames or not used:
         raise CompileError(f"ptxas reports {len(entries)} kernels, expected 1:\n{text.strip()}")
@@ -74,12 +80,16 @@ def _run_nvcc(command: list[str], environment: dict[str, str]) -> tuple[str, flo
     return text, seconds, usage.ru_maxrss / 1024
 
 
-def _disassemble(tools: Toolbox, cubin: Path) -> Listing:
+def _disassemble(tools: Toolbox, cubin: Path) -> str:
     result = subprocess.run([str(tools.nvdisasm), "-c", str(cubin)], capture_output=True, text=True)
     if result.returncode != 0:
         raise CompileError(f"nvdisasm failed with status {result.returncode}: {result.stderr.strip()}")
+    return result.stdout
+
+
+def _listing(text: str, entry: str) -> Listing:
     try:
-        return sass.parse(result.stdout)
+        return sass.parse(text, entry)
     except sass.SassError as error:
         raise CompileError(str(error)) from error
 
@@ -89,20 +99,28 @@ def _storage(source: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def measure(kernel: Kernel, tools: Toolbox, work: Path) -> Measured:
-    """Compiles one kernel and takes it apart; `work` gets the cubin. Raises CompileError."""
-    cubin = work / f"{kernel.id}.cubin"
+def measure(kernels: Sequence[Kernel], tools: Toolbox, work: Path) -> list[Measured]:
+    """Compiles the source that these kernels share, for their target, and takes it apart; `work` gets the cubin.
+
+    Raises CompileError.
+    """
+    target, source = kernels[0].target, kernels[0].source
+    cubin = work / f"{source.stem}.cubin"
     cubin.parent.mkdir(parents=True, exist_ok=True)
     partial = cubin.with_suffix(f".{os.getpid()}.cubin")  # two runs may share the folder
-    text, seconds, peak = _run_nvcc(tools.command(kernel.target, kernel.source, partial), tools.environment)
+    text, seconds, peak = _run_nvcc(tools.command(target, source, partial), tools.environment)
     partial.replace(cubin)
-    return Measured(
-        resources=parse_resources(text),
-        listing=_disassemble(tools, cubin),
-        storage_bytes=_storage(kernel.source),
-        seconds=round(seconds, 2),
-        peak_mib=round(peak),
-    )
+    code, storage = _disassemble(tools, cubin), _storage(source)
+    return [
+        Measured(
+            resources=parse_resources(text, kernel.entry),
+            listing=_listing(code, kernel.entry),
+            storage_bytes=storage,
+            seconds=round(seconds, 2),
+            peak_mib=round(peak),
+        )
+        for kernel in kernels
+    ]
 
 
 # What this code reads out of a cubin is part of a result as well.
@@ -124,6 +142,10 @@ def _load(path: Path, key: str) -> Measured | None:
     return Measured(**{**m, "resources": resources, "listing": listing})
 
 
+def _record(out: Path, kernel: Kernel) -> Path:
+    return out / kernel.target / f"{kernel.id}.json"
+
+
 def _store(path: Path, key: str, measured: Measured) -> None:
     partial = path.with_suffix(f".{os.getpid()}.json")
     partial.write_text(json.dumps({"key": key, "measured": asdict(measured)}, indent=1))
@@ -133,39 +155,47 @@ def _store(path: Path, key: str, measured: Measured) -> None:
 def measure_all(
     kernels: Iterable[Kernel], tools: Toolbox, out: Path, jobs: int, say: Callable[[str], None]
 ) -> tuple[dict[Kernel, Measured], list[Failure]]:
-    """Measures every kernel, `jobs` at a time, with a line for each that is compiled.
+    """Measures every kernel, `jobs` sources at a time, with a line for each that is compiled.
 
-    out: gets `<target>/<id>.cubin` and `.json`, which a later run with unchanged inputs reads instead of compiling.
+    out: gets `<target>/<source>.cubin`, and of each kernel `<target>/<id>.json`, which a later run with unchanged
+    inputs reads instead of compiling.
     A kernel that does not compile is a failure of gate COMPILE and missing from the results.
     """
     results: dict[Kernel, Measured] = {}
     failures: list[Failure] = []
-    todo: list[tuple[Kernel, str]] = []
+    keys: dict[Kernel, str] = {}
+    todo: dict[tuple[str, Path], list[Kernel]] = defaultdict(list)
     for kernel in kernels:
-        key = f"{tools.digest(kernel.target, kernel.source)} {_READER}"
-        known = _load(out / kernel.target / f"{kernel.id}.json", key)
+        keys[kernel] = f"{tools.digest(kernel.target, kernel.source)} {_READER} {kernel.entry}"
+        known = _load(_record(out, kernel), keys[kernel])
         if known is None:
-            todo.append((kernel, key))
+            todo[kernel.target, kernel.source].append(kernel)
         else:
             results[kernel] = known
-    say(f"{len(results)} kernels unchanged since an earlier run, {len(todo)} to compile, {jobs} at a time")
+    say(
+        f"{len(results)} kernels unchanged since an earlier run, {sum(map(len, todo.values()))} to compile "
+        f"from {len(todo)} files, {jobs} at a time"
+    )
     started = time.monotonic()
     with ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(measure, kernel, tools, out / kernel.target): (kernel, key) for kernel, key in todo}
+        running = {pool.submit(measure, group, tools, out / target): group for (target, _), group in todo.items()}
         try:
             for done, future in enumerate(as_completed(running), 1):
-                kernel, key = running[future]
-                name = f"[{done}/{len(todo)}] {kernel.target} {kernel.id}"
+                group = running[future]
+                name = f"[{done}/{len(todo)}] {group[0].target} {group[0].source.stem}"
                 try:
-                    measured = future.result()
+                    measured = dict(zip(group, future.result(), strict=True))
                 except CompileError as error:
-                    failures.append(Failure(gate="COMPILE", kernel=kernel.id, target=kernel.target, message=str(error)))
+                    failures += [
+                        Failure(gate="COMPILE", kernel=k.id, target=k.target, message=str(error)) for k in group
+                    ]
                     say(f"{name}  does not compile")
                     continue
-                results[kernel] = measured
-                _store(out / kernel.target / f"{kernel.id}.json", key, measured)
+                results |= measured
+                for kernel, m in measured.items():
+                    _store(_record(out, kernel), keys[kernel], m)
                 left = (time.monotonic() - started) / done * (len(todo) - done)
-                say(f"{name}  {measured.seconds:.1f} s, {left:.0f} s left")
+                say(f"{name}  {measured[group[0]].seconds:.1f} s, {left:.0f} s left")
         except BaseException:  # an interrupt as well: without this the pool would first compile all the rest
             pool.shutdown(cancel_futures=True)
             raise

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from codegen.gates.packs import FAMILY as PACK
 from codegen.gates.rules import applicable, check, occupancy, smem_bytes
 from codegen.gates.sass import MATRIX
 from codegen.gates.subject import Kernel, Measured
 from codegen.gates.toolbox import INCLUDE, digest_of, own_headers
 
+# The parts of a report, and how the first line of each begins.
+PARTS = {"attention": "# Compiled code of", PACK: "# Kernels that quantise and pack, of"}
+ATTENTION = ("sm89", "sm90a")
 CODE_TOLERANCE = 0.05  # of the code size; below it a change is scheduling and padding
 
 
@@ -20,7 +25,7 @@ class Column:
     """A number of the report. `better`: -1 less is better, +1 more is, 0 neither (a promise of the manifest).
 
     Columns without `compared` follow from others. `tolerance` is a fraction of the baseline's value. A column stands in
-    reports of kernels of its families.
+    parts with kernels of its families.
     """
 
     name: str
@@ -28,7 +33,7 @@ class Column:
     better: int = -1
     tolerance: float = 0.0
     compared: bool = True
-    families: tuple[str, ...] = ("sm89", "sm90a")
+    families: tuple[str, ...] = (*ATTENTION, PACK)
 
 
 def _count(opcode: str) -> Callable[[Kernel, Measured], int]:
@@ -41,6 +46,14 @@ def _loop(opcode: str) -> Callable[[Kernel, Measured], int]:
 
 def _path(opcode: str) -> Callable[[Kernel, Measured], int]:
     return lambda k, m: m.listing.loop.path.get(opcode, 0) if m.listing.loop else 0
+
+
+def _whole_loop(k: Kernel, m: Measured) -> int:
+    return sum(m.listing.loop.counts.values()) if m.listing.loop else 0
+
+
+def _whole_path(k: Kernel, m: Measured) -> int:
+    return sum(m.listing.loop.path.values()) if m.listing.loop else 0
 
 
 def _per_matrix(k: Kernel, m: Measured) -> float:
@@ -62,18 +75,26 @@ COLUMNS = (
     Column(name="qgmma", value=_count("QGMMA"), better=0, families=("sm90a",)),
     Column(name="tma", value=_count("UTMALDG"), better=0, families=("sm90a",)),
     Column(name="ldl+stl", value=lambda k, m: m.listing.counts.get("LDL", 0) + m.listing.counts.get("STL", 0)),
-    Column(name="loop", value=lambda k, m: sum(m.listing.loop.counts.values()) if m.listing.loop else 0),
+    Column(name="loop", value=_whole_loop, families=ATTENTION),
     Column(name="l.qmma", value=_loop("QMMA"), better=0, families=("sm89",)),
     Column(name="l.ldgsts", value=_loop("LDGSTS"), families=("sm89",)),
     Column(name="l.ldsm", value=_loop("LDSM"), families=("sm89",)),
     Column(name="l.qgmma", value=_loop("QGMMA"), better=0, families=("sm90a",)),
     Column(name="l.wait", value=_loop("WARPGROUP"), families=("sm90a",)),
     Column(name="l.mov", value=_loop("MOV"), families=("sm90a",)),
-    Column(name="l.mufu", value=_loop("MUFU")),
-    Column(name="l.bar", value=_loop("BAR")),
-    Column(name="path", value=lambda k, m: sum(m.listing.loop.path.values()) if m.listing.loop else 0),
-    Column(name="p.mufu", value=_path("MUFU")),
-    Column(name="path/mma", value=_per_matrix, compared=False),
+    Column(name="l.mufu", value=_loop("MUFU"), families=ATTENTION),
+    Column(name="l.bar", value=_loop("BAR"), families=ATTENTION),
+    Column(name="path", value=_whole_path, families=ATTENTION),
+    Column(name="p.mufu", value=_path("MUFU"), families=ATTENTION),
+    Column(name="path/mma", value=_per_matrix, compared=False, families=ATTENTION),
+    Column(name="ldg.128", value=lambda k, m: m.listing.wide_loads, families=(PACK,)),
+    Column(name="ldg", value=_count("LDG"), families=(PACK,)),
+    Column(name="stg", value=_count("STG"), families=(PACK,)),
+    Column(name="lds", value=_count("LDS"), families=(PACK,)),
+    Column(name="sts", value=_count("STS"), families=(PACK,)),
+    Column(name="shfl", value=_count("SHFL"), families=(PACK,)),
+    Column(name="bar", value=_count("BAR"), families=(PACK,)),
+    Column(name="all", value=lambda k, m: sum(m.listing.counts.values()), tolerance=CODE_TOLERANCE, families=(PACK,)),
 )
 
 LEGEND = """\
@@ -89,6 +110,13 @@ SM90A_LEGEND = """\
 # Warpgroup kernels: regs are those at launch, before warps trade them. qgmma, tma (UTMALDG): instructions in the
 # kernel; l.wait: WARPGROUP in the loop (fences and waits), l.mov: copies of registers there. loop is everything in it,
 # wherever the compiler put it.
+"""
+
+PACK_LEGEND = """\
+# Four kernels a source: amax raises the maxima of groups larger than a block, pack quantises and packs; _transform are
+# those for calls that smooth keys or rotate rows. regs: registers a thread. spill, stack: bytes a thread. smem: bytes a
+# block. ctas: blocks an SM by registers, shared memory and warps; asked: those that must fit. code: bytes. The rest are
+# instructions in the kernel: ldg.128 among ldg; all: of any kind.
 """
 
 
@@ -120,18 +148,20 @@ def sources_digest(sources: list[Path]) -> str:
 
 
 def render(target: str, profile: str, compiler: str, measured: dict[Kernel, Measured]) -> str:
-    """The report of one target. `compiler`: its version and options; numbers of another one cannot be compared."""
+    """One part of a target's report. `compiler`: its version and options; numbers of another one cannot be compared."""
     kernels = sorted(measured, key=lambda k: k.id)
     families = {k.family for k in kernels}
+    part = PACK if PACK in families else "attention"
     columns = [c for c in COLUMNS if families & set(c.families)]
     rows = [["kernel", *(c.name for c in columns)]]
     rows += [[k.id, *(_cell(c.value(k, measured[k])) for c in columns)] for k in kernels]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]
+    sources = list(dict.fromkeys(k.source for k in kernels))
     lines = [
-        f"# Compiled code of profile {profile} for {target}, {len(kernels)} kernels.",
+        f"{PARTS[part]} profile {profile} for {target}, {len(kernels)} kernels.",
         "# Written and checked by `python -m codegen gates`.",
         f"# compiler: {compiler}",
-        f"# sources: {sources_digest([k.source for k in kernels])}",
+        f"# sources: {sources_digest(sources)}",
         "#",
         f"# Gates, passed by {sum(not check(k, measured[k]) for k in kernels)} of {len(kernels)} kernels:",
     ]
@@ -140,7 +170,8 @@ def render(target: str, profile: str, compiler: str, measured: dict[Kernel, Meas
         lines.append(
             "# FP8 mma.sync is emulated on this target (F2FP and HMMA): registers and instruction mix are not held."
         )
-    lines += ["#", *LEGEND.splitlines(), *(SM90A_LEGEND.splitlines() if "sm90a" in families else ()), ""]
+    legend = PACK_LEGEND if part == PACK else LEGEND + (SM90A_LEGEND if "sm90a" in families else "")
+    lines += ["#", *legend.splitlines(), ""]
     for row in rows:
         lines.append(
             "  ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))])
@@ -148,8 +179,20 @@ def render(target: str, profile: str, compiler: str, measured: dict[Kernel, Meas
     return "\n".join(lines) + "\n"
 
 
+def split(text: str) -> dict[str, str]:
+    """The parts of a report by their name in PARTS, those that it has."""
+    starts = {part: found.start() for part, title in PARTS.items() if (found := re.search(f"^{title}", text, re.M))}
+    ends = sorted([*starts.values(), len(text)])
+    return {part: text[at : ends[ends.index(at) + 1]].rstrip() + "\n" for part, at in starts.items()}
+
+
+def join(parts: Mapping[str, str]) -> str:
+    """A report of its parts."""
+    return "\n".join(parts[part] for part in PARTS if part in parts)
+
+
 def parse(text: str) -> tuple[str, dict[str, dict[str, float]]]:
-    """(compiler, kernel -> column -> number) of a report. Raises ValueError for text that is none."""
+    """(compiler, kernel -> column -> number) of a part of a report. Raises ValueError for text that is none."""
     compiler = next(
         (line.removeprefix("# compiler: ") for line in text.splitlines() if line.startswith("# compiler: ")), ""
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from codegen.arch import REGISTERS_PER_SM, REGISTERS_PER_THREAD
 from codegen.gates.occupancy import ctas_per_sm
+from codegen.gates.packs import FAMILY as PACK
+from codegen.gates.sass import MATRIX
 from codegen.gates.subject import Failure, Kernel, Measured
 
 
@@ -26,8 +28,10 @@ class Gate:
 
 
 def smem_bytes(kernel: Kernel, m: Measured) -> int:
-    """Shared memory a block really takes: what the launch asks for and what the compiler put beside it."""
-    return (kernel.smem_bytes if m.storage_bytes is None else m.storage_bytes) + m.resources.static_smem
+    """Shared memory a block really takes: what the launch asks for, which may be nothing, and what the compiler put
+    beside it."""
+    stated = m.storage_bytes if kernel.smem_bytes else None
+    return (kernel.smem_bytes if stated is None else stated) + m.resources.static_smem
 
 
 def occupancy(kernel: Kernel, m: Measured) -> int:
@@ -64,6 +68,40 @@ def _smem(kernel: Kernel, m: Measured) -> str | None:
     if m.storage_bytes > kernel.smem_limit:
         return f"{m.storage_bytes:,} bytes of shared memory > {kernel.smem_limit:,}"
     return None
+
+
+def _pack_smem(kernel: Kernel, m: Measured) -> str | None:
+    if m.storage_bytes is None:
+        return "the source states no Stage::kBytes"
+    if kernel.smem_bytes not in (0, m.storage_bytes):
+        return f"Stage::kBytes is {m.storage_bytes:,}, the generator counts {kernel.smem_bytes:,}"
+    if m.resources.static_smem != kernel.static_smem:
+        return f"{m.resources.static_smem:,} bytes of static shared memory, the generator counts {kernel.static_smem:,}"
+    if (have := smem_bytes(kernel, m)) > kernel.smem_limit:
+        return f"{have:,} bytes of shared memory > {kernel.smem_limit:,}"
+    return None
+
+
+def _pack_occupancy(kernel: Kernel, m: Measured) -> str | None:
+    if (have := occupancy(kernel, m)) < kernel.ctas_per_sm:
+        return (
+            f"{have} CTAs an SM < {kernel.ctas_per_sm} ({m.resources.registers} registers, {smem_bytes(kernel, m):,} B)"
+        )
+    return None
+
+
+def _loads(kernel: Kernel, m: Measured) -> str | None:
+    wide, narrow = m.listing.wide_loads, m.listing.counts.get("LDG", 0) - m.listing.wide_loads
+    if (wide, narrow) != (kernel.wide_loads, kernel.narrow_loads):
+        return (
+            f"{wide} loads of 16 bytes and {narrow} others; the elements take {kernel.wide_loads}, "
+            f"maxima {kernel.narrow_loads}"
+        )
+    return None
+
+
+def _no_matrix(kernel: Kernel, m: Measured) -> str | None:
+    return ", ".join(f"{n} {x}" for x in MATRIX if (n := m.listing.counts.get(x, 0))) or None
 
 
 def _cp_async(kernel: Kernel, m: Measured) -> str | None:
@@ -198,6 +236,48 @@ GATES = (
         native_only=True,
         check=_advice,
         families=("sm90a",),
+    ),
+    Gate(
+        name="SPILL",
+        why="no register goes through local memory; a few words where rows are transformed (SPILLED)",
+        native_only=True,
+        check=_spill,
+        families=(PACK,),
+    ),
+    Gate(
+        name="NO-LOCAL",
+        why="no stack, no LDL, no STL beyond these words",
+        native_only=True,
+        check=_local,
+        families=(PACK,),
+    ),
+    Gate(
+        name="SMEM",
+        why="Stage::kBytes and static shared memory are what the generator counts, and fit a block",
+        native_only=False,
+        check=_pack_smem,
+        families=(PACK,),
+    ),
+    Gate(
+        name="OCCUPANCY",
+        why="as many CTAs an SM as it takes for some to load while another computes",
+        native_only=True,
+        check=_pack_occupancy,
+        families=(PACK,),
+    ),
+    Gate(
+        name="LOADS",
+        why="an element is read once, 16 bytes at a time; other loads are those of maxima",
+        native_only=True,
+        check=_loads,
+        families=(PACK,),
+    ),
+    Gate(
+        name="NO-MATRIX",
+        why="no matrix instruction",
+        native_only=True,
+        check=_no_matrix,
+        families=(PACK,),
     ),
 )
 

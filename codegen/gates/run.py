@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from codegen.gates import packs as packing
 from codegen.gates import report
 from codegen.gates.compile import measure_all
 from codegen.gates.rules import applicable, check
 from codegen.gates.subject import Failure, Kernel, Measured, render
 from codegen.gates.toolbox import ROOT, open_toolbox
+from codegen.pack import Pack
 from codegen.spec import Variant
 
 REPORT = str(ROOT / "docs" / "gates_{arch}_{profile}.txt")
@@ -22,11 +24,12 @@ def _path(pattern: str, arch: str, profile: str) -> Path:
 
 def _summary(target: str, results: dict[Kernel, Measured], say: Callable[[str], None]) -> None:
     """Compile times and memory: for people, and different on every machine, so not part of a report."""
-    slowest = max(results, key=lambda k: results[k].seconds)
-    total, peak = sum(m.seconds for m in results.values()), max(m.peak_mib for m in results.values())
+    of_source = {k.source: m for k, m in results.items()}
+    slowest = max(of_source, key=lambda source: of_source[source].seconds)
+    total, peak = sum(m.seconds for m in of_source.values()), max(m.peak_mib for m in of_source.values())
     say(
-        f"{target}: {len(results)} kernels, {total:.0f} s of compilation, the longest {results[slowest].seconds:.1f} s "
-        f"({slowest.id}), largest compiler process {peak:.0f} MiB"
+        f"{target}: {len(results)} kernels, {total:.0f} s of compilation, the longest "
+        f"{of_source[slowest].seconds:.1f} s ({slowest.stem}), largest compiler process {peak:.0f} MiB"
     )
 
 
@@ -42,10 +45,14 @@ def gate_counts(results: Iterable[Kernel], failures: Iterable[Failure]) -> str:
     return ", ".join(parts)
 
 
-def _ratchet(committed: Path, fresh: str, say: Callable[[str], None]) -> bool:
-    """Whether the committed report still says what is true."""
+def _ratchet(committed: Path, part: str, fresh: str, say: Callable[[str], None]) -> bool:
+    """Whether a part of the committed report still says what is true."""
     try:
-        was_compiler, was = report.parse(committed.read_text())
+        known = report.split(committed.read_text()).get(part)
+        if known is None:
+            say(f"{committed} has no part about {part} kernels: write it with `python -m codegen gates`")
+            return False
+        was_compiler, was = report.parse(known)
     except OSError:
         say(f"{committed} does not exist: write it with `python -m codegen gates`")
         return False
@@ -64,7 +71,7 @@ def _ratchet(committed: Path, fresh: str, say: Callable[[str], None]) -> bool:
     if len(changes) > SHOWN:
         say(f"... and {len(changes) - SHOWN} more")
     if not changes:
-        say(f"{committed} is true of this compilation: {len(now)} kernels")
+        say(f"{committed} is true of this compilation: {len(now)} {part} kernels")
         return True
     worse = sum(c.worse for c in changes)
     say(
@@ -77,6 +84,7 @@ def _ratchet(committed: Path, fresh: str, say: Callable[[str], None]) -> bool:
 def run(
     chosen: Mapping[str, tuple[Variant, ...]],
     *,
+    packs: Mapping[str, tuple[Pack, ...]],
     profile: str,
     jobs: int,
     out: Path,
@@ -84,8 +92,9 @@ def run(
     check_only: bool,
     say: Callable[[str], None],
 ) -> bool:
-    """Measures the variants chosen for each target and returns whether every gate, and the baseline, holds.
+    """Measures variants and packs, chosen for each target, and returns whether every gate, and the baseline, holds.
 
+    A report has a part about each of these two; what is not measured keeps its part.
     check_only: compare with the committed report, the baseline, instead of writing it.
     out: work files, and `<out>/gates_<arch>_<profile>.txt`, the fresh report in any case.
     pattern: path of the committed report, with `{arch}` and `{profile}` filled in, written only when all its kernels
@@ -94,32 +103,41 @@ def run(
     """
     tools = open_toolbox()
     out = out.resolve()
-    results, failures = measure_all(render(chosen, out / "generated"), tools, out, jobs, say)
+    kernels = render(chosen, out / "generated") + packing.render(packs, out / "generated")
+    results, failures = measure_all(kernels, tools, out, jobs, say)
     for kernel in sorted(results, key=lambda k: (k.target, k.id)):
         failures += check(kernel, results[kernel])
     for failure in failures:
         say(str(failure))
 
     good = not failures
-    for arch in chosen:
+    compiler = f"nvcc {tools.nvcc_version} {' '.join(tools.options)}"
+    for arch in dict.fromkeys([*chosen, *packs]):
         of_arch = {k: m for k, m in results.items() if k.target == arch}
         if not of_arch:
             continue
         _summary(arch, of_arch, say)
         say(f"{arch}: gates passed: {gate_counts(of_arch, failures)}")
-        text = report.render(arch, profile, f"nvcc {tools.nvcc_version} {' '.join(tools.options)}", of_arch)
+        parts: dict[str, str] = {}
+        for part in report.PARTS:
+            if mine := {k: m for k, m in of_arch.items() if (k.family == packing.FAMILY) == (part == packing.FAMILY)}:
+                parts[part] = report.render(arch, profile, compiler, mine)
         fresh = out / f"gates_{arch}_{profile}.txt"
-        fresh.write_text(text)
+        fresh.write_text(report.join(parts))
         failed = len({f.kernel for f in failures if f.target == arch})
         if failed:
             say(f"{arch}: {failed} kernels fail; numbers in {fresh}")
-        elif pattern is None:
+            continue
+        if pattern is None:
             say(f"{arch}: all gates hold; numbers in {fresh}")
-        elif check_only:
-            good = _ratchet(_path(pattern, arch, profile), text, say) and good
+            continue
+        committed = _path(pattern, arch, profile)
+        if check_only:
+            for part, text in parts.items():
+                good = _ratchet(committed, part, text, say) and good
         else:
-            committed = _path(pattern, arch, profile)
+            before = report.split(committed.read_text()) if committed.is_file() else {}
             committed.parent.mkdir(parents=True, exist_ok=True)
-            committed.write_text(text)
+            committed.write_text(report.join(before | parts))
             say(f"{arch}: all gates hold; {committed} written")
     return good

@@ -18,7 +18,7 @@ INSTRUCTION_BYTES = 16  # since sm_70
 MATRIX = ("QMMA", "HMMA", "IMMA", "QGMMA", "HGMMA")
 WARPGROUP = ("QGMMA", "HGMMA")
 
-_SECTION = re.compile(r"^\s*\.section\s+\.text\.")
+_SECTION = re.compile(r"^\s*\.section\s+\.text\.([\w$]+)")
 _LABEL = re.compile(r"^(\.L\w+):")
 _INSTRUCTION = re.compile(
     r"^\s*/\*(?P<address>[0-9a-f]+)\*/\s+(?P<predicate>@!?\w+\s+)?(?P<opcode>[A-Z][A-Z0-9_]*)(?P<rest>[^;]*);"
@@ -35,17 +35,21 @@ class SassError(ValueError):
 class _Section:
     """One function's code. Everything is by position; `labels` stand for that of the instruction that follows.
 
-    branches: position -> label. no_fall: positions that control never leaves downwards.
+    branches: position -> label. no_fall: positions that control never leaves downwards. wide_loads: LDG of 16 bytes.
     """
 
+    name: str
     opcodes: list[str] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     branches: dict[int, str] = field(default_factory=dict)
     no_fall: set[int] = field(default_factory=set)
+    wide_loads: int = 0
 
     def add(self, opcode: str, rest: str, predicated: bool) -> None:
         here = len(self.opcodes)
         self.opcodes.append(opcode)
+        if opcode == "LDG" and ".128" in rest.split()[0]:
+            self.wide_loads += 1
         if opcode == "BRA" and (target := _TARGET.match(rest)):
             self.branches[here] = target["label"]
             # Some branches name their condition as an operand: BRA.DIV ~URZ, `(.L_x_1)
@@ -57,8 +61,8 @@ class _Section:
 def _sections(text: str) -> list[_Section]:
     sections: list[_Section] = []
     for line in text.splitlines():
-        if _SECTION.match(line):
-            sections.append(_Section())
+        if begun := _SECTION.match(line):
+            sections.append(_Section(name=begun[1]))
         elif not sections:
             continue
         elif label := _LABEL.match(line):
@@ -134,14 +138,18 @@ def _natural_loop(section: _Section) -> Loop | None:
     )
 
 
-def parse(text: str) -> Listing:
-    """The listing of a cubin. Raises SassError for text without code or with a line that is not understood."""
-    sections = _sections(text)
+def parse(text: str, entry: str = "") -> Listing:
+    """The listing of a cubin, of the functions whose mangled name holds `entry`.
+
+    Raises SassError for text without code of such, or with a line that is not understood.
+    """
+    sections = [s for s in _sections(text) if entry in s.name]
     if not sections:
-        raise SassError("no instructions in the disassembly")
+        raise SassError(f"no instructions{' of ' + entry if entry else ''} in the disassembly")
     loops = [loop for s in sections if (loop := _main_loop(s)) is not None]
     return Listing(
         code_bytes=sum(len(s.opcodes) for s in sections) * INSTRUCTION_BYTES,
         counts=_count(opcode for s in sections for opcode in s.opcodes),
+        wide_loads=sum(s.wide_loads for s in sections),
         loop=max(loops, key=lambda loop: sum(loop.counts.get(m, 0) for m in MATRIX), default=None),
     )

@@ -21,6 +21,9 @@ class Kernel:
     smem_bytes, smem_limit: dynamic shared memory of a launch and the most a block may have, in bytes.
     mma_in_loop: matrix instructions in the main loop's code, where an inner loop over k steps stands once.
     spilled: registers that may go through local memory.
+    entry: what the kernel's mangled name holds, where the source has several kernels.
+    static_smem: bytes of shared memory that the compiler lays out. The family `pack` has such, the others none.
+    wide_loads, narrow_loads: global loads of 16 bytes, and others, in the code of a kernel of the family `pack`.
     """
 
     id: str
@@ -35,6 +38,10 @@ class Kernel:
     smem_limit: int
     mma_in_loop: int
     spilled: int = 0
+    entry: str = ""
+    static_smem: int = 0
+    wide_loads: int = 0
+    narrow_loads: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +58,15 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What a disassembly says. `counts` is by opcode without modifiers over the whole file; padding is left out."""
+    """What a disassembly says. `counts` is by opcode without modifiers over all that was read; padding is left out.
+
+    wide_loads: how many of the LDG take 16 bytes.
+    """
 
     code_bytes: int
     counts: dict[str, int]
     loop: Loop | None
+    wide_loads: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +88,9 @@ class Resources:
 class Measured:
     """A compiled kernel.
 
-    storage_bytes: sizeof(SharedStorage) as the source's static_assert states it, which compiled and hence is true;
-    None when the source asserts nothing. seconds, peak_mib: wall time of nvcc and the largest of its processes.
+    storage_bytes: what the source's static_assert states of its dynamic shared memory, which compiled and hence is true
+    (sizeof(SharedStorage), or kBytes of a pack's Stage); None when the source asserts nothing. seconds, peak_mib: wall
+    time of nvcc for the source, and the largest of its processes.
     """
 
     resources: Resources
@@ -101,15 +113,20 @@ class Failure:
         return f"{self.gate}: {self.target} {self.kernel}: {self.message}"
 
 
+def write_source(path: Path, text: str) -> None:
+    """Writes a source, unless it is there like that."""
+    if not path.is_file() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
 def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kernel]:
     """A Kernel for each target and variant chosen for it. Writes the sources that `folder` does not have like that."""
     env = environment()
     kernels = []
     for v in dict.fromkeys(v for variants in chosen.values() for v in variants):
-        source, text = folder / kernel_path(v), render_kernel(v, env)
-        if not source.is_file() or source.read_text() != text:
-            source.parent.mkdir(parents=True, exist_ok=True)
-            source.write_text(text)
+        source = folder / kernel_path(v)
+        write_source(source, render_kernel(v, env))
         d = derive(v)
         family = FAMILIES[v.family]
         for target in (t for t, variants in chosen.items() if v in variants):

@@ -26,7 +26,13 @@ static_assert(8 * kLanes * kChunks == kHeadDim && kRowStep * kPasses == kRows);
 static_assert(kRows <= kThreads && kHeadDim <= kThreads);  // a thread finds the scale of a row or a column
 
 // CTAs an SM that the kernels which transform are held to, so that one loads while another computes.
-constexpr int kTransformCtas = kPasses * kChunks > 8 ? 2 : 3;
+constexpr int kTransformCtas = 3;
+// The others have room for as many by themselves, but that ptxas takes 146 registers for sm_89 at head_dim 256.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kPlainCtas = kHeadDim > 192 ? kTransformCtas : 0;
+#else
+constexpr int kPlainCtas = 0;
+#endif
 
 using Stage = TransposeStage<kRows, kHeadDim, kLanes>;
 static_assert(Stage::kBytes == 8448);  // of shared memory
@@ -137,7 +143,8 @@ __device__ __forceinline__ void quantise(const PackParams& p, const Block& block
 }
 
 template <bool kTransform>
-__global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : 0) pack(const __grid_constant__ PackParams p) {
+__global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : kPlainCtas)
+    pack(const __grid_constant__ PackParams p) {
   extern __shared__ __align__(16) uint8_t stage[];  // Stage
   __shared__ __align__(16) float inverse[kThreads];
   packing::allow_dependents();

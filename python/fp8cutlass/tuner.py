@@ -92,7 +92,8 @@ def tune(*args: Any, save: bool = True, **kwargs: Any) -> Tuning:
 
     Raises:
         UnsupportedError: what ``attention`` would raise; ``kernel`` is given; the tensors are not on a card.
-        OSError, ValueError: after measuring, where the file cannot be written or is of another kind.
+        ValueError: before anything is measured, where the file is of another kind.
+        OSError: the file cannot be read, or after measuring, written.
     """
     request = Request(*args, **kwargs)
     if request.kernel is not None:
@@ -111,6 +112,9 @@ def tune(*args: Any, save: bool = True, **kwargs: Any) -> Tuning:
 
 
 def _search(request: Request, plan: Plan, timer: Timer, save: bool) -> Tuning:
+    path = tuned.location() if save else None
+    if path is not None:
+        tuned.read(path)  # `store` keeps its rows, and would find out too late that it cannot
     at = target(plan.q.device)
     problem = problem_of(
         at,
@@ -130,7 +134,6 @@ def _search(request: Request, plan: Plan, timer: Timer, save: bool) -> Tuning:
         raise UnsupportedError(f"the table's kernel {default} cannot be timed: {us.refused}")
     if us.us < WORTH * best.us:
         best = us
-    path = tuned.location() if save else None
     if path is not None:
         tuned.store(path, [_row(manifest.directory, problem, found, best, us)])
         dispatch.forget()

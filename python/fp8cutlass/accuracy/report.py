@@ -1,9 +1,9 @@
-"""The accuracy table as text and as CSV."""
+"""The accuracy table as text and as CSV; ``page`` has it as Markdown."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TextIO
 
 from .measure import Row
@@ -61,43 +61,46 @@ def _shape(row: Row) -> str:
     return "({},{},{},{})".format(*row.shape)
 
 
-def summary(rows: Iterable[Row]) -> str:
+def summary(records: Iterable[Mapping[str, str]]) -> str:
     """How many rows passed, failed and were skipped."""
-    statuses = [row.status for row in rows]
+    statuses = [record["status"] for record in records]
     passed, failed, skipped = (statuses.count(name) for name in ("pass", "FAIL", "skip"))
     return f"{passed} rows passed, {failed} failed, {skipped} skipped"
 
 
-def beside(rows: Iterable[Row], other: TextIO) -> str:
-    """A Markdown table of this run's rows, and in the same line what the CSV of another run (on a card, say) has for
-    each: relative L2 and RMSE against float64 on the original inputs, the kernel's own largest error."""
-    there = {tuple(row[name] for name in CSV_TITLES[:NAMES]): row for row in csv.DictReader(other)}
-    titles = ["inputs", "shape", "mode", "precision", "gate", "rel L2", "there", "RMSE", "there", "own error", "there"]
-    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * NAMES + " ---: |" * (len(titles) - NAMES)]
-    for row in rows:
-        names = (row.inputs, _shape(row), row.mode, row.precision)
-        found, figures = there.get(names, {}), row.figures
-        mine = (None,) * 3 if figures is None else (figures.relative_l2, figures.rmse, figures.own_error)
-        cells = [*names, f"{row.gate:.4f}"]
-        for value, title, form in zip(mine, ("relative_l2", "rmse", "own_error"), (".4f", ".2e", ".2e"), strict=True):
-            theirs = found.get(title)
-            cells += ["" if value is None else f"{value:{form}}", f"{float(theirs):{form}}" if theirs else ""]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+# ---- CSV ------------------------------------------------------------------------------------------------------------
 
 
-def write_csv(file: TextIO, rows: Iterable[Row]) -> None:
-    """One line a row in full precision; what was not measured is empty."""
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(CSV_TITLES)
-    for row in rows:
-        cells: list[object] = [row.inputs, _shape(row), row.mode, row.precision, row.kernel, row.status]
-        figures = row.figures
-        if figures is None:
-            cells += ["", row.gate, *[""] * 8]
-        else:
-            z = figures.z
-            cells += [figures.relative_l2, row.gate, figures.rmse, figures.max_error, figures.min_row_cosine]
-            cells.append("" if figures.own_error is None else figures.own_error)
-            cells += [""] * 4 if z is None else [z.rms, z.max, z.row_rms, z.mean]
-        writer.writerow([*cells, row.skipped or "; ".join(row.refusals)])
+def record(row: Row) -> dict[str, str]:
+    """A row as a line of the CSV, in full precision; what was not measured is empty."""
+    cells: list[object] = [row.inputs, _shape(row), row.mode, row.precision, row.kernel, row.status]
+    figures = row.figures
+    if figures is None:
+        cells += ["", row.gate, *[""] * 8]
+    else:
+        z = figures.z
+        cells += [figures.relative_l2, row.gate, figures.rmse, figures.max_error, figures.min_row_cosine]
+        cells.append("" if figures.own_error is None else figures.own_error)
+        cells += [""] * 4 if z is None else [z.rms, z.max, z.row_rms, z.mean]
+    cells.append(row.skipped or "; ".join(row.refusals))
+    return dict(zip(CSV_TITLES, map(str, cells), strict=True))
+
+
+def write_csv(file: TextIO, stamp: Mapping[str, str], records: Iterable[Mapping[str, str]]) -> None:
+    """The stamp in comment lines, then the records."""
+    for name, value in stamp.items():
+        file.write(f"# {name}: {value}\n")
+    writer = csv.DictWriter(file, CSV_TITLES, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+
+
+def read_csv(file: TextIO) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """The stamp and the records of a CSV. A column that an earlier one lacks is empty; ValueError where the columns
+    that name a row, its kernel or its status are not there."""
+    lines = file.readlines()
+    stamp = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#"))
+    reader = csv.DictReader(line for line in lines if not line.startswith("#"))
+    if missing := {*CSV_TITLES[: NAMES + 2]} - {*(reader.fieldnames or ())}:
+        raise ValueError(f"{file.name} is no accuracy table: it has no column {', '.join(sorted(missing))}")
+    return stamp, [dict.fromkeys(CSV_TITLES, "") | row for row in reader]

@@ -1,0 +1,93 @@
+"""The kernels that quantise and pack, as the gates look at them: four to a source, and what their code must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from codegen.arch import TARGETS
+from codegen.gates.subject import Kernel, write_source
+from codegen.pack import SAMPLES, THREADS, Pack
+from codegen.render import environment, render_pack
+
+FAMILY = "pack"
+
+# Words a thread that may be read back from local memory where rows are transformed. Launch bounds leave those kernels
+# 80 or 128 registers, and the compiler overlaps more rows than fit: a word is then written once and read once or twice,
+# out of L1, which costs less than the CTA that more registers would cost.
+SPILLED = 14
+
+MAXIMUM_READS = 2  # of a float32 maximum: that of a head or a tensor, that of a column
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One of the kernels of a source. maxima: it raises the maxima of groups larger than a block, and packs nothing.
+    transforms: it is the one for calls that smooth keys or rotate rows."""
+
+    name: str
+    maxima: bool
+    transforms: bool
+
+    @property
+    def entry(self) -> str:
+        """What its mangled name holds: the function's name, its length in front, and the template's argument."""
+        function = "amax" if self.maxima else "pack"
+        return f"{len(function)}{function}ILb{int(self.transforms)}E"
+
+
+FORMS = tuple(
+    Form(name=name + suffix, maxima=name == "amax", transforms=bool(suffix))
+    for name in ("amax", "pack")
+    for suffix in ("", "_transform")
+)
+
+
+def static_smem(pack: Pack, form: Form) -> int:
+    """Bytes: a maximum for each warp, and a float for each thread or, for the maxima, column; the mean of K."""
+    warps = 4 * THREADS // 32
+    own = 4 * (pack.head_dim if form.maxima else THREADS)
+    return warps + own + (4 * pack.head_dim if form.transforms else 0)
+
+
+def wide_loads(pack: Pack, form: Form) -> int:
+    """Loads of 16 bytes in the code: every element once, and the samples of K's mean."""
+    samples = -(-SAMPLES * pack.lanes // THREADS) * pack.chunks
+    return pack.passes * pack.chunks + (samples if form.transforms else 0)
+
+
+def narrow_loads(form: Form) -> int:
+    """Loads of 4 bytes in the code, on the way of rows as they are and on that of rows that are transformed."""
+    return 0 if form.maxima else MAXIMUM_READS * (2 if form.transforms else 1)
+
+
+def render(chosen: Mapping[str, tuple[Pack, ...]], folder: Path) -> list[Kernel]:
+    """A Kernel for each target, pack chosen for it and form. Writes the sources that `folder` does not have so."""
+    env = environment()
+    for pack in {p for packs in chosen.values() for p in packs}:
+        write_source(folder / pack.path, render_pack(pack, env))
+    kernels = [
+        Kernel(
+            id=f"{pack.id}.{form.name}",
+            target=target,
+            family=FAMILY,
+            source=folder / pack.path,
+            emulated=False,
+            head_dim=pack.head_dim,
+            threads=THREADS,
+            ctas_per_sm=pack.ctas_per_sm,
+            smem_bytes=0 if form.maxima and not form.transforms else pack.stage_bytes,
+            smem_limit=TARGETS[target].smem_per_block,
+            mma_in_loop=0,
+            spilled=SPILLED if form.transforms else 0,
+            entry=form.entry,
+            static_smem=static_smem(pack, form),
+            wide_loads=wide_loads(pack, form),
+            narrow_loads=narrow_loads(form),
+        )
+        for target, packs in chosen.items()
+        for pack in packs
+        for form in FORMS
+    ]
+    return sorted(kernels, key=lambda k: (k.target, k.id))

@@ -13,6 +13,7 @@ from codegen.table import targets_of
 CHUNK = 8  # elements of one 16-byte load
 THREADS = 256  # packing::kThreads
 STAGE_PAD = 32  # bytes between groups of 16 keys of V in shared memory, see TransposeStage
+SMALL_TRANSFORM_CTAS = 4  # an SM, of blocks that are no more than 8 chunks a lane
 SAMPLES = 32  # packing::kSamples, keys that a mean is taken over
 
 
@@ -62,6 +63,11 @@ class Pack:
         """CTAs an SM, so that one loads while another computes. Launch bounds ask for them where registers would not
         leave room for as many anyway."""
         return 2 if self.passes * self.chunks > 8 else 3
+
+    @property
+    def transform_ctas_per_sm(self) -> int:
+        """Of the form that smooths and rotates, which waits more: launch bounds ask for them."""
+        return 2 if self.ctas_per_sm == 2 else SMALL_TRANSFORM_CTAS
 
     @property
     def stage_bytes(self) -> int:

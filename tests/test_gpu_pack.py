@@ -23,6 +23,7 @@ from fp8cutlass.fused import Operands
 from fp8cutlass.pack import pack_v, pad_token_descale
 from fp8cutlass.prepare import prepared
 from fp8cutlass.quantize import V_AMAX, quantize
+from fp8cutlass.rotate import SIGNS
 from fp8cutlass.smooth import key_mean
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.gpu
 PACKS = built_packs()
 MODES = built_manifest().scaling
 SOURCES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-VALUES = ("normal", "rows", "tiny", "denormal", "zeros", "huge", "broken", "all broken", "negative zeros")
+VALUES = ("normal", "rows", "tiny", "denormal", "zeros", "huge", "broken", "all broken", "negative zeros", "sign zeros")
 TRANSFORMS = ({}, {"smooth_k": True}, {"hadamard": True}, {"smooth_k": True, "hadamard": True})
 SETTINGS = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -59,6 +60,9 @@ def values_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) 
         x[..., ::3] = torch.nan
     elif kind == "negative zeros":
         x = torch.full(shape, -0.0)
+    elif kind == "sign zeros":  # those of the rotation's signs make negative zeros of all
+        negative = torch.tensor([SIGNS[d // 32] >> d % 32 & 1 for d in range(shape[3])]).bool()
+        x = torch.where(negative, 0.0, -0.0).expand(shape)
     return x.to(dtype)
 
 

@@ -117,6 +117,14 @@ def test_rotation_bits(head_dim: int) -> None:
     assert torch.equal(rotate(x, head_dim).view(torch.int32), (torch.stack(y, 3) * factor).view(torch.int32))
 
 
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_rotated_zeros_are_positive(head_dim: int) -> None:
+    """Also of a row whose zeros are negative after the signs: sums of those would be."""
+    x = torch.tensor([0.0 if SIGNS[d // 32] >> d % 32 & 1 else -0.0 for d in range(head_dim)])
+    for row in (x, -x, torch.zeros(head_dim)):
+        assert not rotate(row.view(1, 1, 1, head_dim), head_dim).view(torch.int32).any()
+
+
 def test_signs_are_those_of_pi() -> None:
     """256 bits of its fraction, by Machin's formula, so that nobody chose them."""
 

@@ -76,7 +76,7 @@ def render(chosen: Mapping[str, tuple[Pack, ...]], folder: Path) -> list[Kernel]
             emulated=False,
             head_dim=pack.head_dim,
             threads=THREADS,
-            ctas_per_sm=pack.ctas_per_sm,
+            ctas_per_sm=pack.transform_ctas_per_sm if form.transforms else pack.ctas_per_sm,
             smem_bytes=0 if form.maxima and not form.transforms else pack.stage_bytes,
             smem_limit=TARGETS[target].smem_per_block,
             mma_in_loop=0,

@@ -29,7 +29,7 @@ static_assert(kRows <= kThreads && kHeadDim <= kThreads);  // a thread finds the
 constexpr int kTransformCtas = 2;
 // The others have room for as many by themselves, but that ptxas takes 146 registers for sm_89 at head_dim 256.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kPlainCtas = kHeadDim > 192 ? kTransformCtas : 0;
+constexpr int kPlainCtas = kHeadDim > 192 ? 2 : 0;
 #else
 constexpr int kPlainCtas = 0;
 #endif
@@ -83,22 +83,23 @@ __device__ void make_scales(const PackOperand& o, const Block& block, const uint
 }
 
 // Q and K: rows stay rows.
-template <class X>
+template <class X, bool kRotated>
 __device__ void pack_rows(const PackOperand& o, const Block& block, const uint4 (&x)[kPasses][kChunks],
                           const float (&inverse)[kThreads], uint32_t flip) {
-  const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes, begin = block.index * kRows;
+  const int own = threadIdx.x % kLanes, lane = kRotated ? packing::rotated_lane<kLanes>(own) : own;
+  const int first = threadIdx.x / kLanes, begin = block.index * kRows;
   uint8_t* out = o.out + block.head / o.heads * o.out_stride_batch + block.head % o.heads * o.out_stride_head +
                  (begin + first) * o.out_stride_row + 8 * lane;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass, out += kRowStep * o.out_stride_row) {
     const int row = first + pass * kRowStep;
     const float factor = inverse[o.granularity == Granularity::token ? row : 0];
-    if (begin + row < o.tokens) {
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
-        const uint2 bytes = packing::e4m3x8<X>(x[pass][i], factor);
+    for (int i = 0; i < kChunks; ++i) {
+      uint2 bytes = packing::e4m3x8<X>(x[pass][i], factor);
+      if constexpr (kRotated) bytes = packing::exchange_halves(bytes);
+      if (begin + row < o.tokens)
         *reinterpret_cast<uint2*>(out + 8 * kLanes * i) = uint2{bytes.x ^ flip, bytes.y ^ flip};
-      }
     }
   }
 }
@@ -125,8 +126,8 @@ __device__ void pack_columns(const PackOperand& o, const Block& block, const uin
                                                 o.rows - begin, stage);
 }
 
-// Quantises a block of X.
-template <class X, bool kMayBeV>
+// Quantises a block of X. V is never transformed.
+template <class X, bool kTransformed>
 __device__ __forceinline__ void quantise(const PackParams& p, const Block& block, uint4 (&x)[kPasses][kChunks],
                                          float (&inverse)[kThreads], uint8_t* stage) {
   const PackOperand& o = p.operand[block.operand];
@@ -135,10 +136,13 @@ __device__ __forceinline__ void quantise(const PackParams& p, const Block& block
   make_scales<X>(o, block, largest, inverse);
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) packing::keep(x[pass]);
-  if (kMayBeV && block.operand == kPackV) {
-    pack_columns(o, block, x, inverse, stage);
+  const uint32_t flip = block.operand == kPackQ ? p.q_flip : 0;
+  if (kTransformed && p.hadamard) {
+    pack_rows<X, true>(o, block, x, inverse, flip);
+  } else if (kTransformed || block.operand != kPackV) {
+    pack_rows<X, false>(o, block, x, inverse, flip);
   } else {
-    pack_rows<X>(o, block, x, inverse, block.operand == kPackQ ? p.q_flip : 0);
+    pack_columns(o, block, x, inverse, stage);
   }
 }
 
@@ -155,11 +159,11 @@ __global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : kPlain
     __shared__ __align__(16) float mean[kHeadDim];
     if (packing::transforms(p, block)) {
       packing::transform<Source, kLanes>(x, mean, reinterpret_cast<float*>(stage), p, block, block.index * kRows);
-      quantise<packing::Bf16, false>(p, block, x, inverse, stage);
+      quantise<packing::Bf16, true>(p, block, x, inverse, stage);
       return;
     }
   }
-  quantise<Source, true>(p, block, x, inverse, stage);
+  quantise<Source, false>(p, block, x, inverse, stage);
 }
 
 // Raises the maximum of the group, no channel, that a block of X belongs to.

@@ -24,8 +24,9 @@ def rotate(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Return x (B, H, S, D) times the matrix of a kernel's ``head_dim``, at least D: (B, H, S, head_dim) float32.
 
     To the bit: zeros are appended, signs applied; then u + v and u - v take the places of elements u and v that lie
-    1, then 2, 4, ... apart, rounded each time; at last everything is multiplied by float32(1 / sqrt(columns)). An
-    infinity or NaN makes all columns that are transformed with it infinite or NaN, and with them all scores of the row.
+    1, then 2, 4, ... apart, rounded each time; every zero becomes positive, so that a kernel may hold a value by its
+    negative; at last everything is multiplied by float32(1 / sqrt(columns)). An infinity or NaN makes all columns that
+    are transformed with it infinite or NaN, and with them all scores of the row.
     """
     columns = rotated_columns(head_dim)
     words = torch.tensor(SIGNS, device=x.device)
@@ -37,4 +38,4 @@ def rotate(x: torch.Tensor, head_dim: int) -> torch.Tensor:
         u, v = y.unflatten(4, (-1, 2, apart)).unbind(5)
         y = torch.stack((u + v, u - v), 5).flatten(4)
         apart *= 2
-    return (y * columns**-0.5).flatten(3)
+    return ((y + 0.0) * columns**-0.5).flatten(3)

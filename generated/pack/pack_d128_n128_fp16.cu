@@ -26,7 +26,7 @@ static_assert(8 * kLanes * kChunks == kHeadDim && kRowStep * kPasses == kRows);
 static_assert(kRows <= kThreads && kHeadDim <= kThreads);  // a thread finds the scale of a row or a column
 
 // CTAs an SM that the kernels which transform are held to, so that one loads while another computes.
-constexpr int kTransformCtas = 4;
+constexpr int kTransformCtas = 3;
 // The others have room for as many by themselves, but that ptxas takes 146 registers for sm_89 at head_dim 256.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kPlainCtas = kHeadDim > 192 ? 3 : 0;

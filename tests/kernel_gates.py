@@ -34,6 +34,21 @@ def emulator_limit(variant: Variant) -> float:
     return (L2_EMULATOR_E4M3 if variant.out == "e4m3" else L2_EMULATOR) * unmodelled
 
 
+def beyond_rounding(out: torch.Tensor, unrounded: torch.Tensor, descale: float) -> float:
+    """How far ``unrounded`` is from the numbers that round to the e4m3 output ``out`` (both with ``descale`` applied),
+    relative L2: at most that of the two results before rounding, wherever in its step each is."""
+    stored = (out / descale).to(torch.float8_e4m3fn)
+    code = stored.view(torch.uint8).int()
+    sign, size = torch.where(code > 127, -1.0, 1.0), code & 127
+    table = torch.arange(127, dtype=torch.uint8, device=out.device).view(torch.float8_e4m3fn).float()
+    middles = (table[1:] + table[:-1]) / 2
+    upper = torch.cat([middles, middles.new_tensor([torch.inf])])
+    lower = torch.cat([-middles[:1], middles])
+    x = sign * unrounded / descale
+    beyond = (x - upper[size]).relu() + (lower[size] - x).relu()
+    return float(beyond.double().norm() / (unrounded.double() / descale).norm())
+
+
 def dequantised_limit(variant: Variant) -> float:
     """Relative L2 against float64 on the dequantised operands, randn."""
     return L2_DEQUANTISED + (E4M3_OUT_L2 if variant.out == "e4m3" else 0.0)
@@ -46,16 +61,16 @@ def high_error_limit(variant: Variant, out: torch.Tensor) -> torch.Tensor:
     return HIGH_ERROR + rounding * out.abs()
 
 
-def lse_limit(variant: Variant, largest: float, *, emulated: bool, cuts: int = 1) -> float:
+def lse_limit(variant: Variant, largest: float, *, emulated: bool) -> float:
     """Of the LSE against float64. Scores are sums of head_dim / 32 steps. In f16 each is rounded; in float32 the tensor
-    core truncates each to 13 fraction bits, except where it is emulated (on the CPU too): the sum that is carried, and
-    with ``cuts=2`` what is added to it, which on randn is small. ``largest`` is the largest logit, or number on the way
-    to one (the reference's ``max_partial``)."""
+    core truncates each to 13 fraction bits, except where it is emulated (on the CPU too). It cuts the products that it
+    adds as well: on randn that is small, and not in this limit (``tensor_core`` has it). ``largest`` is the largest
+    logit, or number on the way to one (the reference's ``max_partial``)."""
     steps = variant.head_dim // 32
     if variant.score == "f16":
         roundings = 2.0**-11 * 3 * steps
     else:
-        roundings = 2.0**-12 if emulated else 2.0**-13 * max(2, cuts * steps)
+        roundings = 2.0**-12 if emulated else 2.0**-13 * max(2, steps)
     return 1e-4 + roundings * largest
 
 

@@ -1,0 +1,74 @@
+"""The model of the FP8 accumulator, and the gates of the fuzzer that rest on it. The figures of a card are those that
+the fuzzer printed on an H200 (seed 20).
+
+Regressions these catch: products that are added whole, or aligned by their size instead of their factors' exponents;
+an e4m3 output compared after its rounding, where equal results on a tie go either way.
+"""
+
+from __future__ import annotations
+
+import fuzz_check
+import pytest
+import torch
+from fuzz_cases import CELLS, arguments, draw, inputs_of
+from kernel_gates import L2_EMULATOR, beyond_rounding
+from reference import attention64
+from tensor_core import cut_scores, scores
+
+from fp8cutlass.manifest import generated_dir, load_manifest
+
+
+def one_score(q: list[float], k: list[float], accumulator: str = "f32") -> float:
+    row = [torch.tensor(x + [0.0] * (-len(x) % 32)).view(1, 1, -1) for x in (q, k)]
+    return float(scores(*row, accumulator, emulated_mma=False))
+
+
+def test_what_a_step_loses() -> None:
+    large, small = [256.0] + [0.0] * 31, [32.0] + [0.0] * 31  # a sum of 2^13, of which a unit is 1
+    assert one_score(large + [0.75] * 32, small + [1.0] * 32) == 8192.0, "32 products below a unit are lost"
+    assert one_score(large + [1.5] * 32, small + [-1.0] * 32) == 8192.0 - 32, "each is cut toward zero"
+    assert one_score([0.75] * 32, [1.0] * 32) == 24.0, "nothing is lost beside equals"
+    # 2.25 * 2^12 counts as 2^12, so its unit is 1/2; by its size it would be 1.
+    assert one_score([96.0, 0.5], [96.0, 1.0]) == 9216.0, "the sum, 2^13 and more, keeps no half"
+    assert one_score([96.0, 0.5, 0.5], [96.0, 1.0, 1.0]) == 9217.0, "the products do"
+    assert one_score([1.0, 1.0], [2048.0, 1.0], "f16") == 2048.0, "an f16 tie goes to even"
+
+
+@pytest.mark.parametrize(
+    ("number", "kernel", "seen"),
+    [
+        (6282, "sm90a_fwd_d96_m64n128w4_s3_block_full_e4m3_e4m3_exp2_serial_solo", 0.03613),
+        (6803, "sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_bf16_exp2_serial_solo", 0.02431),  # 0.02711 by their size
+    ],
+)
+def test_errors_that_a_card_had(number: int, kernel: str, seen: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest error of the LSE against float64, to the digits that were printed."""
+    monkeypatch.setattr(fuzz_check, "is_emulated", lambda variant: False)
+    case = draw(20, number, CELLS["cuda"])
+    inputs, variant = inputs_of(case), load_manifest(generated_dir()).find(kernel)
+    operands, _ = fuzz_check.operands_for(case, inputs, variant)
+    reference = attention64(*operands.real, case.softmax_scale, case.causal_offset)
+    options = arguments(case, inputs, "cpu") | {"out_descale": 1.0}
+    plain = fuzz_check._emulated(case, operands, variant, options, "cpu")
+    with cut_scores():
+        cut = fuzz_check._emulated(case, operands, variant, options, "cpu")
+    assert float((cut.lse - reference.lse).abs().max()) == pytest.approx(seen, abs=1e-5)
+    assert float((plain.lse - reference.lse).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("descale", [1.0, 0.37])
+def test_results_on_a_tie_of_e4m3(descale: float) -> None:
+    """Equal results are as near as they were before the rounding, and 5% off a code is more than the limit."""
+
+    def stored(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.float8_e4m3fn).float() * descale
+
+    tie = torch.full((64, 64), 100.0)
+    noise = 0.003 * torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    assert beyond_rounding(stored(tie * (1 + noise)), tie * descale, descale) <= 0.003 < L2_EMULATOR
+    code = torch.full((64, 64), fuzz_check.OUT_CODE)
+    for wrong in (1.05, 0.95):
+        assert beyond_rounding(stored(wrong * code), code * descale, descale) > 4 * L2_EMULATOR
+    spread = 100 * torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
+    assert beyond_rounding(stored(spread), spread * descale, descale) < 1e-6 + 1e-2 * L2_EMULATOR
+    assert beyond_rounding(stored(1.05 * spread), spread * descale, descale) > 2 * L2_EMULATOR

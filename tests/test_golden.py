@@ -47,7 +47,7 @@ def _diagnostic(v: Variant) -> bool:
 
 def _sm90a_overlapped(v: Variant) -> bool:
     forward = v.family == "sm90a" and v.kind is Kind.FWD and v.out is Out.BF16 and v.cluster is Cluster.SOLO
-    return forward and v.head_dim == 128 and v.schedule is not Schedule.SERIAL and not v.causal
+    return forward and v.head_dim == 128 and v.schedule is Schedule.OVERLAP and v.terms == 1 and not v.causal
 
 
 def _sm90a_wide_token(v: Variant) -> bool:

@@ -10,6 +10,8 @@ from typing import TextIO
 
 import click
 
+from codegen.keys import PRECISIONS
+
 from . import plot as plotting
 from . import report
 from .commands import overhead, pack, regret, tune
@@ -36,7 +38,7 @@ def cli() -> None:
 @click.option(
     "--precision",
     "precisions",
-    type=click.Choice(report.PRECISIONS),
+    type=click.Choice(PRECISIONS),
     multiple=True,
     default=["fast"],
     help="Our kernels at this precision; repeat to compare. Default: fast.",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -103,17 +104,17 @@ def _with_quantisation(row: Row, contender: Contender, settings: Settings) -> Ro
     return replace(row, quantise_us=timing.median_us)
 
 
-def _with_timing(row: Row, timing: Timing, monitor: Monitor) -> Row:
-    return replace(
-        row,
-        launches=timing.launches,
-        replays=timing.replays,
-        median_us=timing.median_us,
-        min_us=timing.min_us,
-        spread=timing.spread,
-        clock_mhz=monitor.clock_mhz,
-        power_w=monitor.power_w,
-    )
+def timed(timing: Timing, monitor: Monitor) -> dict[str, Any]:
+    """The fields of a row that a timing fills."""
+    return {
+        "launches": timing.launches,
+        "replays": timing.replays,
+        "median_us": timing.median_us,
+        "min_us": timing.min_us,
+        "spread": timing.spread,
+        "clock_mhz": monitor.clock_mhz,
+        "power_w": monitor.power_w,
+    }
 
 
 def measure(shape: Shape, peers: Sequence[Peer], settings: Settings) -> list[Row]:
@@ -136,7 +137,7 @@ def measure(shape: Shape, peers: Sequence[Peer], settings: Settings) -> list[Row
     replays = settings.replays_of(max((recorded.replay_us for recorded in captures), default=0.0))
     timings = interleave(captures, replays, monitor.sample)
     for (contender, row, _), timing in zip(running, timings, strict=True):
-        rows.append(_with_quantisation(_with_timing(row, timing, monitor), contender, settings))
+        rows.append(_with_quantisation(replace(row, **timed(timing, monitor)), contender, settings))
     return rows
 
 

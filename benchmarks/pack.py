@@ -16,7 +16,7 @@ from fp8cutlass.target import target
 from fp8cutlass.timing import Capture, capture, interleave
 
 from .data import Data, make_data
-from .grid import Settings
+from .grid import Settings, timed
 from .machine import Monitor
 from .peers import Own
 from .report import table
@@ -166,17 +166,7 @@ def measure(shape: Shape, settings: Settings, forms: Sequence[Form] = FORMS) -> 
     monitor = Monitor()
     timings = interleave([recorded for _, recorded in running], settings.replays, monitor.sample)
     found = [
-        replace(
-            row,
-            median_us=timing.median_us,
-            min_us=timing.min_us,
-            spread=timing.spread,
-            tb_per_s=tb_per_s(shape, timing.median_us),
-            launches=timing.launches,
-            replays=timing.replays,
-            clock_mhz=monitor.clock_mhz,
-            power_w=monitor.power_w,
-        )
+        replace(row, tb_per_s=tb_per_s(shape, timing.median_us), **timed(timing, monitor))
         for (row, _), timing in zip(running, timings, strict=True)
     ]
     return found, failed

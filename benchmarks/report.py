@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from codegen.keys import PRECISIONS
+
 from .results import OK, UNAVAILABLE, Row
 from .shapes import GRID_HEAD_DIMS, GRID_SEQLENS, HISTORY, Shape
 
@@ -17,7 +19,6 @@ FP8_PEERS = ("fa3_fp8", "cudnn_fp8")
 BF16_PEERS = ("fa3_bf16", "cudnn_bf16", "fa2_bf16")
 SAGE = "sage_call"  # a whole call, as it quantises inside
 CONTENDERS = (OWN, *FP8_PEERS, *BF16_PEERS, SAGE)  # the order of every table and legend
-PRECISIONS = ("fast", "accurate", "high")  # of `attention`; "fast" is what the names above stand for
 
 TARGETS = {64: (1.8, 1.4), 128: (1.4, 1.15), 256: (1.12, 1.0)}  # head_dim: geometric mean and minimum of the ratio
 HISTORY_TARGET_US = 6.0
@@ -26,7 +27,7 @@ Cell = dict[str, Row]  # contender -> its row
 
 
 def at_precision(name: str, precision: str) -> str:
-    """The name of our contender at a precision of ``attention``."""
+    """The name of our contender at a precision of ``attention``; the first, "fast", is what the names stand for."""
     return name if precision == PRECISIONS[0] else f"{name}_{precision}"
 
 

@@ -83,11 +83,7 @@ def _pack_smem(kernel: Kernel, m: Measured) -> str | None:
 
 
 def _pack_occupancy(kernel: Kernel, m: Measured) -> str | None:
-    if (have := occupancy(kernel, m)) < kernel.ctas_per_sm:
-        return (
-            f"{have} CTAs an SM < {kernel.ctas_per_sm} ({m.resources.registers} registers, {smem_bytes(kernel, m):,} B)"
-        )
-    return None
+    return _fewer_ctas(kernel, m, kernel.ctas_per_sm)
 
 
 def _loads(kernel: Kernel, m: Measured) -> str | None:
@@ -112,9 +108,11 @@ def _cp_async(kernel: Kernel, m: Measured) -> str | None:
 
 
 def _occupancy(kernel: Kernel, m: Measured) -> str | None:
-    need = max(kernel.ctas_per_sm, 2 if kernel.head_dim <= 128 else 1)
-    have = occupancy(kernel, m)
-    if have < need:
+    return _fewer_ctas(kernel, m, max(kernel.ctas_per_sm, 2 if kernel.head_dim <= 128 else 1))
+
+
+def _fewer_ctas(kernel: Kernel, m: Measured, need: int) -> str | None:
+    if (have := occupancy(kernel, m)) < need:
         return (
             f"{have} CTAs an SM < {need} ({m.resources.registers} registers x {kernel.threads} threads, "
             f"{smem_bytes(kernel, m):,} B)"

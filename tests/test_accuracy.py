@@ -26,7 +26,7 @@ from fp8cutlass.accuracy.operands import operands_of
 from fp8cutlass.accuracy.page import page
 from fp8cutlass.accuracy.reference import attention64
 from fp8cutlass.accuracy.report import CSV_TITLES, line, read_csv, record, write_csv
-from fp8cutlass.accuracy.standard import COLUMNS, HIGH_ERROR, LARGE, MODES, RMSE_LIMIT, SMALL, STATED, Mode
+from fp8cutlass.accuracy.standard import COLUMNS, HIGH_ERROR, LARGE, MODES, RMSE_LIMIT, SCALINGS, SMALL, STATED, Mode
 from fp8cutlass.accuracy.ztest import FLOOR, LIMITS, ZTest
 from fp8cutlass.emulator import emulate
 
@@ -52,9 +52,15 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(accuracy, [*arguments])
 
 
-def test_the_small_table_passes() -> None:
-    """What `--quick` measures on the CPU, in full: every mode at every precision, every figure finite."""
+def test_the_small_table_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `--quick` measures on the CPU, every figure finite: every mode, those that leave Q and K alone at every
+    precision. The others run the same kernels: rotated ones `fast`, smoothed ones `accurate`, with both `high`."""
+    changed = [mode for mode in MODES if mode.transforms]
+    monkeypatch.setattr(measure, "MODES", [mode for mode in MODES if not mode.transforms])
     rows = list(table("cpu", PRECISIONS, quick=True))
+    for number, precision in enumerate(PRECISIONS):
+        monkeypatch.setattr(measure, "MODES", changed[number :: len(PRECISIONS)])
+        rows += table("cpu", (precision,), quick=True)
     assert [line(row) for row in rows if row.status == "FAIL"] == []
     measured = [row for row in rows if row.status == "pass"]
     wanted = {(inputs, mode.name) for inputs, shape in COLUMNS if shape == SMALL for mode in MODES}
@@ -64,6 +70,7 @@ def test_the_small_table_passes() -> None:
         assert sum(name.endswith("_linear") for name in kernels) == 3  # token scaling has exp2 alone
         assert sum(name.endswith("_exp2") for name in kernels) == 4
         assert sum(name.endswith("_exp2x2") for name in kernels) == 4
+    assert len(measured) == len(rows) == 2 * (3 * 3 + 2 + 1 + 3 * 4)  # at 4 scalings, of which token has one less
     for row in measured:
         values = dataclasses.asdict(row.figures)
         z, own_error = values.pop("z"), values.pop("own_error")
@@ -231,9 +238,10 @@ def test_the_table_on_the_card() -> None:
     assert any(row.status == "pass" and row.kernel != "torch" for row in rows)
 
 
-def test_two_devices_side_by_side() -> None:
+def test_two_devices_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line for every row of either table, with the figures of the row of the same names, and none where there is
     none; a missed gate is seen."""
+    monkeypatch.setattr(measure, "MODES", PLAIN)
     first, second = (record(row) for row in itertools.islice(table("cpu", ("fast",), quick=True), 2))
     only_there = second | {"shape": "(2,8,4096,128)", "relative_l2": "0.25", "own_error": "", "status": "FAIL"}
     stamps = {"device": "the CPU emulator"}, {"device": "NVIDIA H200", "commit": "abc"}
@@ -271,7 +279,7 @@ def test_a_page_is_made_of_files_without_measuring(tiny: None, tmp_path: Path) -
     options = ["--precision", "accurate", "--quick", "--csv", str(csv_file)]
     assert run(*options, "--beside", other, str(pages[0])).exit_code == 0
     result = run("--from", str(csv_file), "--beside", other, str(pages[1]))
-    assert result.exit_code == 0 and result.output == "16 rows passed, 0 failed, 0 skipped\n"
+    assert result.exit_code == 0 and result.output == f"{2 * len(MODES)} rows passed, 0 failed, 0 skipped\n"
     assert pages[0].read_text() == pages[1].read_text() and "[a.csv](a.csv)" in pages[1].read_text()
     for option in (["--quick"], ["--device", "cpu"], ["--csv", str(csv_file)], ["--precision", "high"]):
         result = run("--from", str(csv_file), *option)
@@ -294,7 +302,8 @@ def test_the_committed_page_is_made_of_the_committed_tables(monkeypatch: pytest.
 def test_the_stated_rmse_is_asked_of_modes_that_rotate_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """At (2, 8, 4096, 128) alone, and beside the gate of (1, 4, 4096, 128)."""
     asked = {mode.name for mode in MODES if mode.rmse_limit(STATED) == RMSE_LIMIT == 9.5e-3}
-    assert asked == {"block, Hadamard", "token, both"} and all(m.rmse_limit(LARGE) == math.inf for m in MODES)
+    assert asked == {f"{scaling}, {name}" for scaling in SCALINGS for name in ("Hadamard", "both")}
+    assert all(m.rmse_limit(LARGE) == math.inf for m in MODES)
     assert all(m.figure("outlier", STATED) == m.figure("outlier", LARGE) for m in MODES)
     figures = Figures(0.04, 9.4e-3, 1e-2, 0.99, None, None)
     assert judge(figures, 0.05, "outlier", "fast", RMSE_LIMIT) == ()

@@ -37,7 +37,7 @@ GROUPS = {  # what shares a scale: of Q, K and V
 }
 DIMENSIONS = {"tensor": (0, 1, 2), "head": (1, 2), "token": (2,), "channel": (1,)}  # of (H, S, D)
 DERIVED_WITHIN = 0.01  # four digits, and another machine's rounding
-GIVEN_WITHIN = 3.0  # standard deviations of a draw: the figures that were given are of one draw each
+GIVEN_WITHIN = 3.0  # standard deviations of a draw: what was given is taken to be of one draw
 
 
 def e4m3(x: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ TRANSFORMS: dict[str, dict[str, bool]] = {
     ", smooth K": {"smooth_k": True},
     ", both": {"smooth_k": True, "hadamard": True},
 }
-# Relative L2 at COLUMNS, e4m3 everywhere. Those of GIVEN came with the standard, each of one draw of the operands; the
+# Relative L2 at COLUMNS, e4m3 everywhere. Those of GIVEN came with the standard, their draws are not kept; the
 # others are means over the draws of tests/fake_quant.py, which computes them in float64 without code of this package.
 FIGURES = {
     "tensor": (0.0528, 0.0534, 0.0889, 0.0932, 0.204),

@@ -37,12 +37,13 @@ def choose(
 ) -> Request:
     """The variants that the options ask for. Whatever cannot be had is an error that says why."""
     targets = _targets(archs)
-    variants = built(of_profile(select().emitted, profile), targets, emulated)
     name = profile
     if only:
         if given("profile"):
             raise click.ClickException("--only names the variants: leave out --profile")
         variants, name = tuple(sorted((requested(i) for i in set(only)), key=lambda v: v.id)), "custom"
+    else:
+        variants = built(of_profile(select().emitted, profile), targets, emulated)
     conditions = _conditions(filters)
     if conditions:
         known = variants

@@ -69,8 +69,14 @@ def candidates_of(key: Key, emitted: tuple[Variant, ...]) -> list[Variant]:
 
 def decide(key: Key, emitted: tuple[Variant, ...]) -> Decision:
     found = candidates_of(key, emitted)
-    if not found:
-        return Decision(variant=None, reason=_empty_reason(key))
+    return _best(key, found) if found else _nobody(key)
+
+
+def _nobody(key: Key) -> Decision:
+    return Decision(variant=None, reason=_empty_reason(key))
+
+
+def _best(key: Key, found: list[Variant]) -> Decision:
     times = {v.id: timing(v, key.seqlen, key.load) for v in found}
     ranked = sorted(found, key=lambda v: order(v, times[v.id]))
     best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
@@ -167,8 +173,15 @@ def build(emitted: tuple[Variant, ...], archs: tuple[str, ...]) -> Table:
         rivals[v.head_dim, v.dtype, v.out, v.causal].append(v)
     numbers: dict[Decision, int] = {}
     cells = []
+    # Who serves a cell, or why nobody does, depends on neither sequence length nor load.
+    known: dict[tuple[object, ...], list[Variant] | Decision] = {}
     for key in keys(archs):
-        decision = decide(key, tuple(rivals[key.head_dim, key.dtype, key.out, key.causal]))
+        group = (key.arch, key.head_dim, key.dtype, key.out, key.scaling, key.causal, key.precision)
+        found = known.get(group)
+        if found is None:
+            of = candidates_of(key, tuple(rivals[key.head_dim, key.dtype, key.out, key.causal]))
+            found = known[group] = of or _nobody(key)
+        decision = found if isinstance(found, Decision) else _best(key, found)
         cells.append(numbers.setdefault(decision, len(numbers)))
     return Table(axes=axes(archs), cells=tuple(cells), decisions=tuple(numbers))
 
@@ -180,6 +193,8 @@ def built(variants: tuple[Variant, ...], archs: tuple[str, ...], emulated: bool)
     """
     families = {f.name for a in archs for f in families_of(a) if emulated or a not in f.emulated}
     kept = {v.id for v in variants if v.family in families}
+    if len(kept) == len(variants):
+        return variants
     for arch in archs:
         kept |= {d.variant for d in build(variants, (arch,)).decisions if d.variant is not None}
     return tuple(v for v in variants if v.id in kept)

@@ -5,6 +5,7 @@
     python scripts/proof.py --out DIR --step tests    # some steps only
     python scripts/proof.py --out DIR --render        # write the report again from DIR/results.json
     python scripts/proof.py --out DIR --join A --join B     # one report of the steps that A and B ran, of one state
+    python scripts/proof.py --out DIR --render --note TEXT  # with a remark: why something failed or was left out
 
 DIR gets results.json, report.md and the output of every step. The exit status is 0 when every step ran and passed.
 Needs a card, nvcc and compute-sanitizer.
@@ -218,15 +219,20 @@ def main() -> int:
     parser.add_argument(
         "--join", action="append", type=Path, help="a folder of an earlier run; run nothing (repeatable)"
     )
+    parser.add_argument("--note", action="append", help="with --join or --render: a remark by hand (repeatable)")
     options = parser.parse_args()
+    if options.note and not (options.join or options.render):
+        parser.error("--note goes with --join or --render: remarks come after what ran")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     file = out / "results.json"
     if options.join:
         results = joined([json.loads((run / file.name).read_text(encoding="utf-8")) for run in options.join])
+        results["notes"] = options.note or []
         file.write_text(json.dumps(results, indent=1), encoding="utf-8")
     elif options.render:
         results = json.loads(file.read_text(encoding="utf-8"))
+        results["notes"] = options.note or results.get("notes", [])
     else:
         if shutil.which("nvidia-smi") is None:
             parser.error("there is no card here")

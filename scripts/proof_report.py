@@ -47,6 +47,8 @@ def render(results: dict[str, Any]) -> str:
     ]
     rows += [[name, "left out", "", ""] for name in results["left_out"]]
     lines += _table(["step", "result", "time", "command"], rows)
+    if notes := results.get("notes"):
+        lines += ["", "Remarks, by hand:", "", *(f"* {note}" for note in notes)]
     for title, part in (
         ("Tests", _tests),
         ("Random calls", _fuzz),

@@ -141,5 +141,9 @@ def test_runs_of_one_state_are_joined(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [s["name"] for s in written["steps"]] == ["build", "tests", "fuzz"]
     assert written["left_out"] == [name for name in proof.STEPS if name not in ("build", "tests", "fuzz")]
     assert "| started | 0:00, 1:00 |" in (out / "report.md").read_text()
+    assert "Remarks" not in (out / "report.md").read_text()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--note", "one test took it that there is no card"])
+    assert proof.main() == 0
+    assert "Remarks, by hand:\n\n* one test took it that there is no card" in (out / "report.md").read_text()
     with pytest.raises(ValueError, match="the runs differ in commit"):
         proof.joined([runs["a"], runs["b"] | {"machine": MACHINE | {"commit": "def", "started": "2:00"}}])

@@ -226,13 +226,11 @@ def main() -> int:
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     file = out / "results.json"
-    if options.join:
-        results = joined([json.loads((run / file.name).read_text(encoding="utf-8")) for run in options.join])
-        results["notes"] = options.note or []
-        file.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    elif options.render:
-        results = json.loads(file.read_text(encoding="utf-8"))
+    if options.join or options.render:
+        runs = [json.loads((run / file.name).read_text(encoding="utf-8")) for run in options.join or [out]]
+        results = joined(runs) if options.join else runs[0]
         results["notes"] = options.note or results.get("notes", [])
+        file.write_text(json.dumps(results, indent=1), encoding="utf-8")
     else:
         if shutil.which("nvidia-smi") is None:
             parser.error("there is no card here")

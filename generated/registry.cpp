@@ -632,7 +632,6 @@ extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s3_token_full_e4m3_fp16_e
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_pingpong_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_bf16_exp2_pingpong_solo;
@@ -644,11 +643,12 @@ extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_e
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_bf16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_fp16_exp2_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_e4m3_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_bf16_linear_pingpong_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2_serial_split4;
@@ -2670,9 +2670,6 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_pingpong_solo, 64, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
-    {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo, 64, 128, 128, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
@@ -2706,6 +2703,15 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_fp16_exp2_pingpong_solo, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
+    {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo, 64, 128, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
+    {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo, 64, 128, 256, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
+    {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo, 64, 128, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo, 64, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
@@ -2715,12 +2721,6 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo, 64, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
-    {"sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_bf16_linear_pingpong_solo, 64, 192, 192, OutType::bf16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     192, true, true, true},
-    {"sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_fp16_linear_pingpong_solo, 64, 192, 192, OutType::fp16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     192, true, true, true},
     {"sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_bf16_linear_pingpong_solo, 64, 192, 192, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      192, true, true, true},

@@ -143,7 +143,7 @@ __device__ __forceinline__ Ahead look_ahead(const sm90::KernelParams& params, co
 }
 
 // The item of a turn for the warps that fetch Q; one without tiles ends them and those that compute.
-__device__ __forceinline__ void publish(decltype(SharedStorage::control)& control, const sm90::Item& item, int turn) {
+__device__ __forceinline__ void publish(decltype(SharedStorage::control)& control, const sm90::Item& item, unsigned turn) {
   sm90::wait(control.next_empty[turn % 2], (turn / 2 & 1) ^ 1);  // a fresh barrier counts as passed with parity 1
   control.next[turn % 2] = item;
   sm90::arrive(control.next_full[turn % 2]);
@@ -168,7 +168,8 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   if (lane == 0) publish(control, first, 0);
   sm90::wait_for_operands();
   Ahead ahead = look_ahead(params, first);
-  for (int turn = 0, number = blockIdx.x; number < params.order.items; ++turn) {
+  int number = blockIdx.x;
+  for (unsigned turn = 0; number < params.order.items; ++turn) {
     const sm90::Item& item = control.next[turn % 2];  // read from shared memory: registers are few
     __syncwarp();
     const int drawn = sm90::draw_item(p, number, lane);
@@ -215,8 +216,8 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
   const int thread = threadIdx.x - 32;
   constexpr bool fp8 = true;
   sm90::wait_for_operands();
-  for (int turn = 0;; ++turn) {
-    const int slot = turn % kQBuffers;
+  for (unsigned turn = 0;; ++turn) {
+    const unsigned slot = turn % kQBuffers;
     sm90::wait(control.next_full[turn % 2], turn / 2 & 1);
     const sm90::Item& item = control.next[turn % 2];
     const int tiles = item.tiles;
@@ -247,7 +248,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   };
   sm90::wait_for_operands();  // what this kernel writes, the one before may read
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
-  const bool want_lse = p.lse != nullptr;
+  const bool want_lse = params.want_lse != 0;
   const uint32_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
   const uint32_t k_tiles = KTile::descriptor(cute::cast_smem_ptr_to_uint(shared.k[0]));
   const uint32_t v_tiles = VTile::descriptor(cute::cast_smem_ptr_to_uint(shared.v[0]));
@@ -261,7 +262,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   float ref[2], sum[2];
   float weight[2], beta[2] = {};   // of a tile, see softmax.cuh
 
-  const auto issue_scores = [&](Scores& s, int slot, int stage) {
+  const auto issue_scores = [&](Scores& s, unsigned slot, int stage) {
     sm90::issue_scores<Gmma, QTile, KTile>(s, q_rows + slot * (QTile::kBytes / 16), k_tiles + stage * (KTile::kBytes / 16));
   };
   const auto issue_values = [&](Product& t, int stage) { sm90::issue_values<GmmaValues, VTile>(t, prob, v_tiles + stage * (kVBytes / 16)); };
@@ -276,7 +277,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     return last < tile * kTileN + kTileN - 1;
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
-  const auto softmax = [&](Scores& s, int turn, int tile, const Stage& stage, float k_descale, bool masked) {
+  const auto softmax = [&](Scores& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
     const sm90::Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
     if (masked) {
@@ -292,9 +293,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinSlope), kMaxSlope);
-    float exact[2];
-    softmax_exp2(s, slope, weight, exact, want_lse);
-    if (want_lse) exact_sums().tile = make_float2(exact[0], exact[1]);
+    softmax_exp2(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
   };
 
   // O += beta * descale * T for the columns of a part.
@@ -343,8 +342,8 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 
   // A tile is finished before the next is begun; what this warpgroup waits for, the others fill with their products.
   Stage stage;
-  for (int turn = 0;; ++turn) {
-    const int slot = turn % kQBuffers;
+  for (unsigned turn = 0;; ++turn) {
+    const unsigned slot = turn % kQBuffers;
     sm90::wait(control.q_full[slot], turn / kQBuffers & 1);
     const sm90::Item& item = control.items[turn % kItemSlots];
     const int tiles = item.tiles;

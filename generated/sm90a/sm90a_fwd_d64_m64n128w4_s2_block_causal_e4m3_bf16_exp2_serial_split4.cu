@@ -145,7 +145,7 @@ __device__ __forceinline__ Ahead look_ahead(const sm90::KernelParams& params, co
 }
 
 // The item of a turn for the warps that fetch Q; one without tiles ends them and those that compute.
-__device__ __forceinline__ void publish(decltype(SharedStorage::control)& control, const sm90::Item& item, int turn) {
+__device__ __forceinline__ void publish(decltype(SharedStorage::control)& control, const sm90::Item& item, unsigned turn) {
   sm90::wait(control.next_empty[turn % 2], (turn / 2 & 1) ^ 1);  // a fresh barrier counts as passed with parity 1
   control.next[turn % 2] = item;
   sm90::arrive(control.next_full[turn % 2]);
@@ -241,7 +241,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   };
   sm90::wait_for_operands();  // what this kernel writes, the one before may read
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
-  const bool want_lse = p.lse != nullptr;
+  const bool want_lse = params.want_lse != 0;
   const uint32_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
   const uint32_t k_tiles = KTile::descriptor(cute::cast_smem_ptr_to_uint(shared.k[0]));
   const uint32_t v_tiles = VTile::descriptor(cute::cast_smem_ptr_to_uint(shared.v[0]));
@@ -254,7 +254,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   float ref[2], sum[2];
   float weight[2], beta[2] = {};   // of a tile, see softmax.cuh
 
-  const auto issue_scores = [&](Scores& s, int slot, int stage) {
+  const auto issue_scores = [&](Scores& s, unsigned slot, int stage) {
     sm90::issue_scores<Gmma, QTile, KTile>(s, q_rows + slot * (QTile::kBytes / 16), k_tiles + stage * (KTile::kBytes / 16));
   };
   const auto issue_values = [&](Product& t, int stage) { sm90::issue_values<GmmaValues, VTile>(t, prob, v_tiles + stage * (kVBytes / 16)); };
@@ -269,7 +269,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     return last < tile * kTileN + kTileN - 1;
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
-  const auto softmax = [&](Scores& s, int turn, int tile, const Stage& stage, float k_descale, bool masked) {
+  const auto softmax = [&](Scores& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
     const sm90::Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
     if (masked) {
@@ -285,9 +285,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinSlope), kMaxSlope);
-    float exact[2];
-    softmax_exp2(s, slope, weight, exact, want_lse);
-    if (want_lse) exact_sums().tile = make_float2(exact[0], exact[1]);
+    softmax_exp2(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
   };
 
   // O += beta * descale * T for the columns of a part.

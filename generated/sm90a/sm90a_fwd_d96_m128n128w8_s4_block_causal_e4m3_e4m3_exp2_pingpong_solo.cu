@@ -145,7 +145,7 @@ __device__ __forceinline__ Ahead look_ahead(const sm90::KernelParams& params, co
 }
 
 // The item of a turn for the warps that fetch Q; one without tiles ends them and those that compute.
-__device__ __forceinline__ void publish(decltype(SharedStorage::control)& control, const sm90::Item& item, int turn) {
+__device__ __forceinline__ void publish(decltype(SharedStorage::control)& control, const sm90::Item& item, unsigned turn) {
   sm90::wait(control.next_empty[turn % 2], (turn / 2 & 1) ^ 1);  // a fresh barrier counts as passed with parity 1
   control.next[turn % 2] = item;
   sm90::arrive(control.next_full[turn % 2]);
@@ -170,7 +170,8 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   if (lane == 0) publish(control, first, 0);
   sm90::wait_for_operands();
   Ahead ahead = look_ahead(params, first);
-  for (int turn = 0, number = blockIdx.x; number < params.order.items; ++turn) {
+  int number = blockIdx.x;
+  for (unsigned turn = 0; number < params.order.items; ++turn) {
     const sm90::Item& item = control.next[turn % 2];  // read from shared memory: registers are few
     __syncwarp();
     const int drawn = sm90::draw_item(p, number, lane);
@@ -217,8 +218,8 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
   const int thread = threadIdx.x - 32;
   const bool fp8 = p.query.type == QueryType::fp8;
   if (!p.query.early) sm90::wait_for_operands();  // Q may be there before K and V
-  for (int turn = 0;; ++turn) {
-    const int slot = turn % kQBuffers;
+  for (unsigned turn = 0;; ++turn) {
+    const unsigned slot = turn % kQBuffers;
     sm90::wait(control.next_full[turn % 2], turn / 2 & 1);
     const sm90::Item& item = control.next[turn % 2];
     const int tiles = item.tiles;
@@ -266,7 +267,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   };
   sm90::wait_for_operands();  // what this kernel writes, the one before may read
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
-  const bool want_lse = p.lse != nullptr;
+  const bool want_lse = params.want_lse != 0;
   const uint32_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
   const uint32_t k_tiles = KTile::descriptor(cute::cast_smem_ptr_to_uint(shared.k[0]));
   const uint32_t v_tiles = VTile::descriptor(cute::cast_smem_ptr_to_uint(shared.v[0]));
@@ -279,7 +280,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   float ref[2] = {}, sum[2] = {};
   float weight[2], beta[2] = {};   // of a tile, see softmax.cuh
 
-  const auto issue_scores = [&](Scores& s, int slot, int stage) {
+  const auto issue_scores = [&](Scores& s, unsigned slot, int stage) {
     sm90::issue_scores<Gmma, QTile, KTile>(s, q_rows + slot * (QTile::kBytes / 16), k_tiles + stage * (KTile::kBytes / 16));
   };
   const auto issue_values = [&](Product& t, int stage) { sm90::issue_values<GmmaValues, VTile>(t, prob, v_tiles + stage * (kVBytes / 16)); };
@@ -294,7 +295,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     return last < tile * kTileN + kTileN - 1;
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
-  const auto softmax = [&](Scores& s, int turn, int tile, const Stage& stage, float k_descale, bool masked) {
+  const auto softmax = [&](Scores& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
     const sm90::Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
     if (masked) {
@@ -310,9 +311,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinSlope), kMaxSlope);
-    float exact[2];
-    softmax_exp2(s, slope, weight, exact, want_lse);
-    if (want_lse) exact_sums().tile = make_float2(exact[0], exact[1]);
+    softmax_exp2(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
   };
 
   // O += beta * descale * T for the columns of a part.
@@ -381,7 +380,8 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   Scores s;
   Product t;
   Stage stage;              // of the tile in s
-  int turn = 0, j = 0;      // its item, and which of the item's tiles it is
+  unsigned turn = 0;        // its item
+  int j = 0;                // which of the item's tiles it is
   sm90::wait(control.q_full[0], 0);
   int tiles = control.items[0].tiles;
   bool very_first = true;   // there is no tile in t yet
@@ -405,8 +405,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     cute::warpgroup_wait<0>();
     sm90::fence(s);  // scores of this tile
     sm90::fence(t);  // P V of the tile before
-    // Asked early, so that the answers are there when they are needed.
-    const bool v_ready = sm90::poll(control.v_full[stage.slot], stage.parity);
+    // Asked early, so that the answer is there when it is needed.
     const bool k_ready = sm90::poll(control.k_full[next.slot], next.parity);
     sm90::arrive(control.k_empty[stage.slot]);
     sm90::arrive_if(control.v_empty[previous.slot], !very_first);
@@ -415,6 +414,14 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     softmax(s, turn, j, stage, k_scale, masked);
     pack_p(prob, s);
     promote(t, 0, v_descale(previous));
+    sm90::wait(control.v_full[stage.slot], stage.parity);
+    sm90::fence(prob);
+
+    // This warpgroup's turn on the tensor cores: P V of this tile and Q K^T of the next, which is waited for when the
+    // tensor cores have something to do.
+    sm90::wait_turn(warpgroup);
+    cute::warpgroup_arrive();
+    issue_values(t, stage.slot);
     ++j;
     if (last) {
       ++turn, j = 0;
@@ -422,13 +429,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       tiles = control.items[turn % kItemSlots].tiles;
     }
     sm90::wait_unless(k_ready || tiles == 0, control.k_full[next.slot], next.parity);
-    sm90::wait_unless(v_ready, control.v_full[stage.slot], stage.parity);
-    sm90::fence(prob);
-
-    // This warpgroup's turn on the tensor cores: P V of this tile and Q K^T of the next.
-    sm90::wait_turn(warpgroup);
     cute::warpgroup_arrive();
-    issue_values(t, stage.slot);
     // After the last tile this multiplies what is left in shared memory, for nothing: if it were skipped, the compiler
     // would wait after every product of the loop.
     issue_scores(s, turn % kQBuffers, next.slot);

@@ -17,7 +17,6 @@ struct DiagnosticOutputs {
   float* tile_o;  // (B, H, tiles, Sq, D) P V of each tile before promotion
 };
 
-// One attention forward. Q, K and V are FP8, one byte an element.
 // Q as a kernel is given it. Some kernels of the sm90a family quantise 16-bit rows themselves, each with its own scale.
 enum class QueryType { fp8, bf16, fp16 };
 
@@ -30,6 +29,7 @@ struct QueryScaling {
   uint32_t flip;           // XORed onto four e4m3 bytes: 0x80808080 turns their signs
 };
 
+// One attention forward. Q, K and V are FP8, one byte an element, but for Q where `query` says otherwise.
 struct ForwardParams {
   const uint8_t* q;  // (B, H, Sq, D), strides in bytes, last dimension contiguous, 16-byte aligned rows
   const uint8_t* k;  // (B, Hkv, Sk, D), likewise

@@ -156,8 +156,9 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   Stage stage;
   const sm90::Item first = item_of(params, blockIdx.x);  // the grid is no larger than the number of items
   Ahead ahead = look_ahead(params, first);
-  for (int turn = 0, number = blockIdx.x;; ++turn) {
-    const int slot = turn % kQBuffers;
+  int number = blockIdx.x;
+  for (unsigned turn = 0;; ++turn) {
+    const unsigned slot = turn % kQBuffers;
     sm90::wait(control.q_empty[slot], (turn / kQBuffers & 1) ^ 1);  // a fresh barrier counts as passed with parity 1
     if (number >= params.order.items) {
       if (lane == 0) control.items[turn % kItemSlots].tiles = 0;
@@ -222,7 +223,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     return int(thread / 32 * 16 + thread % 32 / 4);
   };
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
-  const bool want_lse = p.lse != nullptr;
+  const bool want_lse = params.want_lse != 0;
   const uint32_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
   const uint32_t k_tiles = KTile::descriptor(cute::cast_smem_ptr_to_uint(shared.k[0]));
   const uint32_t v_tiles = VTile::descriptor(cute::cast_smem_ptr_to_uint(shared.v[0]));
@@ -236,7 +237,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   float ref[2] = {}, sum[2] = {};
   float weight[2], beta[2] = {};   // of a tile, see softmax.cuh
 
-  const auto issue_scores = [&](Scores& s, int slot, int stage) {
+  const auto issue_scores = [&](Scores& s, unsigned slot, int stage) {
     sm90::issue_scores<Gmma, QTile, KTile>(s, q_rows + slot * (QTile::kBytes / 16), k_tiles + stage * (KTile::kBytes / 16));
   };
   const auto issue_values = [&](Product& t, int stage) { sm90::issue_values<GmmaValues, VTile>(t, prob, v_tiles + stage * (kVBytes / 16)); };
@@ -251,7 +252,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     return last < tile * kTileN + kTileN - 1;
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
-  const auto softmax = [&](Scores& s, int turn, int tile, const Stage& stage, float k_descale, bool masked) {
+  const auto softmax = [&](Scores& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
     const sm90::Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
     if (masked) {
@@ -267,9 +268,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinCodeSlope), kMaxSlope);
-    float exact[2];
-    softmax_linear(s, slope, weight, exact, want_lse);
-    if (want_lse) exact_sums().tile = make_float2(exact[0], exact[1]);
+    softmax_linear(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
   };
 
   // O += beta * descale * T for the columns of a part.
@@ -337,7 +336,8 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   // The tiles of all items form one stream: an item's epilogue runs beside the next item's first Q K^T.
   Scores s;
   Stage stage;
-  int turn = 0, j = 0;      // the item of the tile in s, and which of the item's tiles it is
+  unsigned turn = 0;        // the item of the tile in s
+  int j = 0;                // which of the item's tiles it is
   sm90::wait(control.q_full[0], 0);
   int tiles = control.items[0].tiles;
   sm90::wait(control.k_full[0], 0);

@@ -21,6 +21,7 @@ struct KernelParams {
   ForwardParams p;
   Order order;
   int q_head_step, q_batch_step, k_head_step, k_batch_step;
+  int want_lse;  // p.lse is there: asked for every tile, and one word takes fewer instructions than a pointer
 };
 
 // cuTensorMapEncodeTiled of the driver that is loaded; null where it has none.
@@ -120,6 +121,7 @@ int launch(void (*kernel)(KernelParams), int threads, int smem_bytes, const Forw
   KernelParams params{};
   params.p = p;
   params.order = work_order<QTile::kRows, kHeadDim, kCausal>(p);
+  params.want_lse = p.lse != nullptr;
   const int64_t keys = p.seqlen_k_padded;
   const unsigned long long context = context_id();
   if (!encode_query<SourceTile, QTile>(params, context, p) ||

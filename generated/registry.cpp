@@ -649,6 +649,8 @@ extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_e4m3_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_bf16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2_serial_split4;
@@ -2721,6 +2723,12 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo, 64, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
+    {"sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_bf16_linear_pingpong_solo, 64, 192, 192, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     192, true, true, true},
+    {"sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_fp16_linear_pingpong_solo, 64, 192, 192, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     192, true, true, true},
     {"sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_bf16_linear_pingpong_solo, 64, 192, 192, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      192, true, true, true},
@@ -3070,7 +3078,7 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
 };
-const int kVariantCount = 760;
+const int kVariantCount = 762;
 
 const PackEntry kPacks[] = {
     {"pack_d32_n128_bf16", kPack_d32_n128_bf16, 32, 128, SourceType::bf16},

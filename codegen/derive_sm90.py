@@ -8,7 +8,7 @@ from functools import cache
 from codegen.arch import FAMILIES
 from codegen.derived import Derived
 from codegen.scaling import GRANULARITY
-from codegen.spec import Cluster, Out, Schedule, Softmax, Tile, Variant
+from codegen.spec import Cluster, Dtype, Kind, Out, Schedule, Softmax, Tile, Variant
 
 PRODUCER_THREADS = 128  # one more warpgroup, which only loads
 ROWS_PER_WARPGROUP = 64
@@ -28,10 +28,10 @@ CONSUMER_REGISTERS = {1: 240, 2: 232, 3: 160}
 PRODUCER_REGISTERS = {1: 24, 2: 40, 3: 32}
 TIGHT_REGISTERS = (240, 24)  # those of two warpgroups where O alone takes half of them
 
-# Registers that may go through local memory, by head_dim, tile, softmax and schedule: two weights of a tile and an
-# address, stored behind the scores and read back under the products. 192 x 192 is 5 to 8% faster from 8k keys on than
-# anything that fits (docs/lab/sm90a.md, row 21).
-SPILLED = {(64, Tile(m=192, n=192, warps=12), Softmax.LINEAR, Schedule.PINGPONG): 3}
+# Registers that may go through local memory, by head_dim, tile, softmax and schedule: two words of a tile,
+# stored behind the scores and read back under the products. Where 192 rows fill a wave and 128 do not, 192 x 192 is up
+# to a fifth faster than anything that fits: 12 heads of 2,048 rows, 3 of 8,192 (tuning/h200.csv).
+SPILLED = {(64, Tile(m=192, n=192, warps=12), Softmax.LINEAR, Schedule.PINGPONG): 2}
 
 # Registers beside accumulators: row state, addresses, loop counters, and what the compiler wants for alignment.
 STATE_OVERLAPPED = 22  # pingpong and overlap, where all accumulators live at once
@@ -98,10 +98,13 @@ def _spilled(v: Variant) -> int:
     return 0 if v.out is Out.E4M3 else SPILLED.get((v.head_dim, v.tile, v.softmax, v.schedule), 0)
 
 
-def _smem(v: Variant, query_buffers: int, value_stage: int, descale_slots: int) -> tuple[tuple[str, int], ...]:
+def _smem(
+    v: Variant, query_buffers: int, value_stage: int, descale_slots: int, *, quantises_q: bool = False
+) -> tuple[tuple[str, int], ...]:
     pitch = row_pitch(v.head_dim)
     sizes = [
         (f"{query_buffers} x Q", query_buffers * v.tile_m * pitch),
+        *([("Q in 16 bits", 2 * v.tile_m * v.head_dim)] if quantises_q else []),
         (f"{v.stages} x K", v.stages * v.tile_n * pitch),
         (f"{v.stages} x V", v.stages * value_stage),
     ]
@@ -116,6 +119,11 @@ def _smem(v: Variant, query_buffers: int, value_stage: int, descale_slots: int) 
     return tuple(sizes)
 
 
+def _quantises_q(v: Variant) -> bool:
+    """Whether callers with Q in 16 bits come to a kernel at all: they get e4m3. For wider heads the best lack room."""
+    return v.kind is Kind.FWD and v.dtype is Dtype.E4M3 and v.head_dim <= WIDE_HEAD_DIM
+
+
 @cache
 def derive(v: Variant) -> Sm90Derived:
     family = FAMILIES[v.family]
@@ -128,6 +136,11 @@ def derive(v: Variant) -> Sm90Derived:
         buffers = 1
         smem = _smem(v, buffers, value_stage, descale_slots)
     products = parts(v)
+    quantises_q = False
+    if buffers == 2 and _quantises_q(v):
+        with_source = _smem(v, buffers, value_stage, descale_slots, quantises_q=True)
+        if quantises_q := sum(size for _, size in with_source) <= family.smem_per_block:
+            smem = with_source
     mma = -(-v.head_dim // 32) + products * v.terms * v.tile_n // 32
     consumer, producer = CONSUMER_REGISTERS.get(v.warpgroups, 0), PRODUCER_REGISTERS.get(v.warpgroups, 0)
     part_buffers = products
@@ -157,6 +170,7 @@ def derive(v: Variant) -> Sm90Derived:
         part_columns=v.head_dim // products,
         part_buffers=part_buffers,
         tight=tight,
+        quantises_q=quantises_q,
         merge_bytes=0 if v.cluster is Cluster.SOLO else 4 * v.tile_m * (v.head_dim + MERGE_STATE),
         stream_bytes=v.stages * (v.tile_n * row_pitch(v.head_dim) + value_stage),
         consumer_registers=consumer,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class Derived:
     """registers: an estimate of what a thread of the main loop needs; register_limit: what it may have; spilled: how
-    many more it may keep in local memory."""
+    many more it may keep in local memory; quantises_q: takes Q in 16 bits as well."""
 
     threads: int
     rows_per_warp: int
@@ -21,6 +21,7 @@ class Derived:
     mma_per_tile: int  # matrix instructions a warp (sm90a: a warpgroup) issues for one KV tile
     mma_in_loop: int  # of which so many stand in the main loop's code; fewer where the k steps of Q K^T are a loop
     spilled: int = 0
+    quantises_q: bool = False
 
     @property
     def smem_sum(self) -> str:

@@ -86,6 +86,7 @@ def _manifest(request: Request, packs: tuple[Pack, ...], kernels: dict[str, str]
                 "threads": d.threads,
                 "ctas_per_sm": d.ctas_per_sm,
                 "smem_bytes": d.smem_bytes,
+                "quantises_q": d.quantises_q,
                 "mma_per_tile": d.mma_per_tile,
                 "mma_in_loop": d.mma_in_loop,
                 "targets": list(targets_of(v, request.archs)),
@@ -198,6 +199,7 @@ class RegistryEntry:
     key_block: int
     coarse: bool
     draws: bool
+    quantises_q: bool
 
 
 def _registry(variants: tuple[Variant, ...], packs: tuple[Pack, ...], env: Environment) -> str:
@@ -214,6 +216,7 @@ def _registry(variants: tuple[Variant, ...], packs: tuple[Pack, ...], env: Envir
             key_block=key_block(v),
             coarse=len(served(v)) > 1,
             draws=v.schedule is not Schedule.MULTISTAGE and v.cluster is Cluster.SOLO,
+            quantises_q=derive(v).quantises_q,
         )
         for v in variants
     ]

@@ -15,7 +15,8 @@ from codegen.keys import LOADS, SEQLEN_BOUNDS, representative
 from codegen.matrix import MATRICES, Matrix, in_profile
 from codegen.model import cost
 from codegen.rules import Rejection, check
-from codegen.spec import Dtype, Out, Scaling, Variant
+from codegen.scaling import key_block
+from codegen.spec import Dtype, Kind, Out, Scaling, Variant
 
 # A class gets one kernel, or two where the second makes the cells more than 6% faster on average: each costs build time
 # and size, and the model is not exact to 6% either.
@@ -193,6 +194,19 @@ def _most(v: Variant) -> int:
     return MOST_RARE if rare else MOST_MEASURED
 
 
+def _for_the_other_mask(emitted: Iterable[Variant], illegal: Mapping[str, Rejection]) -> list[Variant]:
+    """What is missing beside ``emitted``: keys that were packed for a call without a causal mask are attended with one
+    as well, and the other way round, so that kernels of 16-bit output read a key block with both masks or neither."""
+    there = {(problem_class(v), key_block(v)) for v in emitted}
+    missing: dict[tuple[object, ...], Variant] = {}
+    for v in emitted:
+        other = replace(v, causal=not v.causal)
+        place = problem_class(other), key_block(other)
+        if v.kind is Kind.FWD and v.out is not Out.E4M3 and place not in there and other.id not in illegal:
+            missing.setdefault(place, other)
+    return list(missing.values())
+
+
 @cache
 def select(matrices: tuple[Matrix, ...] = MATRICES) -> Selection:
     """The release profile: every point of the matrices, emitted or rejected."""
@@ -208,6 +222,9 @@ def select(matrices: tuple[Matrix, ...] = MATRICES) -> Selection:
         chosen, rejections = _winners(tuple(_modelled(v) for v in members), _most(members[0]))
         emitted += [v for v in members if _modelled(v) in chosen]
         outranked |= {v.id: rejections[_modelled(v)] for v in members if _modelled(v) not in chosen}
+    for v in _for_the_other_mask(emitted, illegal):
+        emitted.append(v)
+        del outranked[v.id]
     rejected = tuple((v, r) for v in points if (r := illegal.get(v.id) or outranked.get(v.id)) is not None)
     return Selection(emitted=tuple(sorted(emitted, key=lambda v: v.id)), rejected=rejected, declared=len(points))
 

@@ -31,6 +31,7 @@ class KernelView:
     part_columns: int
     part_buffers: int
     tight: bool
+    quantises_q: bool
     loader_registers: int
     compute_registers: int
     smem_sum: str
@@ -64,6 +65,7 @@ def kernel_view(v: Variant) -> KernelView:
         part_columns=d.part_columns,
         part_buffers=d.part_buffers,
         tight=d.tight,
+        quantises_q=d.quantises_q,
         loader_registers=d.producer_registers,
         compute_registers=d.consumer_registers,
         smem_sum=f"{d.smem_sum} bytes",

@@ -19,25 +19,57 @@ const uint8_t* fp8_pointer(const View& tensor, const char* name, const View& q) 
   return static_cast<const uint8_t*>(pointer);
 }
 
-void set_inputs(ForwardParams& params, const Arguments& a) {
-  params.q = fp8_pointer(a.q, "q", a.q);
+// Q in 16 bits, its strides in bytes.
+void set_source(ForwardParams& params, const Arguments& a, const VariantEntry& variant) {
+  require(variant.quantises_q, "variant ", variant.id, " takes Q in FP8 only");
+  if (a.q.dim() != 4) fail("q must have 4 dimensions, got shape ", shape_text(a.q));
+  const ScalarType type = a.q.scalar_type();
+  require(type == ScalarType::BFloat16 || type == ScalarType::Half, "q must be bfloat16 or float16");
+  const int64_t columns = a.q.size(3);
+  require(columns > 0 && columns % 8 == 0 && columns <= variant.head_dim, "q has head_dim ", columns,
+          ", which must be a multiple of 8, at most the ", variant.head_dim, " of variant ", variant.id);
+  require(!a.q_descale, "q_descale is given, but q is no FP8");
+  require_aligned(a.q.data(), "q");
+  params.q = static_cast<const uint8_t*>(a.q.data());
+  const Strides q = row_strides(a.q, "q", false);
+  const int64_t bytes = a.q.element_size();
+  params.q_stride_batch = bytes * q.batch, params.q_stride_head = bytes * q.head, params.q_stride_row = bytes * q.row;
+  params.query.type = type == ScalarType::Half ? QueryType::fp16 : QueryType::bf16;
+  params.query.columns = static_cast<int>(columns);
+  params.query.limit = fp8_limit(a.source->amax, "score_amax");
+  params.query.limit_reciprocal = static_cast<float>(1.0 / a.source->amax);
+  params.query.early = a.source->early;
+  params.query.flip = a.source->negate ? kFlip : 0;
+}
+
+void set_query(ForwardParams& params, const Arguments& a, const VariantEntry& variant) {
+  require(a.q.size(3) == variant.head_dim, "q has head_dim ", a.q.size(3), ", variant ", variant.id, " takes ",
+          variant.head_dim);
+  require(a.q_descale.has_value(), "q_descale is missing");
+  const Strides q = row_strides(a.q, "q", false);
+  params.q_stride_batch = q.batch, params.q_stride_head = q.head, params.q_stride_row = q.row;
+  params.q_descale = float_pointer(*a.q_descale, "q_descale", a.q);
+}
+
+void set_inputs(ForwardParams& params, const Arguments& a, const VariantEntry& variant) {
+  if (a.source) {
+    set_source(params, a, variant);
+  } else {
+    params.q = fp8_pointer(a.q, "q", a.q);
+    set_query(params, a, variant);
+  }
   params.k = fp8_pointer(a.k, "k", a.q);
   params.v = fp8_pointer(a.v, "v", a.q);
-  const Strides q = row_strides(a.q, "q", false);
   const Strides k = row_strides(a.k, "k", false);
-  params.q_stride_batch = q.batch, params.q_stride_head = q.head, params.q_stride_row = q.row;
   params.k_stride_batch = k.batch, params.k_stride_head = k.head, params.k_stride_row = k.row;
   require(a.v.is_contiguous(), "v (packed) must be contiguous");
-  params.q_descale = float_pointer(a.q_descale, "q_descale", a.q);
   params.k_descale = float_pointer(a.k_descale, "k_descale", a.q);
   params.v_descale = float_pointer(a.v_descale, "v_descale", a.q);
 }
 
 void set_sizes(ForwardParams& params, const Arguments& a, const VariantEntry& variant) {
-  const int64_t batch = a.q.size(0), heads = a.q.size(1), seqlen_q = a.q.size(2), head_dim = a.q.size(3);
+  const int64_t batch = a.q.size(0), heads = a.q.size(1), seqlen_q = a.q.size(2), head_dim = variant.head_dim;
   const int64_t kv_heads = a.k.size(1), seqlen_k = a.k.size(2);
-  require(head_dim == variant.head_dim, "q has head_dim ", head_dim, ", variant ", variant.id, " takes ",
-          variant.head_dim);
   if (batch == 0 || heads == 0 || seqlen_q == 0 || seqlen_k == 0) {
     fail("empty tensors take no launch: q has shape ", shape_text(a.q), ", k has shape ", shape_text(a.k));
   }
@@ -77,10 +109,12 @@ void set_descales(ForwardParams& params, const Arguments& a, const VariantEntry&
   const int64_t heads = int64_t{params.batch} * params.heads, kv_heads = int64_t{params.batch} * params.kv_heads;
   // K's descales of tokens are read in whole tiles, hence padded; blocks of keys are not.
   const int64_t k_tokens = variant.k == Granularity::token ? params.seqlen_k_padded : params.seqlen_k;
-  const DescaleSteps q = check_descale(a.q_descale, "q_descale", variant.q, variant, heads, params.seqlen_q);
+  if (a.q_descale) {
+    const DescaleSteps q = check_descale(*a.q_descale, "q_descale", variant.q, variant, heads, params.seqlen_q);
+    params.q_descale_head = q.head, params.q_descale_row = q.part;
+  }
   const DescaleSteps k = check_descale(a.k_descale, "k_descale", variant.k, variant, kv_heads, k_tokens);
   const DescaleSteps v = check_descale(a.v_descale, "v_descale", variant.v, variant, kv_heads, params.seqlen_k);
-  params.q_descale_head = q.head, params.q_descale_row = q.part;
   params.k_descale_head = k.head, params.k_descale_block = k.part;
   params.v_descale_head = v.head, params.v_descale_block = v.part;
   if (variant.k == Granularity::token) require_aligned(params.k_descale, "k_descale");  // copied 16 bytes at a time
@@ -121,7 +155,7 @@ void set_outputs(ForwardParams& params, const Arguments& a, const VariantEntry& 
 
 ForwardParams forward_params(const Arguments& a, const VariantEntry& variant) {
   ForwardParams params{};
-  set_inputs(params, a);
+  set_inputs(params, a, variant);
   set_sizes(params, a, variant);
   set_descales(params, a, variant);
   set_outputs(params, a, variant);

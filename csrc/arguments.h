@@ -9,12 +9,19 @@
 
 namespace fp8cutlass {
 
+// How a kernel is to quantise a Q that it gets in 16 bits, each row with a scale of its own.
+struct QuerySource {
+  double amax;  // what the largest |q| of a row becomes
+  bool negate;  // turn the sign of Q
+  bool early;   // the kernel before in the stream does not write Q, and began after what does had ended
+};
+
 // One call as the operator receives it. FP8 tensors arrive as uint8 views.
 struct Arguments {
-  View q;  // (B, H, Sq, D)
+  View q;  // (B, H, Sq, D); with `source` bf16 or fp16, and D may be less than the kernel's, a multiple of 8
   View k;  // (B, Hkv, Sk, D)
   View v;  // (B, Hkv, D, ceil(Sk / 128) * 128), packed
-  View q_descale;
+  std::optional<View> q_descale;  // absent exactly with `source`
   View k_descale;
   View v_descale;
   std::optional<View> out_descale;  // (1,), exactly when out is FP8
@@ -23,6 +30,7 @@ struct Arguments {
   std::optional<View> amax;         // (1,)
   double scale;
   int64_t causal_offset;
+  std::optional<QuerySource> source;
 };
 
 // Where a diagnostic variant writes; shapes as in DiagnosticOutputs.

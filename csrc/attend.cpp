@@ -2,6 +2,7 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 
@@ -68,10 +69,19 @@ int64_t whole(double number, const char* name) {
   return static_cast<int64_t>(number);
 }
 
+// Whether the copy engine can fetch rows of Q as they lie: rows that are all the same, or further apart than a tensor
+// map can say, go through the pack kernel.
+bool can_be_mapped(const View& q) {
+  constexpr int64_t kMostBytes = int64_t{1} << 40;
+  const Strides strides = row_strides(q, "q", false);
+  const int64_t most = std::max({strides.batch, strides.head, strides.row});
+  return (strides.row != 0 || q.size(2) == 1) && most < kMostBytes / q.element_size();
+}
+
 }  // namespace
 
 AttendConstants attend_constants(const Tensor& numbers) {
-  constexpr int64_t kNumbers = 10;
+  constexpr int64_t kNumbers = 11;
   const View view(numbers);
   require(
       numbers.is_cpu() && view.scalar_type() == ScalarType::Double && view.numel() == kNumbers && view.is_contiguous(),
@@ -86,7 +96,8 @@ AttendConstants attend_constants(const Tensor& numbers) {
           x[6] != 0,
           x[7] != 0,
           x[8],
-          whole(x[9], "causal_offset")};
+          whole(x[9], "causal_offset"),
+          x[10] != 0};
 }
 
 Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const VariantEntry& variant) {
@@ -102,7 +113,8 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
   const auto count = [&](int64_t granularity, int64_t all_heads, int64_t tokens) {
     return descale_count(static_cast<Granularity>(granularity), all_heads, tokens, key_block, head_dim);
   };
-  const int64_t q_count = count(c.q_granularity, batch * heads, rows);
+  const bool leave_q = c.leave_q && can_be_mapped(q);
+  const int64_t q_count = leave_q ? 0 : count(c.q_granularity, batch * heads, rows);
   const int64_t k_count = count(c.k_granularity, batch * kv_heads, by_token ? padded : keys);
   const int64_t v_count = count(c.v_granularity, batch * kv_heads, keys);
   const auto maxima_of = [](int64_t granularity, int64_t number) {
@@ -112,7 +124,8 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
       maxima_of(c.q_granularity, q_count) + maxima_of(c.k_granularity, k_count) + maxima_of(c.v_granularity, v_count);
   constexpr int64_t kFloat = sizeof(float);
   Layout layout;
-  const int64_t q8 = layout.add(batch * heads * rows * head_dim), k8 = layout.add(batch * kv_heads * keys * head_dim);
+  const int64_t q8 = layout.add(leave_q ? 0 : batch * heads * rows * head_dim),
+                k8 = layout.add(batch * kv_heads * keys * head_dim);
   const int64_t v8 = layout.add(batch * kv_heads * head_dim * padded);
   const int64_t q_descale = layout.add(q_count * kFloat), k_descale = layout.add(k_count * kFloat);
   const int64_t v_descale = layout.add(v_count * kFloat), maxima = layout.add(groups * kFloat);
@@ -122,11 +135,16 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
     return View(base + at, ScalarType::Byte, device, sizes);
   };
   const auto floats = [&](int64_t at, int64_t number) { return View(base + at, ScalarType::Float, device, {number}); };
-  std::optional<View> groups_view;
+  std::optional<View> groups_view, packed_q, q8_view, q_descale_view;
   if (groups > 0) groups_view = floats(maxima, groups);
+  if (!leave_q) {
+    packed_q = q;
+    q8_view = bytes(q8, {batch, heads, rows, head_dim});
+    q_descale_view = floats(q_descale, q_count);
+  }
 
   const PackArguments packing{key_block,
-                              q,
+                              packed_q,
                               k,
                               v,
                               c.q_granularity,
@@ -135,10 +153,10 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
                               c.score_amax,
                               c.v_amax,
                               c.scale < 0,
-                              bytes(q8, {batch, heads, rows, head_dim}),
+                              q8_view,
                               bytes(k8, {batch, kv_heads, keys, head_dim}),
                               bytes(v8, {batch, kv_heads, head_dim, padded}),
-                              floats(q_descale, q_count),
+                              q_descale_view,
                               floats(k_descale, k_count),
                               floats(v_descale, v_count),
                               groups_view,
@@ -147,10 +165,12 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
   const PackEntry& pack = find_pack(packing);
   const PackParams pack_launch = pack_params(packing);
   const Tensor out = empty_result(q, c.seq_major, variant);
-  ForwardParams params =
-      forward_params({*packing.q8, *packing.k8, *packing.v8, *packing.q_descale, *packing.k_descale, *packing.v_descale,
-                      tensors.out_descale, out, tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset},
-                     variant);
+  std::optional<QuerySource> source;
+  if (leave_q) source = QuerySource{c.score_amax, c.scale < 0, true};  // it is the pack kernel, launched in order
+  ForwardParams params = forward_params(
+      {leave_q ? q : *q8_view, *packing.k8, *packing.v8, q_descale_view, *packing.k_descale, *packing.v_descale,
+       tensors.out_descale, out, tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset, source},
+      variant);
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   if (groups > 0) check_launch(cudaMemsetAsync(base + maxima, 0, groups * kFloat, stream), pack.id, device);

@@ -12,7 +12,7 @@ namespace fp8cutlass {
 
 using torch::stable::Tensor;
 
-// What calls on operands of one shape, layout and type have in common: the operator takes it as one tensor of ten
+// What calls on operands of one shape, layout and type have in common: the operator takes it as one tensor of
 // numbers, in this order, as every argument costs the host a fifth of a microsecond on its way through torch.
 struct AttendConstants {
   int64_t variant;                                      // its number
@@ -22,6 +22,7 @@ struct AttendConstants {
   bool seq_major;  // the result lies in memory in the order (B, S, H, D)
   double scale;    // of any sign
   int64_t causal_offset;
+  bool leave_q;  // to the attention kernel, which quantises its rows itself
 };
 
 // Reads them: float64, contiguous, on the CPU. Throws std::runtime_error where they are not.

@@ -38,7 +38,8 @@ void forward(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v,
              int64_t causal_offset) {
   const VariantEntry& entry = find_variant(variant, false);
   ForwardParams params = forward_params(
-      {q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale, causal_offset}, entry);
+      {q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale, causal_offset, std::nullopt},
+      entry);
   launch_here(entry, params, q);
 }
 
@@ -49,7 +50,8 @@ void diagnose(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v
               const Tensor& tile_o) {
   const VariantEntry& entry = find_variant(variant, true);
   ForwardParams params = forward_params(
-      {q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale, causal_offset}, entry);
+      {q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale, causal_offset, std::nullopt},
+      entry);
   params.diag = diagnostic_outputs({scores, p, weight, tile_o}, q, params, entry);
   launch_here(entry, params, q);
 }

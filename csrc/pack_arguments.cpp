@@ -16,11 +16,6 @@ Granularity granularity_of(int64_t position, const char* name, bool is_v) {
   return static_cast<Granularity>(position);
 }
 
-float limit_of(double amax, const char* name) {
-  require(amax >= 1 && amax <= 448, name, " must lie in [1, 448], got ", amax);
-  return static_cast<float>(amax);
-}
-
 // Descales of an operand with these sizes.
 int64_t descales_of(const PackOperand& o, int64_t batch, int64_t key_block, int64_t head_dim) {
   const int tokens = o.granularity == Granularity::token ? o.rows : o.tokens;
@@ -70,7 +65,7 @@ PackOperand operand_of(const PackArguments& a, const Sizes& sizes, PackOrder whi
   // K's descales of tokens are read in whole tiles.
   const bool whole_tiles = packed || (o.granularity == Granularity::token && which == kPackK);
   if (whole_tiles) o.rows = to_int(padded_keys(o.tokens), name.x);
-  o.limit = limit_of(amax, name.amax);
+  o.limit = fp8_limit(amax, name.amax);
   o.limit_reciprocal = static_cast<float>(1.0 / amax);
 
   require(out.scalar_type() == ScalarType::Byte, name.out, " must be a uint8 view of e4m3 data");
@@ -140,7 +135,7 @@ PackParams pack_params(const PackArguments& a) {
           sizes.columns, ", which must be a multiple of 8, at most the ", sizes.head_dim, " of their outputs");
   params.batch = to_int(sizes.batch, "the batch size");
   params.head_dim = to_int(sizes.columns, "the head_dim");
-  params.q_flip = a.negate_q ? 0x80808080u : 0;
+  params.q_flip = a.negate_q ? kFlip : 0;
   constexpr Names kQ{"q", "q8", "q_descale", "q_granularity", "score_amax"};
   constexpr Names kK{"k", "k8", "k_descale", "k_granularity", "score_amax"};
   constexpr Names kV{"v", "v8", "v_descale", "v_granularity", "v_amax"};

@@ -114,6 +114,11 @@ void require_aligned(const void* pointer, const char* name) {
           " bytes");
 }
 
+float fp8_limit(double amax, const char* name) {
+  require(amax >= 1 && amax <= 448, name, " must lie in [1, 448], got ", amax);
+  return static_cast<float>(amax);
+}
+
 int to_int(int64_t value, const char* name) {
   require(value >= std::numeric_limits<int>::min() && value <= std::numeric_limits<int>::max(), name, " is ", value,
           ", outside of a 32-bit integer");

@@ -53,6 +53,11 @@ inline bool beyond_blocks(Granularity shared_by) {
   return shared_by != Granularity::block && shared_by != Granularity::token;
 }
 
+constexpr uint32_t kFlip = 0x80808080;  // turns the signs of four e4m3 bytes
+
+// What the largest magnitude of a group becomes, as the kernels take it.
+float fp8_limit(double amax, const char* name);
+
 // Descales of an operand: of `tokens` of each of `batch_heads`, in blocks of `key_block`, with `head_dim` channels.
 int64_t descale_count(Granularity shared_by, int64_t batch_heads, int64_t tokens, int64_t key_block, int64_t head_dim);
 

@@ -121,6 +121,11 @@ def run_variant(variant: Any) -> Iterator[None]:
             )
             gpu.run_from_host(call, variant)
             yield
+        if variant.quantises_q:
+            shapes = (heads, seqlen_q), (kv_heads, seqlen_k), (kv_heads, seqlen_k)
+            halves = [reference.randn(1, *x, variant.head_dim, seed=s).to(torch.bfloat16) for s, x in enumerate(shapes)]
+            gpu.attend_source(variant, *(x.cuda() for x in halves), causal_offset=offset, out_descale=out_descale)
+            yield
 
 
 def run_pack(pack: dict[str, Any]) -> Iterator[None]:

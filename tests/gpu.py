@@ -14,7 +14,8 @@ from fp8cutlass import extension, supports
 from fp8cutlass.emulator import OUT_DTYPES, Diagnostics
 from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.fused import Operands as Packed
-from fp8cutlass.launch import Call, Outputs, _fitted, _forward, _packed, empty_outputs, run
+from fp8cutlass.fused import readable
+from fp8cutlass.launch import Call, Outputs, _fitted, _forward, _packed, empty_outputs, prepared_call, run
 from fp8cutlass.manifest import Manifest, Variant, generated_dir, load_manifest
 from fp8cutlass.pack import pack_v, pad_token_descale
 
@@ -107,6 +108,29 @@ def run_from_host(call: Call, variant: Variant) -> Outputs:
     outputs = empty_outputs(on_card)
     _forward(on_card, built_manifest().index[variant.id], variant.head_dim, Packed(**made), outputs)
     return outputs
+
+
+def attend_source(
+    variant: Variant,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    leave_q: bool = True,
+    scaling: str | None = None,
+    scale: float = 0.125,
+    causal_offset: int = 0,
+    out_descale: torch.Tensor | None = None,
+    smooth_k: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """One kernel on bf16 or fp16 operands on a card; with ``leave_q`` it quantises Q by itself. Out, LSE and amax."""
+    options = (out_descale, OUT_DTYPES[variant.out], scaling or variant.scaling, "fast", variant.causal, causal_offset)
+    call = Call(q, k, v, None, None, None, *options, scale, True, True, variant.id, smooth_k)
+    manifest = built_manifest()
+    granularity = manifest.scaling[call.scaling]
+    ready = prepared_call(call, variant, manifest.index[variant.id], granularity, leave_q=leave_q)
+    outputs = ready(readable(q), readable(k), readable(v), out_descale)
+    return tuple(x for x in outputs if x is not None)
 
 
 def run_kernel(

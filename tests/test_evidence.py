@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from codegen.evidence import COLUMNS, PATH, EvidenceError, Problem, read
 from codegen.explain import explain
 from codegen.keys import LOADS, Key, seqlen_bucket
 from codegen.rules import check
+from codegen.scaling import key_block
 from codegen.spec import Dtype, Out, Scaling, Softmax, Variant, parse_id
 
 ROW = {
@@ -33,6 +35,9 @@ SHAPES = {
     "overlap": {"schedule": "overlap"},
     "small": {"tile": "m128n128w8", "schedule": "overlap"},
 }
+
+
+for_the_other_mask = select._for_the_other_mask
 
 
 def id_of(**changes: str) -> str:
@@ -50,7 +55,8 @@ def write(path: Path, *changes: dict[str, str]) -> Path:
 
 @pytest.fixture
 def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Makes these rows the evidence of the generator, for one test."""
+    """Makes these rows the evidence of the generator, for one test, in which a class has what it wins by itself."""
+    monkeypatch.setattr(select, "_for_the_other_mask", lambda *_: [])
 
     def forget() -> None:
         for cached in (evidence.evidence, evidence._rows, select._winners, select.select):
@@ -323,6 +329,26 @@ def test_one_kernel_is_emitted_where_it_is_close_to_the_best_everywhere(use: Cal
     assert reasons["m128n192w8_s2_pingpong_solo"].message == (
         "measured at 1.01 of the best on average and 0.99 of m128n192w8_s2_overlap_solo in its best cell"
     )
+
+
+def test_a_key_block_is_read_with_both_masks_or_neither() -> None:
+    """What was packed for a call without a causal mask is attended with one, too."""
+    blocks: dict[tuple[object, ...], dict[bool, set[int]]] = {}
+    for v in select.select().emitted:
+        if v.kind == "fwd" and v.out is not Out.E4M3:
+            either = select.problem_class(replace(v, causal=False))
+            blocks.setdefault(either, {False: set(), True: set()})[v.causal].add(key_block(v))
+    assert blocks and all(of[False] == of[True] for of in blocks.values())
+
+
+def test_what_another_mask_reads_is_added(use: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    use(times("pingpong", 450), times("small", 460))
+    alone = {v.id for v in select.select().emitted}
+    monkeypatch.setattr(select, "_for_the_other_mask", for_the_other_mask)
+    select.select.cache_clear()
+    added = {v.id for v in select.select().emitted} - alone
+    assert id_of().replace("_full_", "_causal_") in added and alone < {v.id for v in select.select().emitted}
+    assert not added & {v.id for v, _ in select.select().rejected}
 
 
 def test_as_many_are_emitted_as_bring_every_cell_close(use: Callable[..., None]) -> None:

@@ -104,6 +104,12 @@ def test_delayed_kernels_are_right_and_repeat_a_thousand_times(delayed: Path) ->
 
 @pytest.mark.gpu
 @pytest.mark.edge(44)
+def test_delayed_kernels_quantise_q_to_the_same_bits(delayed: Path) -> None:
+    assert passed(delayed, "test_gpu_source.py", "SameBits") >= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.edge(44)
 def test_delayed_kernels_repeat_beside_another_process(delayed: Path) -> None:
     with load():
         assert passed(delayed, "test_gpu_variants.py", "thousand") >= 2

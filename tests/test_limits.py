@@ -86,29 +86,41 @@ def check_fence(text: str) -> None:
 
 def check_arrivals(text: str) -> None:
     """What many lanes write or read is released by as many arrivals: no lane arrives for others, so none needs a
-    barrier before it. A single lane arrives only for the copies, and the descales, that it made itself."""
-    inits = dict(re.findall(r"sm90::init\(control\.(\w+)\[i\], (\w+)\)", text))
-    readers = {name: "kReaders" for name in ("q_empty", "k_empty", "v_empty")}
-    assert inits == {"q_full": "32", "k_full": "1", "v_full": "1"} | readers
+    barrier before it. A single lane arrives only for the copies, the descales and the items that it made itself."""
+    inits = dict(re.findall(r"sm90::init\(control\.(\w+)(?:\[i\])?, ([\w:]+)\)", text))
+    counts = {name: "kReaders" for name in ("q_empty", "k_empty", "v_empty")} | {"k_full": "1", "v_full": "1"}
+    if "fetch_queries" in text:  # three warps of their own
+        counts |= {"q_full": "sm90::kRowThreads", "next_full": "1", "next_empty": "sm90::kRowThreads"}
+    else:
+        counts |= {"q_full": "32"}
+    alone = {"next_full", "source_full"}  # what one lane arrives at without bytes to expect
+    assert inits == counts | ({"source_full": "1"} if "source_full" in text else {})
     assert "constexpr int kReaders = 128 * kWarpgroups;" in text
-    arrivals = [(m.group(1), one_lane(text, m.start())) for m in re.finditer(r"sm90::(arrive\w*|expect)\(", text)]
-    assert {name for name, alone in arrivals if alone} == {"arrive_expect", "expect"}
-    assert all(alone for name, alone in arrivals if name in ("arrive_expect", "expect"))
-    # The bytes of Q are expected by a lane that did not arrive yet; the others may have stored before.
-    assert "__syncwarp();" in text[: text.index("sm90::expect(")].rsplit("Copy::copy(", 1)[1]
+    for m in re.finditer(r"sm90::(arrive\w*|expect)\((?:control\.(\w+))?", text):
+        assert one_lane(text, m.start()) == (m[1] in ("arrive_expect", "expect") or m[2] in alone), m[0]
+    # What the loader's first lane wrote, the others read before they load.
+    load = text[text.index("void load(") :]
+    assert "__syncwarp();" in load[: load.index("j < item.tiles")]
 
 
 def one_lane(text: str, place: int) -> bool:
-    """Whether a place of a source is behind `if (lane == 0)`, in its block or its statement."""
+    """Whether a place of a source is behind `if (lane == 0)`, in its block or its statement; or in a function that is
+    called from such places only."""
+    for name in ("copy_query", "publish"):
+        body = re.search(rf"void {name}\(.*?\n}}\n", text, re.S)
+        if body is not None and body.start() <= place < body.end():
+            calls = [m.start() for m in re.finditer(rf"(?<!void ){name}[<(]", text)]
+            return all(one_lane(text, call) for call in calls)
+    lane = re.compile(r"\b(lane|thread) == 0")
     statement = text[max(text.rfind(c, 0, place) for c in ";{}") + 1 : place]
-    if "lane == 0" in statement:
+    if lane.search(statement):
         return True
     depth = 0
     for i in range(place, 0, -1):
         depth += (text[i] == "}") - (text[i] == "{")
         if depth < 0:
             head = text[max(text.rfind(c, 0, i) for c in ";{}") + 1 : i]
-            if "lane == 0" in head:
+            if lane.search(head):
                 return True
             depth = 0
     return False
@@ -137,8 +149,10 @@ def test_every_thread_arrives_for_itself() -> None:
             "    sm90::arrive(control.q_full[slot]);",
             "    if (lane == 0) sm90::arrive(control.q_full[slot]);",
         ),
-        (check_arrivals, "if (threadIdx.x < 32) load", "if (lane == 0) { sm90::arrive(control.k_full[0]); } load"),
-        (check_arrivals, "sm90::init(control.q_full[i], 32)", "sm90::init(control.q_full[i], 1)"),
+        (check_arrivals, "      load(params, shared);", "      if (lane == 0) sm90::arrive(control.k_full[0]);"),
+        (check_arrivals, "if (lane == 0) publish(", "publish("),
+        (check_arrivals, "if (thread == 0) copy_query", "copy_query"),
+        (check_arrivals, "sm90::init(control.q_full[i], sm90::kRowThreads)", "sm90::init(control.q_full[i], 1)"),
         (check_arrivals, "    __syncwarp();\n", ""),
     ],
 )

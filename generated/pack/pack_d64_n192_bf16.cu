@@ -76,7 +76,7 @@ __device__ void make_scales(const PackOperand& o, const Block& block, const uint
       stores = thread == 0 && block.index == 0 && (block.head == 0 || o.granularity == Granularity::head);
       group_max = o.amax[group];
   }
-  const packing::Scale scale = packing::scale_of(group_max, o);
+  const packing::Scale scale = packing::scale_of(group_max, o.limit, o.limit_reciprocal);
   if (stores) o.descale[group] = scale.descale;
   inverse[thread] = scale.inverse;
   __syncthreads();

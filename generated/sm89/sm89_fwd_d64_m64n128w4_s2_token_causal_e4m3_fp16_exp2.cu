@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
 
       // Softmax of the tile: P in FP8, its row sums, and its weight against the tiles before
       uint32_t prob[kFrags][kKeySteps][4];
-      float weight[kFrags][2], exact[kFrags][2];
+      float weight[kFrags][2], exact[kFrags][2] = {};
 #pragma unroll
       for (int f = 0; f < kFrags; ++f) {
         scale_columns(s[f], shared.k_descale[tile % 2]);
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
 #pragma unroll
         for (int r = 0; r < 2; ++r)
           slope[r] = fminf(fmaxf(rows[f].slope[r], kMinSlope), kMaxSlope);
-        softmax_exp2(s[f], slope, weight[f], exact[f], want_lse);
+        softmax_exp2(s[f], slope, weight[f], want_lse, [&](float x, float y) { exact[f][0] = x, exact[f][1] = y; });
         pack_p(prob[f], s[f]);
       }
       float sums[kFrags][2], factor[kFrags][2];

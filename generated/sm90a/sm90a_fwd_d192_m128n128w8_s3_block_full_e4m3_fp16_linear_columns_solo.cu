@@ -58,6 +58,7 @@ using Out = OutFp16;
 // ---- shared memory: 2 x Q 49,152 + 3 x K 73,728 + 3 x V 76,800 + sums for the LSE 4,096 + slopes 2,048 + work items and barriers 1,024 = 206,848 bytes --------------------------------------------------
 
 using QTile = sm90::OperandTile<kTileM, kHeadDim>;
+using SourceTile = void;  // Q is always e4m3
 using KTile = sm90::OperandTile<kTileN, kHeadDim>;
 using VTile = sm90::OperandTile<kHeadDim + 8, kTileN>;  // V^T: the columns of the first part, 8 rows of ones, the columns of the other parts
 // Where in it the columns of a part begin.
@@ -104,10 +105,13 @@ struct Stage {
 
 // ---- the loader: one warp, of which one lane drives the copy engine ------------------------------------------------------------------
 
+using Copy = cute::SM90_TMA_LOAD;
+constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+
 // An item and what its first copies go with, fetched while the item before is loaded.
 struct Ahead {
   sm90::Item item;
-  float2 descales;               // of K and V in the first tile
+  float2 descales;  // of K and V in the first tile
 };
 
 __device__ __forceinline__ float2 tile_descales(const ForwardParams& p, int kv_head, int tile) {
@@ -121,41 +125,52 @@ __device__ __forceinline__ float row_descale(const ForwardParams& p, const sm90:
   return p.q_descale[head * p.q_descale_head + int64_t(min(item.row + row, p.seqlen_q - 1)) * p.q_descale_row];
 }
 
-__device__ __forceinline__ Ahead look_ahead(const sm90::KernelParams& params, int number, int lane) {
-  const ForwardParams& p = params.p;
+// A row's slope for a descale of 1.
+__device__ __forceinline__ float unit_slope(const ForwardParams& p) { return p.scale * kLog2e * 8.f; }
+
+__device__ __forceinline__ sm90::Item item_of(const sm90::KernelParams& params, int number) {
+  return sm90::item_at<kTileM, kTileN, kCausal>(params.p, params.order, number);
+}
+
+__device__ __forceinline__ Ahead look_ahead(const sm90::KernelParams& params, const sm90::Item& item) {
   Ahead ahead;
-  ahead.item = sm90::item_at<kTileM, kTileN, kCausal>(p, params.order, number);
-  ahead.descales = tile_descales(p, ahead.item.kv_head, ahead.item.first_tile);
+  ahead.item = item;
+  ahead.descales = tile_descales(params.p, item.kv_head, item.first_tile);
   return ahead;
 }
 
+// A tile of Q. `full` is held until it is there.
+template <class Tile>
+__device__ __forceinline__ void copy_query(const sm90::KernelParams& params, const sm90::Item& item, sm90::Barrier& full, uint8_t* to) {
+  sm90::expect(full, Tile::kBytes);
+#pragma unroll
+  for (int b = 0; b < Tile::kBlocks; ++b)
+    Copy::copy(&params.q, &full, kHint, to + b * Tile::kBlockBytes, b * Tile::kWidth, item.row, item.head * params.q_head_step,
+               item.batch * params.q_batch_step);
+}
+
 __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedStorage& shared) {
-  using Copy = cute::SM90_TMA_LOAD;
-  constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   const ForwardParams& p = params.p;
   auto& control = shared.control;
   const int lane = threadIdx.x;
   Stage stage;
-  Ahead ahead = look_ahead(params, blockIdx.x, lane);  // the grid is no larger than the number of items
-  for (int turn = 0, number = blockIdx.x;; ++turn) {
-    const int slot = turn % kQBuffers;
+  const sm90::Item first = item_of(params, blockIdx.x);  // the grid is no larger than the number of items
+  Ahead ahead = look_ahead(params, first);
+  int number = blockIdx.x;
+  for (unsigned turn = 0;; ++turn) {
+    const unsigned slot = turn % kQBuffers;
     sm90::wait(control.q_empty[slot], (turn / kQBuffers & 1) ^ 1);  // a fresh barrier counts as passed with parity 1
     if (number >= params.order.items) {
       if (lane == 0) control.items[turn % kItemSlots].tiles = 0;
       sm90::arrive(control.q_full[slot]);  // the arrival also publishes the item
       break;
     }
-    const sm90::Item& item = control.items[turn % kItemSlots];  // from here on read from shared memory: registers are few
+    const sm90::Item& item = control.items[turn % kItemSlots];  // read from shared memory: registers are few
     if (lane == 0) {
       control.items[turn % kItemSlots] = ahead.item;
-#pragma unroll
-      for (int b = 0; b < QTile::kBlocks; ++b)
-        Copy::copy(&params.q, &control.q_full[slot], kHint, shared.q[slot] + b * QTile::kBlockBytes, b * QTile::kWidth, ahead.item.row,
-                   ahead.item.head * params.q_head_step, ahead.item.batch * params.q_batch_step);
+      copy_query<QTile>(params, item, control.q_full[slot], shared.q[slot]);
     }
     __syncwarp();
-    if (lane == 0) sm90::expect(control.q_full[slot], QTile::kBytes);
-
     const int drawn = sm90::draw_item(p, number, lane);
     float2 descales = ahead.descales;
 #pragma unroll 1
@@ -182,13 +197,14 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
                        key + b * VTile::kWidth, part * kPartColumns, item.kv_head);
       }
       if (j == 0) {
-        // The rows' slopes, under the first loads: fetched ahead they would take registers, which this loader lacks.
+        // The rows' slopes, under the first loads: fetched ahead they would take registers, which this loader lacks. All
+        // lanes arrive, as each publishes its own; the item goes with them.
 #pragma unroll
         for (int i = 0; i < kTileM / 32; ++i)
-          shared.slope[turn % kItemSlots][lane + 32 * i] = row_descale(p, item, lane + 32 * i) * (p.scale * kLog2e) * 8.f;
-        sm90::arrive(control.q_full[slot]);  // all lanes: this publishes their slopes, and the item
+          shared.slope[turn % kItemSlots][lane + 32 * i] = row_descale(p, item, lane + 32 * i) * unit_slope(p);
+        sm90::arrive(control.q_full[slot]);
         number = __shfl_sync(~0u, drawn, 0);
-        if (number < params.order.items) ahead = look_ahead(params, number, lane);
+        if (number < params.order.items) ahead = look_ahead(params, item_of(params, number));
       }
     }
   }
@@ -207,7 +223,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     return int(thread / 32 * 16 + thread % 32 / 4);
   };
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
-  const bool want_lse = p.lse != nullptr;
+  const bool want_lse = params.want_lse != 0;
   const uint32_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
   const uint32_t k_tiles = KTile::descriptor(cute::cast_smem_ptr_to_uint(shared.k[0]));
   const uint32_t v_tiles = VTile::descriptor(cute::cast_smem_ptr_to_uint(shared.v[0]));
@@ -221,7 +237,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   float ref[2] = {}, sum[2] = {};
   float weight[2], beta[2] = {};   // of a tile, see softmax.cuh
 
-  const auto issue_scores = [&](Scores& s, int slot, int stage) {
+  const auto issue_scores = [&](Scores& s, unsigned slot, int stage) {
     sm90::issue_scores<Gmma, QTile, KTile>(s, q_rows + slot * (QTile::kBytes / 16), k_tiles + stage * (KTile::kBytes / 16));
   };
   const auto issue_values = [&](Product& t, int stage) { sm90::issue_values<GmmaValues, VTile>(t, prob, v_tiles + stage * (kVBytes / 16)); };
@@ -236,7 +252,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     return last < tile * kTileN + kTileN - 1;
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
-  const auto softmax = [&](Scores& s, int turn, int tile, const Stage& stage, float k_descale, bool masked) {
+  const auto softmax = [&](Scores& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
     const sm90::Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
     if (masked) {
@@ -252,9 +268,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinCodeSlope), kMaxSlope);
-    float exact[2];
-    softmax_linear(s, slope, weight, exact, want_lse);
-    if (want_lse) exact_sums().tile = make_float2(exact[0], exact[1]);
+    softmax_linear(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
   };
 
   // O += beta * descale * T for the columns of a part.
@@ -322,7 +336,8 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   // The tiles of all items form one stream: an item's epilogue runs beside the next item's first Q K^T.
   Scores s;
   Stage stage;
-  int turn = 0, j = 0;      // the item of the tile in s, and which of the item's tiles it is
+  unsigned turn = 0;        // the item of the tile in s
+  int j = 0;                // which of the item's tiles it is
   sm90::wait(control.q_full[0], 0);
   int tiles = control.items[0].tiles;
   sm90::wait(control.k_full[0], 0);
@@ -429,7 +444,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
 }
 
 int launch(const ForwardParams& params, CUstream_st* stream) {
-  return sm90::launch<QTile, KTile, VTile, kParts, kSplit, kCausal>(attention, kThreads, int(sizeof(SharedStorage)), params, stream);
+  return sm90::launch<SourceTile, QTile, KTile, VTile, kParts, kSplit, kCausal>(attention, kThreads, int(sizeof(SharedStorage)), params, stream);
 }
 
 }  // namespace

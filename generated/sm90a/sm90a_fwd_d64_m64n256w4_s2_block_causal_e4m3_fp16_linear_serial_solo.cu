@@ -5,7 +5,8 @@
 //   head_dim 64, e4m3 operands, fp16 output, causal mask, code-domain softmax on f16 scores;
 //   descales of Q per token, of K per block, of V per block.
 // One CTA owns 64 query rows of one head at a time, 1 warpgroup of 64, and walks the keys in tiles of 256.
-// A warpgroup of its own loads: tensor maps, 2 stages of K and V, one mbarrier each for full and empty.
+// A warpgroup of its own loads: tensor maps, 2 stages of K and V, one mbarrier each for full and empty. Q may come in
+// bf16 or fp16; three of its warps quantise it then, each row by its own maximum.
 // Schedule serial: a warpgroup finishes a tile before the next; others fill the tensor cores meanwhile.
 // The grid is persistent: loads run ahead into the next item while this one is finished.
 
@@ -17,6 +18,7 @@
 #include "fp8cutlass/sm90/barrier.cuh"
 #include "fp8cutlass/sm90/launch.cuh"
 #include "fp8cutlass/sm90/operand.h"
+#include "fp8cutlass/sm90/query.cuh"
 #include "fp8cutlass/sm90/wgmma.cuh"
 #include "fp8cutlass/sm90/work.h"
 #include "fp8cutlass/softmax.cuh"
@@ -53,9 +55,10 @@ using Score = uint32_t;  // two packed f16 scores
 constexpr int kScoreRegs = 2;  // per n8 block
 using Out = OutFp16;
 
-// ---- shared memory: 2 x Q 8,192 + 2 x K 32,768 + 2 x V 36,864 + sums for the LSE 2,048 + slopes 1,024 + work items and barriers 1,024 = 81,920 bytes --------------------------------------------------
+// ---- shared memory: 2 x Q 8,192 + Q in 16 bits 8,192 + 2 x K 32,768 + 2 x V 36,864 + sums for the LSE 2,048 + slopes 1,024 + work items and barriers 1,024 = 90,112 bytes --------------------------------------------------
 
 using QTile = sm90::OperandTile<kTileM, kHeadDim>;
+using SourceTile = sm90::OperandTile<kTileM, 2 * kHeadDim>;  // Q in bf16 or fp16, before it is quantised
 using KTile = sm90::OperandTile<kTileN, kHeadDim>;
 using VTile = sm90::OperandTile<kHeadDim + 8, kTileN>;  // V^T: the columns of V, 8 rows of ones
 // Where in it the columns of a part begin.
@@ -70,19 +73,23 @@ struct ExactSums {
 
 struct SharedStorage {
   alignas(1024) uint8_t q[kQBuffers][QTile::kBytes];
+  alignas(1024) uint8_t source[SourceTile::kBytes];
   alignas(1024) uint8_t k[kStages][KTile::kBytes];
   alignas(1024) uint8_t v[kStages][kVBytes];
   ExactSums exact[128 * kWarpgroups];
   float slope[kItemSlots][kTileM];  // with the items: softmax scale times Q's descale, as codes (1/8 octave) a score unit of K's descale
   struct alignas(1024) {
+    sm90::Item next[2];  // of the loader: the item that it loads and the one after, for the warps that fetch Q
     sm90::Item items[kItemSlots];  // this item, the one before (its epilogue may still run) and those that are loaded ahead
     float2 descales[2 * kStages];  // of K and of V, read until after the stages are loaded again, so twice as many
     sm90::Barrier q_full[kQBuffers], q_empty[kQBuffers];
+    sm90::Barrier next_full[2], next_empty[2];
+    sm90::Barrier source_full;
     sm90::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   } control;
 };
 
-static_assert(sizeof(SharedStorage) == 81920, "the generator's sum of the tiles");
+static_assert(sizeof(SharedStorage) == 90112, "the generator's sum of the tiles");
 
 // The generator's rules, restated where the compiler sees them.
 static_assert((kScoreRegs == 4) || ((kHeadDim * 196) <= 65504), "LINEAR-RANGE: f16 scores of operands quantised to amax 14 must not overflow");
@@ -100,13 +107,15 @@ struct Stage {
   __device__ __forceinline__ int ring() const { return slot + kStages * parity; }  // where twice as many are kept
 };
 
-// ---- the loader: one warp, of which one lane drives the copy engine ------------------------------------------------------------------
+// ---- the loader: one warp, of which one lane drives the copy engine for K and V ------------------------------------------------------------------
+
+using Copy = cute::SM90_TMA_LOAD;
+constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
 
 // An item and what its first copies go with, fetched while the item before is loaded.
 struct Ahead {
   sm90::Item item;
-  float q_descale[kTileM / 32];  // of rows lane, lane + 32, ...
-  float2 descales;               // of K and V in the first tile
+  float2 descales;  // of K and V in the first tile
 };
 
 __device__ __forceinline__ float2 tile_descales(const ForwardParams& p, int kv_head, int tile) {
@@ -120,47 +129,50 @@ __device__ __forceinline__ float row_descale(const ForwardParams& p, const sm90:
   return p.q_descale[head * p.q_descale_head + int64_t(min(item.row + row, p.seqlen_q - 1)) * p.q_descale_row];
 }
 
-__device__ __forceinline__ Ahead look_ahead(const sm90::KernelParams& params, int number, int lane) {
-  const ForwardParams& p = params.p;
+// A row's slope for a descale of 1.
+__device__ __forceinline__ float unit_slope(const ForwardParams& p) { return p.scale * kLog2e * 8.f; }
+
+__device__ __forceinline__ sm90::Item item_of(const sm90::KernelParams& params, int number) {
+  return sm90::item_at<kTileM, kTileN, kCausal>(params.p, params.order, number);
+}
+
+__device__ __forceinline__ Ahead look_ahead(const sm90::KernelParams& params, const sm90::Item& item) {
   Ahead ahead;
-  ahead.item = sm90::item_at<kTileM, kTileN, kCausal>(p, params.order, number);
-#pragma unroll
-  for (int i = 0; i < kTileM / 32; ++i) ahead.q_descale[i] = row_descale(p, ahead.item, lane + 32 * i);
-  ahead.descales = tile_descales(p, ahead.item.kv_head, ahead.item.first_tile);
+  ahead.item = item;
+  ahead.descales = tile_descales(params.p, item.kv_head, item.first_tile);
   return ahead;
 }
 
+// The item of a turn for the warps that fetch Q; one without tiles ends them and those that compute.
+__device__ __forceinline__ void publish(decltype(SharedStorage::control)& control, const sm90::Item& item, unsigned turn) {
+  sm90::wait(control.next_empty[turn % 2], (turn / 2 & 1) ^ 1);  // a fresh barrier counts as passed with parity 1
+  control.next[turn % 2] = item;
+  sm90::arrive(control.next_full[turn % 2]);
+}
+
+// A tile of Q. `full` is held until it is there.
+template <class Tile>
+__device__ __forceinline__ void copy_query(const sm90::KernelParams& params, const sm90::Item& item, sm90::Barrier& full, uint8_t* to) {
+  sm90::expect(full, Tile::kBytes);
+#pragma unroll
+  for (int b = 0; b < Tile::kBlocks; ++b)
+    Copy::copy(&params.q, &full, kHint, to + b * Tile::kBlockBytes, b * Tile::kWidth, item.row, item.head * params.q_head_step,
+               item.batch * params.q_batch_step);
+}
+
 __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedStorage& shared) {
-  using Copy = cute::SM90_TMA_LOAD;
-  constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   const ForwardParams& p = params.p;
   auto& control = shared.control;
   const int lane = threadIdx.x;
   Stage stage;
-  Ahead ahead = look_ahead(params, blockIdx.x, lane);  // the grid is no larger than the number of items
-  for (int turn = 0, number = blockIdx.x;; ++turn) {
-    const int slot = turn % kQBuffers;
-    sm90::wait(control.q_empty[slot], (turn / kQBuffers & 1) ^ 1);  // a fresh barrier counts as passed with parity 1
-    if (number >= params.order.items) {
-      if (lane == 0) control.items[turn % kItemSlots].tiles = 0;
-      sm90::arrive(control.q_full[slot]);  // the arrival also publishes the item
-      break;
-    }
-    const sm90::Item& item = control.items[turn % kItemSlots];  // from here on read from shared memory: registers are few
-    if (lane == 0) {
-      control.items[turn % kItemSlots] = ahead.item;
-#pragma unroll
-      for (int b = 0; b < QTile::kBlocks; ++b)
-        Copy::copy(&params.q, &control.q_full[slot], kHint, shared.q[slot] + b * QTile::kBlockBytes, b * QTile::kWidth, ahead.item.row,
-                   ahead.item.head * params.q_head_step, ahead.item.batch * params.q_batch_step);
-    }
+  const sm90::Item first = item_of(params, blockIdx.x);  // the grid is no larger than the number of items
+  if (lane == 0) publish(control, first, 0);
+  sm90::wait_for_operands();
+  Ahead ahead = look_ahead(params, first);
+  int number = blockIdx.x;
+  for (unsigned turn = 0; number < params.order.items; ++turn) {
+    const sm90::Item& item = control.next[turn % 2];  // read from shared memory: registers are few
     __syncwarp();
-    if (lane == 0) sm90::expect(control.q_full[slot], QTile::kBytes);
-#pragma unroll
-    for (int i = 0; i < kTileM / 32; ++i)
-      shared.slope[turn % kItemSlots][lane + 32 * i] = ahead.q_descale[i] * (p.scale * kLog2e) * 8.f;
-    sm90::arrive(control.q_full[slot]);  // all lanes: this publishes their slopes, and the item
-
     const int drawn = sm90::draw_item(p, number, lane);
     float2 descales = ahead.descales;
 #pragma unroll 1
@@ -188,11 +200,57 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
       }
       if (j == 0) {
         number = __shfl_sync(~0u, drawn, 0);
-        if (number < params.order.items) ahead = look_ahead(params, number, lane);
+        if (number < params.order.items) ahead = look_ahead(params, item_of(params, number));
+        if (number >= params.order.items) ahead.item.tiles = 0;
+        if (lane == 0) publish(control, ahead.item, turn + 1);
       }
     }
   }
   if (lane == 0) sm90::leave_counters(p);
+}
+
+// ---- its other three warps: Q and the slopes of its rows, as far ahead as there is room for a second Q ----------------------------------
+
+__device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, SharedStorage& shared) {
+  const ForwardParams& p = params.p;
+  auto& control = shared.control;
+  const int thread = threadIdx.x - 32;
+  const bool fp8 = p.query.type == QueryType::fp8;
+  if (!p.query.early) sm90::wait_for_operands();  // Q may be there before K and V
+  for (unsigned turn = 0;; ++turn) {
+    const unsigned slot = turn % kQBuffers;
+    sm90::wait(control.next_full[turn % 2], turn / 2 & 1);
+    const sm90::Item& item = control.next[turn % 2];
+    const int tiles = item.tiles;
+    if (!fp8 && tiles > 0) {
+      sm90::sync_fetchers<sm90::kRowThreads>();  // nobody reads the source of the item before any more
+      if (thread == 0) {
+        copy_query<SourceTile>(params, item, control.source_full, shared.source);
+        sm90::arrive(control.source_full);
+      }
+      sm90::wait(control.source_full, turn & 1);
+    }
+    sm90::wait(control.q_empty[slot], (turn / kQBuffers & 1) ^ 1);
+    if (thread == 0) control.items[turn % kItemSlots] = item;
+    if (fp8 && tiles > 0) {
+      if (thread == 0) copy_query<QTile>(params, item, control.q_full[slot], shared.q[slot]);
+#pragma unroll 1
+      for (int row = thread; row < kTileM; row += sm90::kRowThreads)
+        shared.slope[turn % kItemSlots][row] = row_descale(p, item, row) * unit_slope(p);
+    }
+    if (!fp8 && tiles > 0) {
+      float* const slope = shared.slope[turn % kItemSlots];
+      if (p.query.type == QueryType::bf16) {
+        sm90::quantise_tile<packing::Bf16, SourceTile, QTile>(shared.q[slot], slope, shared.source, p.query, unit_slope(p), thread);
+      } else {
+        sm90::quantise_tile<packing::Fp16, SourceTile, QTile>(shared.q[slot], slope, shared.source, p.query, unit_slope(p), thread);
+      }
+      sm90::fence_async();
+    }
+    sm90::arrive(control.next_empty[turn % 2]);
+    sm90::arrive(control.q_full[slot]);  // of all: this publishes their slopes, and of one the item
+    if (tiles == 0) return;
+  }
 }
 
 // ---- a warpgroup that computes -----------------------------------------------------------------------------------------------------
@@ -206,8 +264,9 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     const unsigned thread = thread_index() - 128;
     return int(thread / 32 * 16 + thread % 32 / 4);
   };
+  sm90::wait_for_operands();  // what this kernel writes, the one before may read
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
-  const bool want_lse = p.lse != nullptr;
+  const bool want_lse = params.want_lse != 0;
   const uint32_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
   const uint32_t k_tiles = KTile::descriptor(cute::cast_smem_ptr_to_uint(shared.k[0]));
   const uint32_t v_tiles = VTile::descriptor(cute::cast_smem_ptr_to_uint(shared.v[0]));
@@ -220,7 +279,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   float ref[2], sum[2];
   float weight[2], beta[2] = {};   // of a tile, see softmax.cuh
 
-  const auto issue_scores = [&](Scores& s, int slot, int stage) {
+  const auto issue_scores = [&](Scores& s, unsigned slot, int stage) {
     sm90::issue_scores<Gmma, QTile, KTile>(s, q_rows + slot * (QTile::kBytes / 16), k_tiles + stage * (KTile::kBytes / 16));
   };
   const auto issue_values = [&](Product& t, int stage) { sm90::issue_values<GmmaValues, VTile>(t, prob, v_tiles + stage * (kVBytes / 16)); };
@@ -235,7 +294,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     return last < tile * kTileN + kTileN - 1;
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
-  const auto softmax = [&](Scores& s, int turn, int tile, const Stage& stage, float k_descale, bool masked) {
+  const auto softmax = [&](Scores& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
     const sm90::Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
     if (masked) {
@@ -251,9 +310,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinCodeSlope), kMaxSlope);
-    float exact[2];
-    softmax_linear(s, slope, weight, exact, want_lse);
-    if (want_lse) exact_sums().tile = make_float2(exact[0], exact[1]);
+    softmax_linear(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
   };
 
   // O += beta * descale * T for the columns of a part.
@@ -302,8 +359,8 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 
   // A tile is finished before the next is begun; what this warpgroup waits for, the others fill with their products.
   Stage stage;
-  for (int turn = 0;; ++turn) {
-    const int slot = turn % kQBuffers;
+  for (unsigned turn = 0;; ++turn) {
+    const unsigned slot = turn % kQBuffers;
     sm90::wait(control.q_full[slot], turn / kQBuffers & 1);
     const sm90::Item& item = control.items[turn % kItemSlots];
     const int tiles = item.tiles;
@@ -352,7 +409,9 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
   if (threadIdx.x == 0) {
     // Every thread arrives for itself where it reads or writes itself; what only the copy engine writes, one lane expects.
     constexpr int kReaders = 128 * kWarpgroups;
-    for (int i = 0; i < kQBuffers; ++i) sm90::init(control.q_full[i], 32), sm90::init(control.q_empty[i], kReaders);
+    for (int i = 0; i < kQBuffers; ++i) sm90::init(control.q_full[i], sm90::kRowThreads), sm90::init(control.q_empty[i], kReaders);
+    for (int i = 0; i < 2; ++i) sm90::init(control.next_full[i], 1), sm90::init(control.next_empty[i], sm90::kRowThreads);
+    sm90::init(control.source_full, 1);
     for (int i = 0; i < kStages; ++i) {
       sm90::init(control.k_full[i], 1), sm90::init(control.k_empty[i], kReaders);
       sm90::init(control.v_full[i], 1), sm90::init(control.v_empty[i], kReaders);
@@ -367,10 +426,13 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
   }
   sm90::fence_async();
   __syncthreads();
-  sm90::wait_for_operands();
 
   if (warpgroup < 0) {
-    if (threadIdx.x < 32) load(params, shared);
+    if (threadIdx.x < 32) {
+      load(params, shared);
+    } else {
+      fetch_queries(params, shared);
+    }
   } else {
     compute(params, shared, warpgroup);
   }
@@ -378,7 +440,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
 }
 
 int launch(const ForwardParams& params, CUstream_st* stream) {
-  return sm90::launch<QTile, KTile, VTile, kParts, kSplit, kCausal>(attention, kThreads, int(sizeof(SharedStorage)), params, stream);
+  return sm90::launch<SourceTile, QTile, KTile, VTile, kParts, kSplit, kCausal>(attention, kThreads, int(sizeof(SharedStorage)), params, stream);
 }
 
 }  // namespace

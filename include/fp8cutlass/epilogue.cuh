@@ -32,7 +32,7 @@ struct OutE4m3 {
 
 // What a row's O is multiplied by: 1 / (sum of its quantised P); 0 for a row that saw no key. NaN stays NaN.
 __device__ __forceinline__ float normaliser(float sum, float v_descale) {
-  return sum != 0.f ? __fdividef(v_descale, sum) : 0.f;
+  return sum != 0.f ? v_descale * reciprocal_approx(sum) : 0.f;
 }
 
 // A row that saw no key is 0, even where a NaN in V met its zeros.
@@ -59,7 +59,8 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, int batch, in
     const int i = row + 8 * r;
     if (i >= p.seqlen_q) continue;
     const float norm = normaliser(sum[r], v_descale);
-    const int64_t offset = batch * p.o_stride_batch + head * p.o_stride_head + i * p.o_stride_row;
+    const int64_t offset = batch * p.o_stride_batch + head * p.o_stride_head + i * p.o_stride_row + 8 * t;
+    uint8_t* const to = static_cast<uint8_t*>(p.o) + offset * Out::kBytes;
 #pragma unroll
     for (int g = 0; g < kBlocks / 4; ++g) {
       if (kShares > 1 && g % kShares != rank) continue;
@@ -74,7 +75,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, int batch, in
 #pragma unroll
         for (int c = 0; c < 8; ++c) x[c] *= column_descale[column + c];
       }
-      Out::store(static_cast<uint8_t*>(p.o) + (offset + column) * Out::kBytes, x, out_scale);
+      Out::store(to + 32 * g * Out::kBytes, x, out_scale);
     }
   }
 }

@@ -26,6 +26,12 @@ __device__ __forceinline__ int unpredicated(bool condition) {
   return x;
 }
 
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -48,6 +54,21 @@ __device__ __forceinline__ uint32_t half2_max(uint32_t a, uint32_t b) {
   uint32_t d;
   asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
+}
+
+// All bits of a half where a < b, none where not.
+__device__ __forceinline__ uint32_t half2_less(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("set.lt.u32.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// An integer in [0, 2048] in both halves.
+constexpr __host__ __device__ uint32_t half2_of(int value) {
+  int exponent = 0;
+  while (value >> (exponent + 1) != 0) ++exponent;
+  const uint32_t bits = value == 0 ? 0u : uint32_t(exponent + 15) << 10 | (uint32_t(value) << 10 >> exponent & 0x3ffu);
+  return bits * 0x10001u;
 }
 
 __device__ __forceinline__ float half_low(uint32_t a) { return __half2float(__ushort_as_half(uint16_t(a))); }

@@ -12,26 +12,12 @@
 
 #include "fp8cutlass/delay.cuh"
 #include "fp8cutlass/layout.h"
-#include "fp8cutlass/numeric.cuh"
 #include "fp8cutlass/pack_params.h"
+#include "fp8cutlass/quantise.cuh"
 
 namespace fp8cutlass::packing {
 
 constexpr int kThreads = 256;
-constexpr uint32_t kMagnitude = 0x7fff7fff;  // all but the signs of two 16-bit numbers
-
-// The two source types. |x| of both orders like its bits, and infinities and NaN stand above everything finite.
-struct Bf16 {
-  static constexpr uint32_t kInfinity = 0x7f80;
-  static __device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-  static __device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
-};
-
-struct Fp16 {
-  static constexpr uint32_t kInfinity = 0x7c00;
-  static __device__ __forceinline__ float low(uint32_t pair) { return half_low(pair); }
-  static __device__ __forceinline__ float high(uint32_t pair) { return half_high(pair); }
-};
 
 // The next kernel of the stream may be launched as soon as every CTA of this one has started. It waits for the results
 // by itself (griddepcontrol.wait) or was launched to begin after the end, as this one was.
@@ -78,43 +64,7 @@ __device__ __forceinline__ void load(uint4 (&x)[kPasses][kChunks], const PackOpe
   }
 }
 
-// ---- maxima, on the bits of two numbers at once ---------------------------------------------------------------------
-
-template <int kChunks>
-__device__ __forceinline__ uint32_t magnitude(const uint4 (&x)[kChunks]) {
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
-    largest = __vmaxu2(largest, x[i].x & kMagnitude);
-    largest = __vmaxu2(largest, x[i].y & kMagnitude);
-    largest = __vmaxu2(largest, x[i].z & kMagnitude);
-    largest = __vmaxu2(largest, x[i].w & kMagnitude);
-  }
-  return largest;
-}
-
-__device__ __forceinline__ uint32_t larger_half(uint32_t pair) { return max(pair & 0xffff, pair >> 16); }
-
-template <class Source>
-__device__ __forceinline__ bool is_finite(uint32_t magnitudes) {
-  return larger_half(magnitudes) < Source::kInfinity;
-}
-
-// Puts `by` in the place of every infinity and NaN.
-template <class Source>
-__device__ __forceinline__ void replace_non_finite(uint32_t& pair, uint32_t by) {
-  const uint32_t wrong = __vcmpgeu2(pair & kMagnitude, Source::kInfinity * 0x10001u);
-  pair = (pair & ~wrong) | (by & wrong);
-}
-
-template <class Source>
-__device__ __forceinline__ uint4 without_non_finite(uint4 x, uint32_t by) {
-  replace_non_finite<Source>(x.x, by);
-  replace_non_finite<Source>(x.y, by);
-  replace_non_finite<Source>(x.z, by);
-  replace_non_finite<Source>(x.w, by);
-  return x;
-}
+// ---- maxima ---------------------------------------------------------------------------------------------------------
 
 // Largest finite |x| of a lane's chunks of each row. Rare: infinities and NaN are left out of the maxima and become
 // `mark` in x: kMagnitude is a NaN of both types, which converts to the NaN of e4m3, 0x7f.
@@ -172,37 +122,6 @@ __device__ __forceinline__ uint32_t block_max(uint32_t bits) {
 #pragma unroll
   for (int warp = 0; warp < kThreads / 32; ++warp) bits = max(bits, of_warp[warp]);
   return bits;
-}
-
-// ---- scales ---------------------------------------------------------------------------------------------------------
-
-struct Scale {
-  float descale, inverse;
-};
-
-// For a group whose largest finite magnitude is `group`, as fp8cutlass.quantize has it. Zeros get descale 1 and inverse
-// 1. torch divides a number by a tensor in two roundings, a reciprocal and a product, and so does this.
-__device__ __forceinline__ Scale scale_of(float group, const PackOperand& o) {
-  group = group > 0.f ? fmaxf(group, o.limit * 0x1p-126f) : o.limit;
-  return {__fmul_rn(group, o.limit_reciprocal), __fmul_rn(__frcp_rn(group), o.limit)};
-}
-
-// ---- conversion -----------------------------------------------------------------------------------------------------
-
-// A chunk, each element times its factor. Values need no clamp: |x| / group <= 1, so that a product lies beyond the
-// limit by its rounding at most, and the limit is what it then rounds to in e4m3.
-template <class Source>
-__device__ __forceinline__ uint2 e4m3x8(const uint4& x, const float (&factor)[8]) {
-  return {e4m3x4(__fmul_rn(Source::low(x.x), factor[0]), __fmul_rn(Source::high(x.x), factor[1]),
-                 __fmul_rn(Source::low(x.y), factor[2]), __fmul_rn(Source::high(x.y), factor[3])),
-          e4m3x4(__fmul_rn(Source::low(x.z), factor[4]), __fmul_rn(Source::high(x.z), factor[5]),
-                 __fmul_rn(Source::low(x.w), factor[6]), __fmul_rn(Source::high(x.w), factor[7]))};
-}
-
-template <class Source>
-__device__ __forceinline__ uint2 e4m3x8(const uint4& x, float factor) {
-  const float factors[8] = {factor, factor, factor, factor, factor, factor, factor, factor};
-  return e4m3x8<Source>(x, factors);
 }
 
 // ---- V: transposed through shared memory ----------------------------------------------------------------------------

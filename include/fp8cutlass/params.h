@@ -17,14 +17,26 @@ struct DiagnosticOutputs {
   float* tile_o;  // (B, H, tiles, Sq, D) P V of each tile before promotion
 };
 
-// One attention forward. Q, K and V are FP8, one byte an element.
+// Q as a kernel is given it. Some kernels of the sm90a family quantise 16-bit rows themselves, each with its own scale.
+enum class QueryType { fp8, bf16, fp16 };
+
+struct QueryScaling {
+  QueryType type;
+  int columns;             // of a row, a multiple of 8, at most the kernel's head_dim; the rest counts as zeros
+  float limit;             // what the largest |q| of a row becomes
+  float limit_reciprocal;  // 1 / limit, rounded once
+  bool early;              // no kernel before this one in the stream, that has not ended, writes Q
+  uint32_t flip;           // XORed onto four e4m3 bytes: 0x80808080 turns their signs
+};
+
+// One attention forward. Q, K and V are FP8, one byte an element, but for Q where `query` says otherwise.
 struct ForwardParams {
   const uint8_t* q;  // (B, H, Sq, D), strides in bytes, last dimension contiguous, 16-byte aligned rows
   const uint8_t* k;  // (B, Hkv, Sk, D), likewise
   const uint8_t* v;  // packed V^T: (B, Hkv, D, seqlen_k_padded), contiguous, see docs/architecture.md
   int64_t q_stride_batch, q_stride_head, q_stride_row;
   int64_t k_stride_batch, k_stride_head, k_stride_row;
-  const float* q_descale;  // canonical shapes of the scaling mode, contiguous
+  const float* q_descale;  // canonical shapes of the scaling mode, contiguous; of Q null where `query` is no FP8
   const float* k_descale;  // token mode: (B, Hkv, seqlen_k_padded)
   const float* v_descale;
   // Steps from head to head (B * heads in a row) and from row or block to the next in the descales, 0 where they share
@@ -42,6 +54,7 @@ struct ForwardParams {
   unsigned*
       counters;  // two zeroed words, left zeroed, from which the CTAs of kernels that draw take work items; or null
   DiagnosticOutputs diag;
+  QueryScaling query;
 };
 
 // Returns a cudaError_t as int; 0 is success. Never synchronises.
@@ -57,9 +70,10 @@ struct VariantEntry {
   OutType out;
   Granularity q, k, v;
   bool diagnostic;
-  int key_block;  // keys that share a block descale of K and V
-  bool coarse;    // reads descales by steps, so that coarser ones serve as well
-  bool draws;     // its CTAs draw work items from ForwardParams::counters
+  int key_block;     // keys that share a block descale of K and V
+  bool coarse;       // reads descales by steps, so that coarser ones serve as well
+  bool draws;        // its CTAs draw work items from ForwardParams::counters
+  bool quantises_q;  // takes Q in bf16 and fp16, too
 };
 
 // Defined in the generated registry, in manifest order.

@@ -42,11 +42,11 @@ __device__ __forceinline__ void mask_columns(float (&s)[kBlocks][4], const int (
       if (8 * n + 2 * t + i % 2 > last[i / 2]) s[n][i] = -INFINITY;
 }
 
-// slope[r]: logits in octaves (log2) a score unit, > 0. exact[r] gets the sum of this lane's unquantised exponentials
-// if `want_exact`.
-template <int kBlocks>
+// slope[r]: logits in octaves (log2) a score unit, > 0. If `want_exact`, `keep` is called with the sums of this lane's
+// unquantised exponentials of both rows.
+template <int kBlocks, class Keep>
 __device__ __forceinline__ void softmax_exp2(float (&s)[kBlocks][4], const float (&slope)[2], float (&weight)[2],
-                                             float (&exact)[2], bool want_exact) {
+                                             bool want_exact, const Keep& keep) {
   constexpr float kOffset = 8.f;  // the row maximum becomes 2^8: P uses 17 of e4m3's 18 octaves and cannot saturate
   float offset[2];
 #pragma unroll
@@ -63,10 +63,11 @@ __device__ __forceinline__ void softmax_exp2(float (&s)[kBlocks][4], const float
   for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[n][i] = exp2_approx(fmaf(s[n][i], slope[i / 2], offset[i / 2]));
-  exact[0] = exact[1] = 0.f;
   for (int turn = unpredicated(want_exact); turn > 0; --turn) {
+    float exact[2] = {};
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) exact[0] += s[n][0] + s[n][1], exact[1] += s[n][2] + s[n][3];
+    keep(exact[0], exact[1]);
   }
 }
 
@@ -109,13 +110,19 @@ constexpr float kHalfMax = 65504.f;
 
 template <int kBlocks>
 __device__ __forceinline__ void mask_columns(uint32_t (&s)[kBlocks][2], const int (&last)[2]) {
-  const int t = threadIdx.x % 4;
+  // A pair is columns 8 n + 2 t and the next. Both are compared at once, as f16, which holds such numbers exactly.
+  uint32_t limit[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int first = min(max(last[r], -1), 8 * kBlocks) - 2 * int(threadIdx.x % 4);  // 8 n is seen up to here
+    limit[r] = fp16x2(float(first), float(first - 1));
+  }
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int column = 8 * n + 2 * t;
-      if (column + 1 > last[r]) s[n][r] = column > last[r] ? kHalf2NegInf : __byte_perm(s[n][r], kHalf2NegInf, 0x5410);
+      const uint32_t beyond = half2_less(limit[r], half2_of(8 * n));
+      s[n][r] = (s[n][r] & ~beyond) | (kHalf2NegInf & beyond);
     }
 }
 
@@ -140,9 +147,9 @@ __device__ __forceinline__ void anchor(const float (&f)[2], const float (&limite
 }
 
 // slope[r]: logits in codes (1/8 octave) a score unit, at least kMinCodeSlope, at most kMaxSlope.
-template <int kBlocks>
+template <int kBlocks, class Keep>
 __device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const float (&slope)[2], float (&weight)[2],
-                                               float (&exact)[2], bool want_exact) {
+                                               bool want_exact, const Keep& keep) {
   uint32_t m[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -159,7 +166,7 @@ __device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const 
   const float f[2] = {fmaxf(half_low(rows), -kHalfMax), fmaxf(half_high(rows), -kHalfMax)};
   float limited[2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) limited[r] = fminf(slope[r], kHalfMax), exact[r] = 0.f;
+  for (int r = 0; r < 2; ++r) limited[r] = fminf(slope[r], kHalfMax);
   uint32_t a[2], b[2];
   anchor(f, limited, slope, a, b, weight);
   // What is seldom needed, behind one branch.
@@ -178,6 +185,7 @@ __device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const 
       // The loop turns once, but the assembler cannot know: a sum, masked with this zero, ties one step to the next. In
       // one go it would convert all scores at once, and spill.
       const uint32_t zero = turn - 1;
+      float exact[2] = {};
 #pragma unroll
       for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -186,6 +194,7 @@ __device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const 
           exact[r] += exp2_approx(fmaf(half_low(x), slope[r] * 0.125f, -weight[r])) +
                       exp2_approx(fmaf(half_high(x), slope[r] * 0.125f, -weight[r]));
         }
+      keep(exact[0], exact[1]);
     }
   }
 #pragma unroll

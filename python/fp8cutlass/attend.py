@@ -3,7 +3,7 @@ quantises, packs and attends. Bit for bit what :mod:`fp8cutlass.fused` and ``for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,9 @@ from .smooth import restore_lse
 # argument, and on to whatever else a tensor asks for, such as a lazy negation.
 _library = torch.library.Library("fp8cutlass_C", "IMPL")
 _library.impl("attend", torch.library.fallthrough_kernel, "AutogradCUDA")
+
+LEAVE_FROM = 1024  # rows and keys
+LEAVE_ITEMS = 132  # query tiles, one for each SM of an H200
 
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, lse, amax; the last two where wanted
 
@@ -75,6 +78,19 @@ class Attend:
         return out, lse, amax
 
 
+def takes_source(variant: Variant, granularity: Mapping[str, str], *, hadamard: bool) -> bool:
+    """Whether the attention kernel can quantise Q by itself: each row with its own scale, and not rotated. The bits are
+    those that the pack kernel makes."""
+    return variant.quantises_q and granularity["q"] == "token" and not hadamard
+
+
+def leaves_q(variant: Variant, shape: Sequence[int], keys: int) -> bool:
+    """Whether that is faster for q of ``shape`` (B, H, Sq, D): Q is then not written and read once more, but its rows
+    take time off the softmax, and a CTA's first ones have nothing to hide behind (docs/lab/pack.md)."""
+    batch, heads, rows, _ = shape
+    return min(rows, keys) >= LEAVE_FROM and batch * heads * -(-rows // variant.tile_m) > LEAVE_ITEMS
+
+
 def prepare(
     variant: Variant,
     number: int,
@@ -89,17 +105,20 @@ def prepare(
     hadamard: bool,
     return_lse: bool,
     return_amax: bool,
+    leave_q: bool = False,
 ) -> Attend:
-    """The call of a variant, ``number`` in the extension.
+    """The call of a variant, ``number`` in the extension. ``leave_q`` leaves Q to the attention kernel where that takes
+    it (:func:`takes_source`).
 
     ``amax`` and ``granularity`` are those of :func:`fp8cutlass.fused.quantise_and_pack`; ``seq_major`` puts the result
     into memory in the order (B, S, H, D).
     """
     extension.load()
+    leave_q = leave_q and takes_source(variant, granularity, hadamard=hadamard)
     groups = (GRANULARITIES.index(granularity[name]) for name in "qkv")
     return Attend(
         operator=torch.ops.fp8cutlass_C.attend.default._op,  # the overload's own frame costs 0.2 us
-        constants=_constants(number, *groups, amax, V_AMAX, hadamard, seq_major, scale, causal_offset),
+        constants=_constants(number, *groups, amax, V_AMAX, hadamard, seq_major, scale, causal_offset, leave_q),
         head_dim=head_dim,
         kernel_head_dim=variant.head_dim,
         scale=scale,

@@ -59,6 +59,7 @@ class Variant:
     threads: int
     ctas_per_sm: int
     smem_bytes: int
+    quantises_q: bool  # takes Q in bf16 and fp16, too, with a scale for each row
     targets: tuple[str, ...]  # architectures that it is compiled for
     file: str
     sha256: str

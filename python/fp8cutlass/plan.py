@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import validate
+from .attend import leaves_q, takes_source
 from .descale import all_canonical, to_canonical
 from .dispatch import Decision, padded_head_dim
 from .emulator import OUT_DTYPES
@@ -148,6 +149,10 @@ def describe(request: Request) -> str:
     if plan.half and request.scaling == "block" and variant.key_block != KEY_BLOCK:
         quantised += f", a descale per {variant.key_block} keys"
     lines.append(f"numerics:  {precision}{quantised}")
+    if plan.half and plan.q.is_cuda and request.packed is None:
+        able = takes_source(variant, {"q": plan.granularity[0]}, hadamard=request.hadamard)
+        left = able and leaves_q(variant, plan.q.shape, plan.k.shape[2])
+        lines.append(f"query:     quantised {'by the attention kernel' if left else 'and packed with K and V'}")
     changed = [text for name, text in validate.TRANSFORMS.items() if getattr(request, name)]
     if changed:
         lines.append(f"before:    {', then '.join(changed)}")

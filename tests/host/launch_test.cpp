@@ -79,28 +79,33 @@ static void kernel(sm90::KernelParams) {}
 static void other_kernel(sm90::KernelParams) {}
 
 using Tile = sm90::OperandTile<64, 64>;
+using Source = sm90::OperandTile<64, 128>;  // Q in 16 bits
 
 static int run(const ForwardParams& p, void (*which)(sm90::KernelParams) = kernel) {
-  return sm90::launch<Tile, Tile, Tile, 1, 1, false>(which, 256, 60000, p, nullptr);
+  return sm90::launch<Source, Tile, Tile, Tile, 1, 1, false>(which, 256, 60000, p, nullptr);
 }
 
 // What the launch got is what the driver makes of these parameters when it is asked: nothing of an earlier launch.
 static bool fresh(const ForwardParams& p) {
   CUtensorMap q, k, v;
-  const cuuint64_t qd[] = {64, cuuint64_t(p.seqlen_q), cuuint64_t(p.heads), cuuint64_t(p.batch)};
+  const bool fp8 = p.query.type == QueryType::fp8;
+  const cuuint64_t qd[] = {fp8 ? 64 : 2 * cuuint64_t(p.query.columns), cuuint64_t(p.seqlen_q), cuuint64_t(p.heads),
+                           cuuint64_t(p.batch)};
   const cuuint64_t kd[] = {64, cuuint64_t(p.seqlen_k), cuuint64_t(p.kv_heads), cuuint64_t(p.batch)};
   const cuuint64_t vd[] = {cuuint64_t(p.seqlen_k_padded), 64, cuuint64_t(p.batch) * p.kv_heads};
   const cuuint64_t qs[] = {cuuint64_t(p.q_stride_row), cuuint64_t(p.q_stride_head), cuuint64_t(p.q_stride_batch)};
   const cuuint64_t ks[] = {cuuint64_t(p.k_stride_row), cuuint64_t(p.k_stride_head), cuuint64_t(p.k_stride_batch)};
   const cuuint64_t vs[] = {vd[0], vd[0] * 64};
-  const cuuint32_t box[] = {64, 64, 1, 1};
-  const auto make = [&](CUtensorMap& map, int rank, const uint8_t* base, const cuuint64_t* d, const cuuint64_t* s) {
+  const cuuint32_t boxes[2][4] = {{64, 64, 1, 1}, {128, 64, 1, 1}};
+  const auto make = [&](CUtensorMap& map, int rank, const uint8_t* base, const cuuint64_t* d, const cuuint64_t* s,
+                        bool wide = false) {
+    const cuuint32_t* const box = boxes[wide];
     encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, rank, const_cast<uint8_t*>(base), d, s, box, nullptr,
-                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                 CU_TENSOR_MAP_INTERLEAVE_NONE, wide ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     --encoded;
   };
-  make(q, 4, p.q, qd, qs), make(k, 4, p.k, kd, ks), make(v, 3, p.v, vd, vs);
+  make(q, 4, p.q, qd, qs, !fp8), make(k, 4, p.k, kd, ks), make(v, 3, p.v, vd, vs);
   return std::memcmp(&launched.q, &q, sizeof(q)) == 0 && std::memcmp(&launched.k, &k, sizeof(k)) == 0 &&
          std::memcmp(&launched.v, &v, sizeof(v)) == 0;
 }
@@ -146,7 +151,9 @@ int main() {
   changed([](ForwardParams& p) { p.q_stride_head = 12800; });
   changed([](ForwardParams& p) { p.k_stride_batch = 23040; });
   changed([](ForwardParams& p) { p.k = p.q, p.k_stride_row = 256; });  // at an address that another tensor had
-  report(right && changes == 12, "whatever a map is made of makes another one");
+  changed([](ForwardParams& p) { p.query.type = QueryType::bf16, p.query.columns = 64; });
+  changed([](ForwardParams& p) { p.query.type = QueryType::fp16, p.query.columns = 56; });  // narrower than the tile
+  report(right && changes == 14, "whatever a map is made of makes another one");
 
   const int encoded_before = encoded, opted_before = opted_in;
   context = 8;

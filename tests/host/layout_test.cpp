@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cute/swizzle.hpp>
 #include <set>
 #include <vector>
 
 #include "fp8cutlass/schedule.h"
+#include "fp8cutlass/sm90/operand.h"
 
 using namespace fp8cutlass;
 
@@ -23,6 +25,41 @@ static bool conflict_free(const std::vector<int>& offsets) {
   std::set<int> columns;
   for (int o : offsets) columns.insert(o / 16 % 8);
   return columns.size() == offsets.size();
+}
+
+// Where TMA puts a byte, by CuTe's word for its swizzle, and what wgmma's descriptors say of whole patterns. The two
+// halves of 16 rows are read and written at a time: no two of 8 lanes may meet in a bank.
+template <int kRows, int kRowBytes>
+void check_operand() {
+  using Tile = sm90::OperandTile<kRows, kRowBytes>;
+  constexpr int kBits = Tile::kWidth == 128 ? 3 : 2;
+  const cute::Swizzle<kBits, 4, 3> swizzle;
+  bool placed = true, described = true, apart = true;
+  for (int row = 0; row < kRows; ++row)
+    for (int byte = 0; byte < kRowBytes; ++byte) {
+      const int block = byte / Tile::kWidth, plain = row * Tile::kWidth + byte % Tile::kWidth;
+      placed = placed && Tile::offset(row, byte) == block * Tile::kBlockBytes + int(swizzle(plain));
+      if (row % 8 == 0 && byte % 32 == 0)
+        described = described && 16 * int(Tile::advance(row, byte / 32)) == block * Tile::kBlockBytes + plain;
+    }
+  for (int row = 0; row < kRows; row += 8)
+    for (int byte = 0; byte < kRowBytes; byte += 16) {
+      std::vector<int> lanes;
+      for (int lane = 0; lane < 8; ++lane) lanes.push_back(Tile::offset(row + lane, byte));
+      apart = apart && conflict_free(lanes);
+    }
+  bool behind = true;  // halves of a row, as its groups are read and written one after the other
+  constexpr int kGroups = kRowBytes / 32;
+  for (int row = 0; row < kRows; ++row)
+    for (int half = 0; half < 2; ++half)
+      for (int i = 0; i < kGroups; ++i) {
+        const int byte = 16 * kGroups * half;
+        behind = behind && Tile::template behind<kGroups>(Tile::offset(row, byte), row, byte, i) ==
+                               Tile::offset(row, byte + 16 * i);
+      }
+  report(behind, "groups behind another", kRows, kRowBytes);
+  report(placed && described, "bytes where TMA puts them", kRows, kRowBytes);
+  report(apart, "8 rows apart", kRows, kRowBytes);
 }
 
 template <int kRows, int kRowBytes>
@@ -167,6 +204,9 @@ int main() {
   check_tile<64, 256>(), check_tile<128, 256>(), check_tile<32, 256>(), check_tile<96, 64>(), check_tile<256, 64>();
   check_tile<96, 128>(), check_tile<256, 32>(), check_tile<256, 128>(), check_tile<32, 128>(), check_tile<32, 32>(),
       check_tile<96, 32>();
+  check_operand<64, 64>(), check_operand<192, 64>(), check_operand<64, 96>(), check_operand<128, 128>();  // Q in e4m3
+  check_operand<192, 128>(), check_operand<64, 192>(), check_operand<128, 192>(),
+      check_operand<128, 256>();  // and before
   check_key_order();
   check_column_order();
   check_stage<128, 32, 2>(), check_stage<128, 64, 4>(), check_stage<256, 64, 4>(), check_stage<128, 96, 4>();

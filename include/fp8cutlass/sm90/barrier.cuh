@@ -106,6 +106,13 @@ __device__ __forceinline__ void sync_consumers() {
   asm volatile("bar.sync 3, %0;" ::"n"(kThreads) : "memory");
 }
 
+// The warps that fetch Q.
+template <int kThreads>
+__device__ __forceinline__ void sync_fetchers() {
+  delay_point(17);
+  asm volatile("bar.sync 4, %0;" ::"n"(kThreads) : "memory");
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

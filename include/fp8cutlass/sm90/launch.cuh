@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "fp8cutlass/driver.h"
 #include "fp8cutlass/params.h"
@@ -20,6 +21,7 @@ struct KernelParams {
   ForwardParams p;
   Order order;
   int q_head_step, q_batch_step, k_head_step, k_batch_step;
+  int want_lse;  // p.lse is there: asked for every tile, and one word takes fewer instructions than a pointer
 };
 
 // cuTensorMapEncodeTiled of the driver that is loaded; null where it has none.
@@ -80,18 +82,32 @@ bool encode(CUtensorMap& map, uint64_t context, const void* base, const int64_t 
   return true;
 }
 
-// Q or K: (D, S, H, B), of which expanded dimensions are given to the map with size 1.
+// Q or K: (D, S, H, B), of which expanded dimensions are given to the map with size 1. A row has row_bytes, at most the
+// tile's.
 template <class Tile>
-bool encode_rows(CUtensorMap& map, uint64_t context, const void* base, int tokens, int heads, int batch, int64_t row,
-                 int64_t head, int64_t batch_stride, int& head_step, int& batch_step, int box_rows) {
+bool encode_rows(CUtensorMap& map, uint64_t context, const void* base, int row_bytes, int tokens, int heads, int batch,
+                 int64_t row, int64_t head, int64_t batch_stride, int& head_step, int& batch_step, int box_rows) {
   if (row == 0 && tokens > 1) return false;  // one row for all: no map can say so
   head_step = head != 0, batch_step = batch_stride != 0;
-  return encode<4>(map, context, base, {Tile::kRowBytes, tokens, head_step ? heads : 1, batch_step ? batch : 1},
+  return encode<4>(map, context, base, {row_bytes, tokens, head_step ? heads : 1, batch_step ? batch : 1},
                    {row, head, batch_stride}, Tile::kWidth, box_rows, Tile::kWidth);
 }
 
+// Q in the type that the kernel is given. SourceTile: a tile of its 16-bit rows, or void where only FP8 is taken.
+template <class SourceTile, class QTile>
+bool encode_query(KernelParams& params, uint64_t context, const ForwardParams& p) {
+  const auto encode_as = [&](auto tile, int row_bytes) {
+    using Tile = decltype(tile);
+    return encode_rows<Tile>(params.q, context, p.q, row_bytes, p.seqlen_q, p.heads, p.batch, p.q_stride_row,
+                             p.q_stride_head, p.q_stride_batch, params.q_head_step, params.q_batch_step, Tile::kRows);
+  };
+  if (p.query.type == QueryType::fp8) return encode_as(QTile{}, QTile::kRowBytes);
+  if constexpr (!std::is_void_v<SourceTile>) return encode_as(SourceTile{}, 2 * p.query.columns);
+  return false;
+}
+
 // kSplit > 1: one cluster of kSplit CTAs an item, not persistent.
-template <class QTile, class KTile, class VTile, int kParts, int kSplit, bool kCausal>
+template <class SourceTile, class QTile, class KTile, class VTile, int kParts, int kSplit, bool kCausal>
 int launch(void (*kernel)(KernelParams), int threads, int smem_bytes, const ForwardParams& p, CUstream_st* stream) {
   constexpr int kHeadDim = QTile::kRowBytes;
   const int64_t items = work_items(p, QTile::kRows);
@@ -105,12 +121,12 @@ int launch(void (*kernel)(KernelParams), int threads, int smem_bytes, const Forw
   KernelParams params{};
   params.p = p;
   params.order = work_order<QTile::kRows, kHeadDim, kCausal>(p);
+  params.want_lse = p.lse != nullptr;
   const int64_t keys = p.seqlen_k_padded;
   const unsigned long long context = context_id();
-  if (!encode_rows<QTile>(params.q, context, p.q, p.seqlen_q, p.heads, p.batch, p.q_stride_row, p.q_stride_head,
-                          p.q_stride_batch, params.q_head_step, params.q_batch_step, QTile::kRows) ||
-      !encode_rows<KTile>(params.k, context, p.k, p.seqlen_k, p.kv_heads, p.batch, p.k_stride_row, p.k_stride_head,
-                          p.k_stride_batch, params.k_head_step, params.k_batch_step, KTile::kRows) ||
+  if (!encode_query<SourceTile, QTile>(params, context, p) ||
+      !encode_rows<KTile>(params.k, context, p.k, KTile::kRowBytes, p.seqlen_k, p.kv_heads, p.batch, p.k_stride_row,
+                          p.k_stride_head, p.k_stride_batch, params.k_head_step, params.k_batch_step, KTile::kRows) ||
       !encode<3>(params.v, context, p.v, {keys, kHeadDim, int64_t(p.batch) * p.kv_heads}, {keys, keys * kHeadDim},
                  VTile::kWidth, kHeadDim / kParts, VTile::kWidth))
     return cudaErrorInvalidPitchValue;

@@ -30,6 +30,20 @@ struct OperandTile {
     return (step / kStepsPerBlock * kBlockBytes + row * kWidth + step % kStepsPerBlock * 32) / 16;
   }
 
+  // Where in a tile a byte of a row lies: groups of 16 bytes change places as the copy engine's swizzle says.
+  CUTE_HOST_DEVICE static constexpr int offset(int row, int byte) {
+    const int plain = row * kWidth + byte % kWidth;
+    return byte / kWidth * kBlockBytes + (plain ^ (plain >> 7 & (kWidth / 16 - 1)) << 4);
+  }
+
+  // Where group `i` of 16 bytes lies that is `i` groups behind the one at `begin` = offset(row, byte), where the byte's
+  // group is a multiple of kGroups: one instruction where the swizzle lets them change places among themselves.
+  template <int kGroups>
+  CUTE_HOST_DEVICE static constexpr int behind(int begin, int row, int byte, int i) {
+    constexpr bool kAmongThemselves = (kGroups & (kGroups - 1)) == 0 && kGroups <= kWidth / 16;
+    return kAmongThemselves ? begin ^ 16 * i : offset(row, byte + 16 * i);
+  }
+
   // With the upper half: swizzle mode, and 8 rows from pattern to pattern.
   CUTE_HOST_DEVICE static constexpr uint64_t complete(uint32_t lower) {
     constexpr uint32_t kSwizzleMode = kWidth == 128 ? 1 : 2;

@@ -1,0 +1,69 @@
+// Q as a caller has it, bf16 or fp16, quantised on its way to the tile that wgmma reads. The warps beside the one that
+// drives the copy engine have nothing else to do, and Q is then read once and never written.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "fp8cutlass/params.h"
+#include "fp8cutlass/quantise.cuh"
+
+namespace fp8cutlass::sm90 {
+
+constexpr int kRowThreads = 96;  // three warps
+constexpr int kRowsAtOnce = 16;  // of a warp: lanes l and l + 16 own the halves of a row, so that no two of the 8
+                                 // lanes of an access meet in a bank
+
+// One row of a tile, its own maximum as the scale. Returns its descale. All lanes of a warp come here together.
+template <class Source, class SourceTile, class QTile>
+__device__ __forceinline__ float quantise_row(uint8_t* q, const uint8_t* source, int row, const QueryScaling& s) {
+  constexpr int kChunks = QTile::kRowBytes / 16;  // of half a row
+  static_assert(SourceTile::kRowBytes == 2 * QTile::kRowBytes && kChunks % 2 == 0);
+  const int first = threadIdx.x % 32 / kRowsAtOnce * kChunks;
+  const int from = SourceTile::offset(row, 16 * first), to = QTile::offset(row, 8 * first);
+  const auto chunk = [&](int i) {
+    return *reinterpret_cast<const uint4*>(source + SourceTile::template behind<kChunks>(from, row, 16 * first, i));
+  };
+  uint32_t largest = 0;
+#pragma unroll kChunks / 2
+  for (int i = 0; i < kChunks; ++i) largest = packing::magnitude(chunk(i), largest);
+  largest = __vmaxu2(largest, __shfl_xor_sync(~0u, largest, kRowsAtOnce));
+  const bool finite = packing::is_finite<Source>(largest);
+  if (!__all_sync(~0u, finite)) {  // rare: infinities and NaN are left out of the maximum
+    largest = 0;
+#pragma unroll 1
+    for (int i = 0; i < kChunks; ++i)
+      largest = packing::magnitude(packing::without_non_finite<Source>(chunk(i), 0), largest);
+    largest = __vmaxu2(largest, __shfl_xor_sync(~0u, largest, kRowsAtOnce));
+  }
+  const float group = Source::low(packing::larger_half(largest));
+  const packing::Scale scale = packing::scale_of(group, s.limit, s.limit_reciprocal);
+#pragma unroll 1
+  for (int i = 0; i < kChunks; i += 2) {
+    uint4 low = chunk(i), high = chunk(i + 1);
+    if (!finite) {
+      low = packing::without_non_finite<Source>(low, packing::kMagnitude);  // a NaN
+      high = packing::without_non_finite<Source>(high, packing::kMagnitude);
+    }
+    const uint2 a = packing::e4m3x8<Source>(low, scale.inverse), b = packing::e4m3x8<Source>(high, scale.inverse);
+    *reinterpret_cast<uint4*>(q + QTile::template behind<kChunks / 2>(to, row, 8 * first, i / 2)) =
+        uint4{a.x ^ s.flip, a.y ^ s.flip, b.x ^ s.flip, b.y ^ s.flip};
+  }
+  return scale.descale;
+}
+
+// The rows of a tile, `thread` of kRowThreads. slope[row] becomes `per_unit` times the row's descale.
+template <class Source, class SourceTile, class QTile>
+__device__ __forceinline__ void quantise_tile(uint8_t* q, float* slope, const uint8_t* source, const QueryScaling& s,
+                                              float per_unit, int thread) {
+  const int lane = thread % 32;
+#pragma unroll 1
+  for (int base = thread / 32 * kRowsAtOnce; base < QTile::kRows; base += kRowThreads / 32 * kRowsAtOnce) {
+    const int row = base + lane % kRowsAtOnce;
+    const float descale = quantise_row<Source, SourceTile, QTile>(q, source, row, s);
+    if (lane < kRowsAtOnce) slope[row] = descale * per_unit;
+  }
+}
+
+}  // namespace fp8cutlass::sm90

@@ -194,7 +194,7 @@ def _most(v: Variant) -> int:
     return MOST_RARE if rare else MOST_MEASURED
 
 
-def _for_the_other_mask(emitted: Iterable[Variant], illegal: Mapping[str, Rejection]) -> list[Variant]:
+def _for_the_other_mask(emitted: Iterable[Variant], outranked: Mapping[str, Rejection]) -> list[Variant]:
     """What is missing beside ``emitted``: keys that were packed for a call without a causal mask are attended with one
     as well, and the other way round, so that kernels of 16-bit output read a key block with both masks or neither."""
     there = {(problem_class(v), key_block(v)) for v in emitted}
@@ -202,7 +202,7 @@ def _for_the_other_mask(emitted: Iterable[Variant], illegal: Mapping[str, Reject
     for v in emitted:
         other = replace(v, causal=not v.causal)
         place = problem_class(other), key_block(other)
-        if v.kind is Kind.FWD and v.out is not Out.E4M3 and place not in there and other.id not in illegal:
+        if v.kind is Kind.FWD and v.out is not Out.E4M3 and place not in there and other.id in outranked:
             missing.setdefault(place, other)
     return list(missing.values())
 
@@ -222,7 +222,7 @@ def select(matrices: tuple[Matrix, ...] = MATRICES) -> Selection:
         chosen, rejections = _winners(tuple(_modelled(v) for v in members), _most(members[0]))
         emitted += [v for v in members if _modelled(v) in chosen]
         outranked |= {v.id: rejections[_modelled(v)] for v in members if _modelled(v) not in chosen}
-    for v in _for_the_other_mask(emitted, illegal):
+    for v in _for_the_other_mask(emitted, outranked):
         emitted.append(v)
         del outranked[v.id]
     rejected = tuple((v, r) for v in points if (r := illegal.get(v.id) or outranked.get(v.id)) is not None)

@@ -61,7 +61,7 @@ class TestSameBits:
 @pytest.mark.gpu
 class TestWhichWay:
     def test_rows_that_are_all_the_same(self) -> None:
-        """Expanded rows cannot be mapped: they are packed."""
+        """No tensor map can say so: they are made dense before."""
         variant = VARIANTS[0]
         q, k, v = halves(variant, torch.bfloat16, 2, 2, 1, 300, variant.head_dim)
         assert_same_bits(variant, [q.expand(1, 2, 200, variant.head_dim), k, v])

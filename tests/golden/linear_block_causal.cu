@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
 
       // Softmax of the tile: P in FP8, its row sums, and its weight against the tiles before
       uint32_t prob[kFrags][kKeySteps][4];
-      float weight[kFrags][2], exact[kFrags][2];
+      float weight[kFrags][2], exact[kFrags][2] = {};
 #pragma unroll
       for (int f = 0; f < kFrags; ++f) {
         // the last key, relative to the tile, that each of the two rows sees

@@ -14,7 +14,7 @@ from codegen.keys import PRECISIONS
 
 from . import plot as plotting
 from . import report
-from .commands import overhead, pack, regret, tune
+from .commands import overhead, pack, regret, tune, ways
 from .options import Wanted, need_card, read_csv, results_folder, shape_options, stop
 from .results import FAILED, WRONG
 
@@ -165,7 +165,7 @@ def machine() -> None:
     click.echo(json.dumps(stamp(), indent=2))
 
 
-for command in (regret, overhead, pack, tune):
+for command in (regret, overhead, pack, tune, ways):
     cli.add_command(command)
 
 if __name__ == "__main__":

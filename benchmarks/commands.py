@@ -13,7 +13,7 @@ from codegen.evidence import digest
 from codegen.spec import Softmax
 
 from .options import ShapeType, Wanted, need_card, read_csv, results_folder, shape_options, stop
-from .results import write_records
+from .results import FAILED, WRONG, write_records
 from .shapes import GRID_HEAD_DIMS, GRID_SEQLENS, MAX_HEAD_DIM, TOKENS, WIDTH, Shape, square
 
 SOFTMAXES = [str(softmax) for softmax in Softmax]
@@ -128,6 +128,32 @@ def pack(head_dims: tuple[int, ...], seqlen: str, quick: bool, out: Path | None,
     (folder / "pack.md").write_text(text, encoding="utf-8")
     click.echo(text)
     sys.exit(1 if failed or not found else 0)
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="Shorter replays and fewer of them.")
+@click.option("--budget", type=float, default=120.0, show_default=True, help="Seconds after which no shape is begun.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
+@click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
+@shape_options("grid")
+def ways(wanted: Wanted, quick: bool, budget: float, out: Path | None, commit: str) -> None:
+    """Time whole calls from bf16 with everything packed before, with Q left to the attention kernel, and with K and V
+    handed over to it while it runs, and write CSV and table."""
+    need_card("timing whole calls")
+    from . import machine
+    from .grid import QUICK, Settings, record
+    from .ways import Ways, markdown
+
+    peer = Ways()
+    if (reason := peer.available()) is not None:
+        stop(reason)
+    stamp = machine.stamp(commit)
+    path = results_folder(out, stamp) / "ways.csv"
+    rows, left = record(path, stamp, wanted.shapes, [peer], QUICK if quick else Settings(), budget, click.echo)
+    text = markdown(stamp, rows)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    click.echo(text)
+    sys.exit(1 if left or any(row.status in (FAILED, WRONG) for row in rows) else 0)
 
 
 @click.command()

@@ -14,6 +14,8 @@ CHUNK = 8  # elements of one 16-byte load
 THREADS = 256  # packing::kThreads
 STAGE_PAD = 32  # bytes between groups of 16 keys of V in shared memory, see TransposeStage
 SAMPLES = 32  # packing::kSamples, keys that a mean is taken over
+DELIVERY_UNIT, DELIVERY_BARRIERS = 32, 12  # of sm90::Delivery: bytes of a unit, mbarriers
+SM90_SMEM = 227 * 1024  # of an SM, of which each CTA takes 1 KB for the system
 
 
 class Source(Name):
@@ -68,6 +70,29 @@ class Pack:
         """Of the form that smooths and rotates, and waits more. Launch bounds ask for them: one more where a row is in
         few lanes takes 9% off, where it is in 8 the registers that this costs take it back."""
         return self.ctas_per_sm + (self.ctas_per_sm == 3 and self.lanes <= 4)
+
+    @property
+    def delivers(self) -> bool:
+        """Whether there is a form for sm90a that hands over head after head to an attention kernel that runs already:
+        rows of 128 or 256 bytes, as the copy engine's swizzle wants them."""
+        return self.head_dim in (64, 128)
+
+    @property
+    def delivery_threads(self) -> int:
+        """Of that form: one for 64 elements, a warp that loads, three that report."""
+        return self.key_block * self.head_dim // 64 + 4 * 32
+
+    @property
+    def delivery_bytes(self) -> int:
+        """Shared memory of its CTA: two blocks in 16 bits, two of V in 8, and what goes with them."""
+        warps = self.key_block * self.head_dim // 64 // 32
+        control = 8 * DELIVERY_UNIT + 2 * 4 * warps + 8 * DELIVERY_BARRIERS
+        return -(-(6 * self.key_block * self.head_dim + control) // 1024) * 1024
+
+    @property
+    def delivery_ctas_per_sm(self) -> int:
+        """CTAs of it that the shared memory and the registers of an SM have room for."""
+        return min(SM90_SMEM // (self.delivery_bytes + 1024), 65536 // (80 * self.delivery_threads))
 
     @property
     def stage_bytes(self) -> int:

@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <mutex>
 
 #include "arguments.h"
 #include "check.h"
 #include "device.h"
+#include "handover.h"
 #include "launch.h"
 #include "pack_arguments.h"
 
@@ -69,19 +71,19 @@ int64_t whole(double number, const char* name) {
   return static_cast<int64_t>(number);
 }
 
-// Whether the copy engine can fetch rows of Q as they lie: rows that are all the same, or further apart than a tensor
-// map can say, go through the pack kernel.
-bool can_be_mapped(const View& q) {
+// Whether the copy engine can fetch rows as they lie: not where they are all the same, or further apart than a tensor
+// map can say.
+bool can_be_mapped(const View& x, const char* name) {
   constexpr int64_t kMostBytes = int64_t{1} << 40;
-  const Strides strides = row_strides(q, "q", false);
+  const Strides strides = row_strides(x, name, false);
   const int64_t most = std::max({strides.batch, strides.head, strides.row});
-  return (strides.row != 0 || q.size(2) == 1) && most < kMostBytes / q.element_size();
+  return (strides.row != 0 || x.size(2) == 1) && most < kMostBytes / x.element_size();
 }
 
 }  // namespace
 
 AttendConstants attend_constants(const Tensor& numbers) {
-  constexpr int64_t kNumbers = 11;
+  constexpr int64_t kNumbers = 12;
   const View view(numbers);
   require(
       numbers.is_cpu() && view.scalar_type() == ScalarType::Double && view.numel() == kNumbers && view.is_contiguous(),
@@ -97,7 +99,8 @@ AttendConstants attend_constants(const Tensor& numbers) {
           x[7] != 0,
           x[8],
           whole(x[9], "causal_offset"),
-          x[10] != 0};
+          x[10] != 0,
+          x[11] != 0};
 }
 
 Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const VariantEntry& variant) {
@@ -113,7 +116,7 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
   const auto count = [&](int64_t granularity, int64_t all_heads, int64_t tokens) {
     return descale_count(static_cast<Granularity>(granularity), all_heads, tokens, key_block, head_dim);
   };
-  const bool leave_q = c.leave_q && can_be_mapped(q);
+  const bool leave_q = c.leave_q && can_be_mapped(q, "q");
   const int64_t q_count = leave_q ? 0 : count(c.q_granularity, batch * heads, rows);
   const int64_t k_count = count(c.k_granularity, batch * kv_heads, by_token ? padded : keys);
   const int64_t v_count = count(c.v_granularity, batch * kv_heads, keys);
@@ -163,7 +166,7 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
                               c.hadamard,
                               tensors.k_mean};
   const PackEntry& pack = find_pack(packing);
-  const PackParams pack_launch = pack_params(packing);
+  PackParams pack_launch = pack_params(packing);
   const Tensor out = empty_result(q, c.seq_major, variant);
   std::optional<QuerySource> source;
   if (leave_q) source = QuerySource{c.score_amax, c.scale < 0, true};  // it is the pack kernel, launched in order
@@ -174,8 +177,16 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   if (groups > 0) check_launch(cudaMemsetAsync(base + maxima, 0, groups * kFloat, stream), pack.id, device);
+  std::unique_lock<std::mutex> handed_over;
+  if (c.hand_over && leave_q && pack.delivers && can_be_mapped(k, "k") && can_be_mapped(v, "v"))
+    handed_over = hand_over(pack_launch, params, static_cast<int>(key_block), device, stream);
   check_launch(pack.launch(pack_launch, stream), pack.id, device);
-  launch(variant, params, device, stream);
+  try {
+    launch(variant, params, device, stream);
+  } catch (...) {
+    if (handed_over) take_back(params, stream);
+    throw;
+  }
   return out;
 }
 

@@ -22,7 +22,8 @@ struct AttendConstants {
   bool seq_major;  // the result lies in memory in the order (B, S, H, D)
   double scale;    // of any sign
   int64_t causal_offset;
-  bool leave_q;  // to the attention kernel, which quantises its rows itself
+  bool leave_q;    // to the attention kernel, which quantises its rows itself
+  bool hand_over;  // with Q left: attend while K and V are packed, where the kernels can
 };
 
 // Reads them: float64, contiguous, on the CPU. Throws std::runtime_error where they are not.

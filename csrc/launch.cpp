@@ -11,8 +11,8 @@ void launch(const VariantEntry& variant, ForwardParams& params, int device, cuda
   params.sm_count = sm_count(device);
   // Only where there are more items than CTAs at a time is anything left to draw.
   const int64_t m_tiles = (int64_t{params.seqlen_q} + variant.tile_m - 1) / variant.tile_m;
-  if (variant.draws && m_tiles * params.batch * params.heads > params.sm_count)
-    params.counters = work_counters(device, stream);
+  if (params.counters == nullptr && variant.draws && m_tiles * params.batch * params.heads > params.sm_count)
+    params.counters = work_counters(device, stream, false).words;
   check_launch(variant.launch(params, stream), variant.id, device);
 }
 

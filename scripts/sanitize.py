@@ -37,7 +37,7 @@ from scripts import toolchain  # noqa: E402  (needs the path above when run as a
 from scripts.build_extension import PROFILES  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-KERNELS = "kns=attention,kns=pack,kns=amax"  # parts of their names
+KERNELS = "kns=attention,kns=pack,kns=amax,kns=deliver"  # parts of their names
 CLUSTERS = {"solo": 1, "split2": 2, "split4": 4}
 FOUND = 9  # exit status of compute-sanitizer when it has something to say
 PLANTED = ROOT / "tests" / "planted"
@@ -124,8 +124,10 @@ def run_variant(variant: Any) -> Iterator[None]:
         if variant.quantises_q:
             shapes = (heads, seqlen_q), (kv_heads, seqlen_k), (kv_heads, seqlen_k)
             halves = [reference.randn(1, *x, variant.head_dim, seed=s).to(torch.bfloat16) for s, x in enumerate(shapes)]
-            gpu.attend_source(variant, *(x.cuda() for x in halves), causal_offset=offset, out_descale=out_descale)
-            yield
+            for hand_over in (False, True):
+                options = {"causal_offset": offset, "out_descale": out_descale, "hand_over": hand_over}
+                gpu.attend_source(variant, *(x.cuda() for x in halves), **options)
+                yield
 
 
 def run_pack(pack: dict[str, Any]) -> Iterator[None]:

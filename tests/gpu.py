@@ -117,18 +117,21 @@ def attend_source(
     v: torch.Tensor,
     *,
     leave_q: bool = True,
+    hand_over: bool = False,
     scaling: str | None = None,
     scale: float = 0.125,
     causal_offset: int = 0,
     out_descale: torch.Tensor | None = None,
     smooth_k: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """One kernel on bf16 or fp16 operands on a card; with ``leave_q`` it quantises Q by itself. Out, LSE and amax."""
+    """One kernel on bf16 or fp16 operands on a card; with ``leave_q`` it quantises Q by itself, with ``hand_over`` it
+    runs while K and V are packed, if it can. Out, LSE and amax."""
     options = (out_descale, OUT_DTYPES[variant.out], scaling or variant.scaling, "fast", variant.causal, causal_offset)
     call = Call(q, k, v, None, None, None, *options, scale, True, True, variant.id, smooth_k)
     manifest = built_manifest()
     granularity = manifest.scaling[call.scaling]
-    ready = prepared_call(call, variant, manifest.index[variant.id], granularity, leave_q=leave_q)
+    number = manifest.index[variant.id]
+    ready = prepared_call(call, variant, number, granularity, leave_q=leave_q, hand_over=hand_over)
     outputs = ready(readable(q), readable(k), readable(v), out_descale)
     return tuple(x for x in outputs if x is not None)
 

@@ -285,14 +285,14 @@ class TestOnACard:
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            (lambda c: c[:9], "constants must be 11 numbers"),
-            (lambda c: c.float(), "constants must be 11 numbers"),
-            (lambda c: c.cuda(), "constants must be 11 numbers"),
-            (lambda c: torch.cat((c + 0.5, c))[:11], "the variant's number must be an integer"),
-            (lambda c: torch.cat((c * 0 - 1, c))[:11], "variant -1 is not in the registry"),
-            (lambda c: torch.where(torch.arange(11) == 1, torch.nan, c), "q_granularity must be an integer"),
-            (lambda c: torch.where(torch.arange(11) == 2, 9.0, c), "k_granularity is 9"),
-            (lambda c: torch.where(torch.arange(11) == 4, 0.5, c), "score_amax must lie in"),
+            (lambda c: c[:9], "constants must be 12 numbers"),
+            (lambda c: c.float(), "constants must be 12 numbers"),
+            (lambda c: c.cuda(), "constants must be 12 numbers"),
+            (lambda c: torch.cat((c + 0.5, c))[:12], "the variant's number must be an integer"),
+            (lambda c: torch.cat((c * 0 - 1, c))[:12], "variant -1 is not in the registry"),
+            (lambda c: torch.where(torch.arange(12) == 1, torch.nan, c), "q_granularity must be an integer"),
+            (lambda c: torch.where(torch.arange(12) == 2, 9.0, c), "k_granularity is 9"),
+            (lambda c: torch.where(torch.arange(12) == 4, 0.5, c), "score_amax must lie in"),
         ],
     )
     def test_wrong_constants_are_refused(self, change: Any, named: str) -> None:

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from codegen.arch import TARGETS
 from codegen.cli import main
+from codegen.gates import compile as compiling
 from codegen.gates import packs as packing
 from codegen.gates import report
 from codegen.gates.compile import CompileError, measure, measure_all, parse_resources
@@ -301,12 +302,29 @@ def test_the_reports_were_read_from_the_committed_packs(arch: str, profile: str)
     """Every form of every pack of a build for the target, from the sources and headers as they are committed."""
     packs = _packs(arch, profile)
     text = report.split((ROOT / "docs" / f"gates_{arch}_{profile}.txt").read_text())["pack"]
-    assert set(report.parse(text)[1]) == {f"{p.id}.{form.name}" for p in packs for form in packing.FORMS}
+    forms = {f"{p.id}.{form.name}" for p in packs for form in packing.FORMS}
+    delivered = {f"{p.id}.deliver" for p in packs if p.delivers and arch == "sm90a"}
+    assert set(report.parse(text)[1]) == forms | delivered
     # In the order of the rows, which is that of the ids.
     sources = [ROOT / "generated" / p.path for p in sorted(packs, key=lambda p: p.id)]
     assert f"# sources: {report.sources_digest(sources)}\n" in text, (
         f"run `python -m codegen gates --packs --arch {arch} --profile {profile}` and commit docs/"
     )
+
+
+def test_the_kernel_that_hands_over_is_one_of_sm90a(tmp_path: Path) -> None:
+    """Of head_dim 64 and 128, with the shared memory that the source states of it and not that of the other four."""
+    narrow = Pack(head_dim=96, key_block=128, source=Source.BF16)
+    kernels = packing.render({"sm89": (PACK,), "sm90a": (PACK, narrow)}, tmp_path)
+    (kernel,) = (k for k in kernels if k.id.endswith(".deliver"))
+    assert (kernel.id, kernel.target, len(kernels)) == (f"{PACK.id}.deliver", "sm90a", 3 * len(packing.FORMS) + 1)
+    # By hand: 2 blocks of 128 x 64 in 16 bits, 2 in 8, 8 units, 2 maxima for 4 warps, 12 barriers.
+    assert kernel.smem_bytes == PACK.delivery_bytes == 49152 + 1024
+    assert (kernel.threads, kernel.ctas_per_sm) == (128 + 128, 3)
+    stated = kernel.source.read_text()
+    assert compiling._storage(stated, kernel.storage) == kernel.smem_bytes
+    assert compiling._storage(stated, "") == PACK.stage_bytes
+    assert compiling._storage(stated, "sizeof(Another)") is None
 
 
 def test_what_is_counted_of_a_pack() -> None:

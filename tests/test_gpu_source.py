@@ -1,16 +1,21 @@
-"""Kernels that quantise Q by themselves: the bits of those that get it quantised, whatever the rows hold."""
+"""Kernels that quantise Q by themselves, and get K and V while they run: the bits of those that get all of it
+quantised, whatever the operands hold."""
 
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from compilers import ROOT
 from gpu import attend_source, built_variants
 from reference import randn
 
 import fp8cutlass
+from codegen.pack import packs_of
+from codegen.select import of_profile, select
 from fp8cutlass import attend, eager
 from fp8cutlass.manifest import Variant, generated_dir, load_manifest
 
@@ -25,13 +30,15 @@ def halves(
 
 
 def assert_same_bits(variant: Variant, operands: list[torch.Tensor], **options: Any) -> None:
-    """With Q left to the kernel and with Q packed before, and once more with Q left to it."""
+    """All packed before; Q left to the kernel; and K and V handed over while it runs, as often as it takes to find
+    counters that the call before has not put back."""
     if variant.out == "e4m3":
         options["out_descale"] = torch.tensor([0.02], device="cuda")
-    left, packed, again = (attend_source(variant, *operands, leave_q=x, **options) for x in (True, False, True))
-    for a, b, c in zip(left, packed, again, strict=True):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        assert torch.equal(a.view(torch.uint8), c.view(torch.uint8))
+    packed = attend_source(variant, *operands, leave_q=False, **options)
+    for hand_over in (False, True, True, False, True):
+        left = attend_source(variant, *operands, leave_q=True, hand_over=hand_over, **options)
+        for a, b in zip(left, packed, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), hand_over
 
 
 @pytest.mark.gpu
@@ -55,6 +62,8 @@ class TestSameBits:
         q[0, 0, 2] *= 1e-7
         q[0, 0, 3, 5], q[0, 0, 4, 6], q[0, 0, 5, 7] = math.nan, math.inf, -math.inf
         q[0, 1, 0], q[0, 1, 1], q[0, 1, -1, ::2] = math.nan, math.inf, 60_000
+        for x in (k, v):
+            x[0, 0, 3, 5], x[0, 1, 290, 6], x[0, 1, 40, 7], x[0, 0, 150:] = math.nan, math.inf, -math.inf, 0
         assert_same_bits(variant, [q, k, v], scale=-0.07)
 
 
@@ -66,18 +75,100 @@ class TestWhichWay:
         q, k, v = halves(variant, torch.bfloat16, 2, 2, 1, 300, variant.head_dim)
         assert_same_bits(variant, [q.expand(1, 2, 200, variant.head_dim), k, v])
 
+    @pytest.mark.parametrize("head_dim", attend.HANDED_OVER)
+    def test_keys_that_are_expanded(self, head_dim: int) -> None:
+        """Heads that share memory are handed over one by one; rows that do are packed before."""
+        variant = next(v for v in VARIANTS if v.head_dim == head_dim and v.scaling == "block")
+        q, k, v = halves(variant, torch.bfloat16, 8, 1, 300, 700, head_dim)
+        assert_same_bits(variant, [q, k.expand(1, 8, -1, -1), v.expand(1, 8, -1, -1)])
+        assert_same_bits(variant, [q, k, v[:, :, :1].expand(1, 1, 700, head_dim)])
+
+    @pytest.mark.parametrize("head_dim", attend.HANDED_OVER)
+    def test_keys_are_handed_over(self, head_dim: int) -> None:
+        """By the kernel that is there for it, and by that alone."""
+        variant = next(v for v in VARIANTS if v.head_dim == head_dim and v.scaling == "block")
+        operands = halves(variant, torch.bfloat16, 40, 40, 600, 600, head_dim)
+        attend_source(variant, *operands)
+        for hand_over, smooth_k, name in ((True, False, "deliver"), (False, False, "pack"), (True, True, "pack")):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                attend_source(variant, *operands, hand_over=hand_over, smooth_k=smooth_k)
+                torch.cuda.synchronize()
+            launched = " ".join(e.key for e in profile.key_averages())
+            assert [x for x in ("deliver", "pack") if f"{x}<" in launched] == [name], launched
+
+    def test_many_streams_at_once(self) -> None:
+        """Each has its own counters, and neither waits for the other's heads."""
+        variant = next(v for v in VARIANTS if v.head_dim == 64 and v.scaling == "block" and not v.causal)
+        operands = halves(variant, torch.bfloat16, 300, 300, 300, 300, 64)
+        (expected, *_) = attend_source(variant, *operands, leave_q=False)
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in range(4)]
+        found = []
+        for _ in range(20):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    found.append(attend_source(variant, *operands, hand_over=True)[0])
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, expected) for x in found)
+
+    def test_handovers_in_a_graph(self) -> None:
+        """Two in one capture, replayed on other data, with eager ones on the same stream between."""
+        variant = next(v for v in VARIANTS if v.head_dim == 64 and v.scaling == "block" and v.causal)
+        first, second = (halves(variant, torch.bfloat16, 300, 300, n, n, 64) for n in (200, 333))
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        attend_source(variant, *first, hand_over=True)  # nothing is set up while a stream is captured
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            made = [attend_source(variant, *x, hand_over=True)[0] for x in (first, second)]
+        for turn in range(5):
+            for x in (*first, *second):
+                x.copy_(x.roll(1, dims=2))
+            expected = [attend_source(variant, *x, leave_q=False)[0] for x in (first, second)]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                graph.replay()
+                eager_one = attend_source(variant, *second, hand_over=True)[0]
+                graph.replay()
+            torch.cuda.current_stream().wait_stream(stream)
+            for a, b in zip([*made, eager_one], [*expected, expected[1]], strict=True):
+                assert torch.equal(a, b), turn
+
+    def test_more_heads_than_counters(self) -> None:
+        """They are packed before, whatever was asked for."""
+        variant = next(v for v in VARIANTS if v.head_dim == 64 and v.scaling == "block")
+        heads = attend.HAND_OVER_HEADS + 1
+        operands = halves(variant, torch.bfloat16, heads, heads, 70, 70, 64)
+        assert_same_bits(variant, operands)
+        assert_same_bits(variant, [x[:, 1:] for x in operands])
+
+    def test_threads_on_one_stream(self) -> None:
+        """They share its counters, and a thread's two launches are not torn apart."""
+        variant = next(v for v in VARIANTS if v.head_dim == 128 and v.scaling == "block" and v.causal)
+        operands = halves(variant, torch.bfloat16, 200, 200, 200, 200, 128)
+        (expected, *_) = attend_source(variant, *operands, leave_q=False)
+        torch.cuda.synchronize()
+
+        def calls(number: int) -> list[torch.Tensor]:
+            return [attend_source(variant, *operands, hand_over=(i + number) % 4 != 0)[0] for i in range(25)]
+
+        with ThreadPoolExecutor(8) as pool:
+            found = [x for made in pool.map(calls, range(8)) for x in made]
+        torch.cuda.synchronize()
+        assert len(found) == 200 and all(torch.equal(x, expected) for x in found)
+
     def test_attention_takes_the_faster_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Above the limits Q is left to the kernel, below it is packed; the result is the same."""
-        seen: list[bool] = []
+        seen: list[tuple[float, ...]] = []
         constants = attend._constants
-        monkeypatch.setattr(attend, "_constants", lambda *x: (seen.append(bool(x[-1])), constants(*x))[1])
+        monkeypatch.setattr(attend, "_constants", lambda *x: (seen.append(x[-2:]), constants(*x))[1])
         eager.forget()
-        for rows, left in ((1024, True), (1000, False)):
-            q = randn(2, 16, rows, 64, seed=0, device="cuda").to(torch.bfloat16)
+        for rows, left, handed in ((512, True, False), (500, False, False), (6144, True, True)):
+            q = randn(4, 16, rows, 64, seed=0, device="cuda").to(torch.bfloat16)
             fp8cutlass.attention(q, q, q)
-            assert set(seen) == {left}
+            assert set(seen) == {(left, handed)}
             seen.clear()
-            assert ("by the attention kernel" in fp8cutlass.explain(q, q, q)) is left
+            said = fp8cutlass.explain(q, q, q)
+            assert ("by the attention kernel" in said) is left and ("handed over" in said) is handed
 
 
 class TestRule:
@@ -90,10 +181,14 @@ class TestRule:
 
     def test_few_rows_keys_or_items_are_packed(self) -> None:
         shape, v = (4, 16, 4096, 128), self.variant()
-        assert attend.leaves_q(v, shape, 4096)
-        assert not attend.leaves_q(v, shape, 512)
-        assert not attend.leaves_q(v, (64, 16, 512, 128), 4096)
-        assert not attend.leaves_q(v, (1, 16, 1024, 128), 1024)  # 128 items
+        assert attend.leaves_q(v, shape, (4, 4, 4096, 128))
+        assert not attend.leaves_q(v, shape, (4, 4, 500, 128))
+        assert not attend.leaves_q(v, (64, 16, 500, 128), (4, 4, 4096, 128))
+        assert not attend.leaves_q(v, (1, 16, 1024, 128), (1, 16, 1024, 128))  # 128 items
+        assert attend.leaves_q(v, (64, 16, 256, 128), (64, 16, 256, 128))  # where K and V are handed over
+        assert not attend.leaves_q(v, (64, 16, 255, 128), (64, 16, 300, 128))
+        narrow = next(v for v in self.shipped() if v.quantises_q and v.head_dim == 96)
+        assert not attend.leaves_q(narrow, (64, 32, 256, 96), (64, 32, 256, 96))
 
     def test_only_rows_with_a_scale_each(self) -> None:
         """A scale for a head is known when the last row is; a rotation needs the whole row at once."""
@@ -101,6 +196,26 @@ class TestRule:
         assert attend.takes_source(v, by_row, hadamard=False)
         assert not attend.takes_source(v, by_head, hadamard=False)
         assert not attend.takes_source(v, by_row, hadamard=True)
+
+    def test_blocks_alone_are_handed_over(self) -> None:
+        block, v = {"q": "token", "k": "block", "v": "block"}, self.variant()
+        assert attend.takes_handover(v, block, smooth_k=False, hadamard=False)
+        assert not attend.takes_handover(v, block, smooth_k=True, hadamard=False)
+        assert not attend.takes_handover(v, block, smooth_k=False, hadamard=True)
+        assert not attend.takes_handover(v, block | {"v": "channel"}, smooth_k=False, hadamard=False)
+        assert not attend.takes_handover(v, block | {"k": "head"}, smooth_k=False, hadamard=False)
+        narrow = next(v for v in self.shipped() if v.head_dim == 96 and v.quantises_q)
+        assert not attend.takes_handover(narrow, block, smooth_k=False, hadamard=False)
+        assert attend.hands_over((16, 16, 1024, 128)) and not attend.hands_over((4, 16, 1024, 128))
+        assert attend.hands_over((64, 32, 512, 64)) and not attend.hands_over((64, 33, 512, 64))
+
+    def test_the_extension_has_as_many_counters(self) -> None:
+        header = (ROOT / "csrc" / "counters.h").read_text()
+        assert f"constexpr int kReadyHeads = {attend.HAND_OVER_HEADS};" in header
+
+    def test_the_generator_hands_over_the_same_head_dims(self) -> None:
+        packs = packs_of(of_profile(select().emitted, "release"))
+        assert {p.head_dim for p in packs if p.delivers} == set(attend.HANDED_OVER)
 
     def test_who_can(self) -> None:
         """Where the tile in 16 bits fits beside a second Q: at head_dim 64 to 128 all kernels but those of clusters."""

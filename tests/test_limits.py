@@ -75,9 +75,13 @@ def check_fence(text: str) -> None:
     then everything that reads. Nothing else is stored there by threads but the parts of a cluster, which threads read.
     """
     kernel = text[text.index("__global__ void") :]
-    order = ["= kOnes;", "sm90::fence_async();", "__syncthreads();", "load(params, shared)", "compute(params, shared,"]
+    order = ["= kOnes;", "sm90::fence_async();", "__syncthreads();", "work(params, shared, warpgroup)"]
     places = [kernel.find(piece) for piece in order]
     assert -1 not in places and places == sorted(places)
+    work = re.search(r"void work\(.*?\n}\n", text, re.S)
+    assert work is not None
+    for reader in ("load(params, shared)", "compute(params, shared, warpgroup)"):
+        assert text.count(reader) == work[0].count(reader) == 1
     assert text.count("= kOnes;") == 1
     assert re.findall(r"shared\.[qkv](?:\[[^\]]*\])+\s*=[^=]", text) == []
     casts = re.findall(r"reinterpret_cast<(\w+\*)>\(", text)

@@ -150,7 +150,8 @@ def test_the_registry_has_the_packs_in_the_manifest_s_order(generated: tuple[Pat
     registry = (generated[0] / "registry.cpp").read_text()
     packs = json.loads((generated[0] / "manifest.json").read_text())["packs"]
     entries = [
-        f'{{"{p["id"]}", k{p["id"].capitalize()}, {p["head_dim"]}, {p["key_block"]}, SourceType::{p["source"]}}},'
+        f'{{"{p["id"]}", k{p["id"].capitalize()}, {p["head_dim"]}, {p["key_block"]}, '
+        f"SourceType::{p['source']}, {'true' if p['head_dim'] in (64, 128) else 'false'}}},"
         for p in packs
     ]
     table = registry[registry.index("kPacks[] = {") :]

@@ -94,8 +94,9 @@ def _listing(text: str, entry: str) -> Listing:
         raise CompileError(str(error)) from error
 
 
-def _storage(source: Path) -> int | None:
-    match = _STORAGE.search(source.read_text())
+def _storage(source: str, named: str) -> int | None:
+    pattern = re.compile(rf"static_assert\({re.escape(named)} == (\d+)[,)]") if named else _STORAGE
+    match = pattern.search(source)
     return int(match[1]) if match else None
 
 
@@ -110,12 +111,12 @@ def measure(kernels: Sequence[Kernel], tools: Toolbox, work: Path) -> list[Measu
     partial = cubin.with_suffix(f".{os.getpid()}.cubin")  # two runs may share the folder
     text, seconds, peak = _run_nvcc(tools.command(target, source, partial), tools.environment)
     partial.replace(cubin)
-    code, storage = _disassemble(tools, cubin), _storage(source)
+    code, stated = _disassemble(tools, cubin), source.read_text()
     return [
         Measured(
             resources=parse_resources(text, kernel.entry),
             listing=_listing(code, kernel.entry),
-            storage_bytes=storage,
+            storage_bytes=_storage(stated, kernel.storage),
             seconds=round(seconds, 2),
             peak_mib=round(peak),
         )

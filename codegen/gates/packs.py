@@ -1,4 +1,5 @@
-"""The kernels that quantise and pack, as the gates look at them: four to a source, and what their code must keep."""
+"""The kernels that quantise and pack, as the gates look at them: four to a source, of which some have a fifth for
+sm90a, and what their code must keep."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ FAMILY = "pack"
 # 80 or 128 registers, and the compiler overlaps more rows than fit: a word is then written once and read once or twice,
 # out of L1, which costs less than the CTA that more registers would cost.
 SPILLED = 15
+
+# Of the kernel that hands over: an address, kept from block to block.
+DELIVERY_SPILLED = 1
 
 MAXIMUM_READS = 2  # of a float32 maximum: that of a head or a tensor, that of a column
 
@@ -89,5 +93,25 @@ def render(chosen: Mapping[str, tuple[Pack, ...]], folder: Path) -> list[Kernel]
         for target, packs in chosen.items()
         for pack in packs
         for form in FORMS
+    ]
+    kernels += [
+        Kernel(
+            id=f"{pack.id}.deliver",
+            target="sm90a",
+            family=FAMILY,
+            source=folder / pack.path,
+            emulated=False,
+            head_dim=pack.head_dim,
+            threads=pack.delivery_threads,
+            ctas_per_sm=pack.delivery_ctas_per_sm,
+            smem_bytes=pack.delivery_bytes,
+            smem_limit=TARGETS["sm90a"].smem_per_block,
+            mma_in_loop=0,
+            spilled=DELIVERY_SPILLED,
+            entry="7deliver",
+            storage="sizeof(Delivery::Storage)",
+        )
+        for pack in chosen.get("sm90a", ())
+        if pack.delivers
     ]
     return sorted(kernels, key=lambda k: (k.target, k.id))

@@ -22,6 +22,7 @@ class Kernel:
     mma_in_loop: matrix instructions in the main loop's code, where an inner loop over k steps stands once.
     spilled: registers that may go through local memory.
     entry: what the kernel's mangled name holds, where the source has several kernels.
+    storage: what the source calls its dynamic shared memory in a static_assert, where it has several kernels.
     static_smem: bytes of shared memory that the compiler lays out. The family `pack` has such, the others none.
     wide_loads, narrow_loads: global loads of 16 bytes, and others, in the code of a kernel of the family `pack`.
     """
@@ -39,6 +40,7 @@ class Kernel:
     mma_in_loop: int
     spilled: int = 0
     entry: str = ""
+    storage: str = ""
     static_smem: int = 0
     wide_loads: int = 0
     narrow_loads: int = 0

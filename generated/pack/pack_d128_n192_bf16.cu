@@ -6,7 +6,9 @@
 // holds them in registers while their maximum is found, and writes them once. Where a group is a head, a tensor or a
 // channel, another kernel finds the maxima first. Both have a second form, for calls that subtract a mean from K or rotate
 // Q and K: the block is transformed in its registers before its maximum is taken.
+// A fifth kernel hands K and V over, head by head, to an attention kernel that runs already.
 
+#include "fp8cutlass/sm90/deliver.cuh"
 #include "fp8cutlass/transform.cuh"
 
 namespace fp8cutlass {
@@ -37,6 +39,10 @@ constexpr int kPlainCtas = 0;
 using Stage = TransposeStage<kRows, kHeadDim, kLanes>;
 static_assert(Stage::kBytes == 24960);  // of shared memory
 static_assert(packing::kSamples * kHeadDim * 4 <= Stage::kBytes);  // K's samples lie there while their mean is taken
+
+using Delivery = sm90::Delivery<kRows, kHeadDim>;  // the kernel that hands over, 1 CTA an SM
+static_assert(sizeof(Delivery::Storage) == 148480);
+static_assert(Delivery::kThreads == 512 && Delivery::kCtas == 1);
 
 // Finds the scale of each group of a block of X and stores its descale. inverse[t] becomes the factor of row t, of column t
 // or, where a block, head or tensor shares one, of everything.
@@ -207,6 +213,7 @@ __global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : 0) ama
 }
 
 int launch(const PackParams& params, CUstream_st* stream) {
+  if (params.handover.ready != nullptr) return sm90::launch_delivery<Delivery, Source>(params, stream);
   if (params.k_mean != nullptr || params.hadamard)
     return packing::launch<kRows>(pack<true>, amax<true>, Stage::kBytes, Stage::kBytes, params, stream);
   return packing::launch<kRows>(pack<false>, amax<false>, Stage::kBytes, 0, params, stream);

@@ -164,11 +164,11 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   auto& control = shared.control;
   const int lane = threadIdx.x;
   Stage stage;
-  const sm90::Item first = item_of(params, blockIdx.x);  // the grid is no larger than the number of items
+  int number = blockIdx.x;
+  const sm90::Item first = item_of(params, number);  // the grid is no larger than the number of items
   if (lane == 0) publish(control, first, 0);
   sm90::wait_for_operands();
   Ahead ahead = look_ahead(params, first);
-  int number = blockIdx.x;
   for (unsigned turn = 0; number < params.order.items; ++turn) {
     const sm90::Item& item = control.next[turn % 2];  // read from shared memory: registers are few
     __syncwarp();
@@ -390,6 +390,21 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 
 // ---- the kernel --------------------------------------------------------------------------------------------------------------------
 
+// What each warpgroup does, until nothing is left.
+__device__ __forceinline__ void work(const sm90::KernelParams& params, SharedStorage& shared, int warpgroup) {
+  if (warpgroup < 0) {
+    sm90::give_registers<kLoaderRegisters>();
+    if (threadIdx.x < 32) {
+      load(params, shared);
+    } else {
+      fetch_queries(params, shared);
+    }
+  } else {
+    sm90::take_registers<kComputeRegisters>();
+    compute(params, shared, warpgroup);
+  }
+}
+
 __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__ sm90::KernelParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
@@ -416,18 +431,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
   }
   sm90::fence_async();
   __syncthreads();
-
-  if (warpgroup < 0) {
-    sm90::give_registers<kLoaderRegisters>();
-    if (threadIdx.x < 32) {
-      load(params, shared);
-    } else {
-      fetch_queries(params, shared);
-    }
-  } else {
-    sm90::take_registers<kComputeRegisters>();
-    compute(params, shared, warpgroup);
-  }
+  work(params, shared, warpgroup);
 #endif
 }
 

@@ -385,6 +385,19 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 
 // ---- the kernel --------------------------------------------------------------------------------------------------------------------
 
+// What each warpgroup does, until nothing is left.
+__device__ __forceinline__ void work(const sm90::KernelParams& params, SharedStorage& shared, int warpgroup) {
+  if (warpgroup < 0) {
+    if (threadIdx.x < 32) {
+      load(params, shared);
+    } else {
+      fetch_queries(params, shared);
+    }
+  } else {
+    compute(params, shared, warpgroup);
+  }
+}
+
 __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__ sm90::KernelParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
@@ -411,16 +424,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
   }
   sm90::fence_async();
   __syncthreads();
-
-  if (warpgroup < 0) {
-    if (threadIdx.x < 32) {
-      load(params, shared);
-    } else {
-      fetch_queries(params, shared);
-    }
-  } else {
-    compute(params, shared, warpgroup);
-  }
+  work(params, shared, warpgroup);
 #endif
 }
 

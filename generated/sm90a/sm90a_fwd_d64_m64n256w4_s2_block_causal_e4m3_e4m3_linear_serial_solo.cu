@@ -85,6 +85,7 @@ struct SharedStorage {
     sm90::Barrier q_full[kQBuffers], q_empty[kQBuffers];
     sm90::Barrier next_full[2], next_empty[2];
     sm90::Barrier source_full;
+    int first;  // the number of this CTA's first item
     sm90::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   } control;
 };
@@ -165,15 +166,20 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   auto& control = shared.control;
   const int lane = threadIdx.x;
   Stage stage;
-  const sm90::Item first = item_of(params, blockIdx.x);  // the grid is no larger than the number of items
+  int number = control.first;
+  const sm90::Item first = item_of(params, number);  // there is one, or this CTA would have left
   if (lane == 0) publish(control, first, 0);
-  sm90::wait_for_operands();
+  if (p.ready == nullptr) {
+    sm90::wait_for_operands();
+  } else {
+    sm90::wait_for_head(p, first.kv_head);
+  }
   Ahead ahead = look_ahead(params, first);
-  int number = blockIdx.x;
   for (unsigned turn = 0; number < params.order.items; ++turn) {
     const sm90::Item& item = control.next[turn % 2];  // read from shared memory: registers are few
     __syncwarp();
     const int drawn = sm90::draw_item(p, number, lane);
+    bool seen = true;  // K and V of the next item
     float2 descales = ahead.descales;
 #pragma unroll 1
     for (int j = 0; j < item.tiles; ++j, stage = stage.next()) {
@@ -200,13 +206,20 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
       }
       if (j == 0) {
         number = __shfl_sync(~0u, drawn, 0);
-        if (number < params.order.items) ahead = look_ahead(params, item_of(params, number));
+        if (number < params.order.items) {
+          ahead.item = item_of(params, number);
+          seen = p.ready == nullptr || sm90::has_head(p, ahead.item.kv_head);
+          if (seen) ahead = look_ahead(params, ahead.item);
+        }
         if (number >= params.order.items) ahead.item.tiles = 0;
         if (lane == 0) publish(control, ahead.item, turn + 1);
       }
     }
+    if (!seen) {  // its K and V were not there when this item began
+      sm90::wait_for_head(p, ahead.item.kv_head);
+      ahead = look_ahead(params, ahead.item);
+    }
   }
-  if (lane == 0) sm90::leave_counters(p);
 }
 
 // ---- its other three warps: Q and the slopes of its rows, as far ahead as there is room for a second Q ----------------------------------
@@ -264,7 +277,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     const unsigned thread = thread_index() - 128;
     return int(thread / 32 * 16 + thread % 32 / 4);
   };
-  sm90::wait_for_operands();  // what this kernel writes, the one before may read
+  if (p.ready == nullptr) sm90::wait_for_operands();  // what this kernel writes, the one before may read
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
   const bool want_lse = params.want_lse != 0;
   const uint32_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
@@ -399,6 +412,30 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 
 // ---- the kernel --------------------------------------------------------------------------------------------------------------------
 
+// What each warpgroup does, until nothing is left.
+__device__ __forceinline__ void work(const sm90::KernelParams& params, SharedStorage& shared, int warpgroup) {
+  if (warpgroup < 0) {
+    if (threadIdx.x < 32) {
+      load(params, shared);
+    } else {
+      fetch_queries(params, shared);
+    }
+  } else {
+    compute(params, shared, warpgroup);
+  }
+}
+
+// A CTA's last word: one warp comes here.
+__device__ __forceinline__ void leave(const ForwardParams& p) {
+  const int lane = threadIdx.x;
+  if (p.ready != nullptr) {
+    sm90::wait_for_operands();  // the kernel before is done with its counters
+    sm90::leave_handover(p, lane);
+  } else if (lane == 0) {
+    sm90::leave_counters(p);
+  }
+}
+
 __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__ sm90::KernelParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
@@ -412,6 +449,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
     for (int i = 0; i < kQBuffers; ++i) sm90::init(control.q_full[i], sm90::kRowThreads), sm90::init(control.q_empty[i], kReaders);
     for (int i = 0; i < 2; ++i) sm90::init(control.next_full[i], 1), sm90::init(control.next_empty[i], sm90::kRowThreads);
     sm90::init(control.source_full, 1);
+    control.first = sm90::first_item(params.p);
     for (int i = 0; i < kStages; ++i) {
       sm90::init(control.k_full[i], 1), sm90::init(control.k_empty[i], kReaders);
       sm90::init(control.v_full[i], 1), sm90::init(control.v_empty[i], kReaders);
@@ -426,16 +464,9 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
   }
   sm90::fence_async();
   __syncthreads();
-
-  if (warpgroup < 0) {
-    if (threadIdx.x < 32) {
-      load(params, shared);
-    } else {
-      fetch_queries(params, shared);
-    }
-  } else {
-    compute(params, shared, warpgroup);
-  }
+  // A CTA that found room so late that the others have taken everything has nothing to do but to leave.
+  if (control.first < params.order.items) work(params, shared, warpgroup);
+  if (threadIdx.x < 32) leave(params.p);
 #endif
 }
 

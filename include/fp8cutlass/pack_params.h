@@ -28,6 +28,18 @@ struct PackOperand {
 // The order in which CTAs take the operands: V is the longest work of a block, so it must not come last.
 enum PackOrder { kPackV, kPackK, kPackQ, kPackOperands };
 
+// How K and V reach an attention kernel that runs already: head after head. All multiprocessors pack the first blocks,
+// a run for each CTA; then most leave, each to a CTA of the attention kernel, and a few pack the rest.
+struct Handover {
+  unsigned* counters;  // two zeroed words: runs of blocks drawn, CTAs that have left
+  unsigned* ready;     // see ForwardParams; null: no handover, and a CTA for each block
+  int sm_count;        // multiprocessors of the device
+  int keep;            // of these: what packs the rest
+  int head_blocks;     // blocks of V and of K of a head
+  int blocks;          // of all heads
+  int kept_ctas;       // set by the launch: what `keep` of them hold
+};
+
 struct PackParams {
   PackOperand operand[kPackOperands];
   int batch;
@@ -35,6 +47,7 @@ struct PackParams {
   float* k_mean;    // (B, Hkv, the kernel's head_dim), written: a mean of K that is subtracted from it; or null
   bool hadamard;    // rotate the rows of Q and K
   uint32_t q_flip;  // XORed onto four bytes of Q: 0x80808080 turns its sign, for a negative softmax scale
+  Handover handover;
 };
 
 // Returns a cudaError_t as int; 0 is success. Never synchronises.
@@ -48,6 +61,7 @@ struct PackEntry {
   int head_dim;
   int key_block;  // keys that share a block descale of K and V
   SourceType source;
+  bool delivers;  // takes a handover
 };
 
 // Defined in the generated registry, in manifest order.

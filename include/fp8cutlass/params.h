@@ -17,6 +17,9 @@ struct DiagnosticOutputs {
   float* tile_o;  // (B, H, tiles, Sq, D) P V of each tile before promotion
 };
 
+// Words of ForwardParams::counters: of kernels that draw, and with those of the kernel that hands over to them.
+constexpr int kAttentionCounters = 2, kCounters = 4;
+
 // Q as a kernel is given it. Some kernels of the sm90a family quantise 16-bit rows themselves, each with its own scale.
 enum class QueryType { fp8, bf16, fp16 };
 
@@ -48,13 +51,17 @@ struct ForwardParams {
   float* lse;   // (B, H, Sq) contiguous natural-log sum of exponentials, or null
   float* amax;  // (1,) running maximum of |o| before the output scale, or null; the caller zeroes it
   int batch, heads, kv_heads, seqlen_q, seqlen_k, seqlen_k_padded;
-  int causal_offset;  // key j is visible to row i when j <= i + causal_offset; read by causal variants only
-  float scale;        // softmax scale, >= 0
-  int sm_count;       // multiprocessors of the device: sizes the persistent grid
-  unsigned*
-      counters;  // two zeroed words, left zeroed, from which the CTAs of kernels that draw take work items; or null
+  int causal_offset;   // key j is visible to row i when j <= i + causal_offset; read by causal variants only
+  float scale;         // softmax scale, >= 0
+  int sm_count;        // multiprocessors of the device: sizes the persistent grid
+  unsigned* counters;  // zeroed words, left zeroed, from which the CTAs of kernels that draw take work items; or null
   DiagnosticOutputs diag;
   QueryScaling query;
+  // Where the kernel before in the stream hands over K and V head by head: how many of the ready_blocks blocks of each
+  // (B * Hkv) it has written; zeroed, left zeroed, and there are `counters`, and Q is early. Null: operands are there
+  // when that kernel has ended.
+  unsigned* ready;
+  int ready_blocks;
 };
 
 // Returns a cudaError_t as int; 0 is success. Never synchronises.

@@ -3,6 +3,7 @@ quantises, packs and attends. Bit for bit what :mod:`fp8cutlass.fused` and ``for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,8 +22,11 @@ from .smooth import restore_lse
 _library = torch.library.Library("fp8cutlass_C", "IMPL")
 _library.impl("attend", torch.library.fallthrough_kernel, "AutogradCUDA")
 
-LEAVE_FROM = 1024  # rows and keys
+LEAVE_FROM, LEAVE_HANDED_FROM = 512, 256  # rows and keys; where K and V are handed over
 LEAVE_ITEMS = 132  # query tiles, one for each SM of an H200
+HAND_OVER_FROM = 24 << 20  # elements of K
+HAND_OVER_HEADS = 2048  # of K, of all sequences, at most: kReadyHeads in csrc/counters.h
+HANDED_OVER = (64, 128)  # head_dims of kernels that pack and hand over: Pack.delivers of the generator
 
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, lse, amax; the last two where wanted
 
@@ -84,11 +88,26 @@ def takes_source(variant: Variant, granularity: Mapping[str, str], *, hadamard: 
     return variant.quantises_q and granularity["q"] == "token" and not hadamard
 
 
-def leaves_q(variant: Variant, shape: Sequence[int], keys: int) -> bool:
-    """Whether that is faster for q of ``shape`` (B, H, Sq, D): Q is then not written and read once more, but its rows
-    take time off the softmax, and a CTA's first ones have nothing to hide behind (docs/lab/pack.md)."""
-    batch, heads, rows, _ = shape
-    return min(rows, keys) >= LEAVE_FROM and batch * heads * -(-rows // variant.tile_m) > LEAVE_ITEMS
+def leaves_q(variant: Variant, q_shape: Sequence[int], k_shape: Sequence[int]) -> bool:
+    """Whether that is faster for q (B, H, Sq, D) and k (B, Hkv, Sk, D): Q is then not written and read once more, but
+    its rows take time off the softmax, and a CTA's first ones have nothing to hide behind (docs/lab/pack.md)."""
+    batch, heads, rows, _ = q_shape
+    handed = variant.head_dim in HANDED_OVER and hands_over(k_shape)
+    enough = min(rows, k_shape[2]) >= (LEAVE_HANDED_FROM if handed else LEAVE_FROM)
+    return enough and batch * heads * -(-rows // variant.tile_m) > LEAVE_ITEMS
+
+
+def takes_handover(variant: Variant, granularity: Mapping[str, str], *, smooth_k: bool, hadamard: bool) -> bool:
+    """Whether K and V can be handed over head by head to the attention kernel while it runs: with descales of blocks,
+    neither smoothed nor rotated, and Q quantised by that kernel. The bits are the same."""
+    blocks = granularity["k"] == granularity["v"] == "block" and variant.head_dim in HANDED_OVER
+    return blocks and not smooth_k and takes_source(variant, granularity, hadamard=hadamard)
+
+
+def hands_over(shape: Sequence[int]) -> bool:
+    """Whether that is faster for k of ``shape`` (B, Hkv, Sk, D): what all SMs pack before most of them begin to attend
+    is then a small part (docs/lab/pack.md)."""
+    return math.prod(shape) >= HAND_OVER_FROM and math.prod(shape[:2]) <= HAND_OVER_HEADS
 
 
 def prepare(
@@ -106,19 +125,23 @@ def prepare(
     return_lse: bool,
     return_amax: bool,
     leave_q: bool = False,
+    hand_over: bool = False,
 ) -> Attend:
     """The call of a variant, ``number`` in the extension. ``leave_q`` leaves Q to the attention kernel where that takes
-    it (:func:`takes_source`).
+    it (:func:`takes_source`), and ``hand_over`` lets it run while K and V are packed (:func:`takes_handover`).
 
     ``amax`` and ``granularity`` are those of :func:`fp8cutlass.fused.quantise_and_pack`; ``seq_major`` puts the result
     into memory in the order (B, S, H, D).
     """
     extension.load()
     leave_q = leave_q and takes_source(variant, granularity, hadamard=hadamard)
+    hand_over = hand_over and leave_q and takes_handover(variant, granularity, smooth_k=smooth_k, hadamard=hadamard)
     groups = (GRANULARITIES.index(granularity[name]) for name in "qkv")
     return Attend(
         operator=torch.ops.fp8cutlass_C.attend.default._op,  # the overload's own frame costs 0.2 us
-        constants=_constants(number, *groups, amax, V_AMAX, hadamard, seq_major, scale, causal_offset, leave_q),
+        constants=_constants(
+            number, *groups, amax, V_AMAX, hadamard, seq_major, scale, causal_offset, leave_q, hand_over
+        ),
         head_dim=head_dim,
         kernel_head_dim=variant.head_dim,
         scale=scale,

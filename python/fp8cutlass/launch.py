@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from . import extension
-from .attend import Attend, leaves_q, prepare
+from .attend import Attend, hands_over, leaves_q, prepare
 from .emulator import emulate
 from .fused import Operands, quantise_and_pack, readable
 from .manifest import SCORE_AMAX, Variant
@@ -103,10 +103,16 @@ def run_half(call: Call, variant: Variant, number: int, granularity: Mapping[str
 
 
 def prepared_call(
-    call: Call, variant: Variant, number: int, granularity: Mapping[str, str], *, leave_q: bool | None = None
+    call: Call,
+    variant: Variant,
+    number: int,
+    granularity: Mapping[str, str],
+    *,
+    leave_q: bool | None = None,
+    hand_over: bool | None = None,
 ) -> Attend:
     """A call on bf16 or fp16 operands on a card, less its tensors. ``leave_q`` says whether the attention kernel is to
-    quantise Q, if it can; None takes the faster way."""
+    quantise Q, ``hand_over`` whether it is to run while K and V are packed, if it can; None takes the faster way."""
     return prepare(
         variant,
         number,
@@ -120,7 +126,8 @@ def prepared_call(
         hadamard=call.hadamard,
         return_lse=call.return_lse,
         return_amax=call.return_amax,
-        leave_q=leaves_q(variant, call.q.shape, call.k.shape[2]) if leave_q is None else leave_q,
+        leave_q=leaves_q(variant, call.q.shape, call.k.shape) if leave_q is None else leave_q,
+        hand_over=hands_over(call.k.shape) if hand_over is None else hand_over,
     )
 
 

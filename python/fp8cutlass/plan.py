@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import validate
-from .attend import leaves_q, takes_source
+from .attend import hands_over, leaves_q, takes_handover, takes_source
 from .descale import all_canonical, to_canonical
 from .dispatch import Decision, padded_head_dim
 from .emulator import OUT_DTYPES
@@ -150,9 +150,13 @@ def describe(request: Request) -> str:
         quantised += f", a descale per {variant.key_block} keys"
     lines.append(f"numerics:  {precision}{quantised}")
     if plan.half and plan.q.is_cuda and request.packed is None:
-        able = takes_source(variant, {"q": plan.granularity[0]}, hadamard=request.hadamard)
-        left = able and leaves_q(variant, plan.q.shape, plan.k.shape[2])
+        granularity = dict(zip("qkv", plan.granularity, strict=True))
+        left = takes_source(variant, granularity, hadamard=request.hadamard)
+        left = left and leaves_q(variant, plan.q.shape, plan.k.shape)
         lines.append(f"query:     quantised {'by the attention kernel' if left else 'and packed with K and V'}")
+        handed = takes_handover(variant, granularity, smooth_k=request.smooth_k, hadamard=request.hadamard)
+        if left and handed and hands_over(plan.k.shape):
+            lines.append("keys:      packed while the attention kernel runs, and handed over head by head")
     changed = [text for name, text in validate.TRANSFORMS.items() if getattr(request, name)]
     if changed:
         lines.append(f"before:    {', then '.join(changed)}")

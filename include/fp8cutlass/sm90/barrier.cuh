@@ -106,7 +106,7 @@ __device__ __forceinline__ void sync_consumers() {
   asm volatile("bar.sync 3, %0;" ::"n"(kThreads) : "memory");
 }
 
-// The warps that fetch Q.
+// The warps that fetch Q, or those that convert K and V.
 template <int kThreads>
 __device__ __forceinline__ void sync_fetchers() {
   delay_point(17);

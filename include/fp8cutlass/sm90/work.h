@@ -77,7 +77,8 @@ CUTE_HOST_DEVICE Item item_at(const ForwardParams& p, const Order& order, int n)
 // first takes the next; or every gridDim.x-th where the launch has none.
 __device__ __forceinline__ int draw_item(const ForwardParams& p, int number, int lane) {
   if (p.counters == nullptr) return number + int(gridDim.x);
-  return lane == 0 ? int(gridDim.x + atomicAdd(p.counters, 1u)) : 0;
+  const unsigned dealt = p.ready == nullptr ? gridDim.x : 0;
+  return lane == 0 ? int(dealt + atomicAdd(p.counters, 1u)) : 0;
 }
 
 // The last CTA to leave puts the counters back to zero.
@@ -86,6 +87,38 @@ __device__ __forceinline__ void leave_counters(const ForwardParams& p) {
   __threadfence();  // this CTA's draws come before its leave
   if (atomicAdd(p.counters + 1, 1u) != gridDim.x - 1) return;
   p.counters[0] = p.counters[1] = 0;
+}
+
+// ---- where the kernel before hands over its heads while this one runs -----------------------------------------------
+
+// The number of a CTA's first item, for one thread to ask. CTAs begin when they find room, some of them late, and
+// perhaps when nothing is left: so that one is drawn, too.
+__device__ __forceinline__ int first_item(const ForwardParams& p) {
+  return p.ready == nullptr ? int(blockIdx.x) : int(atomicAdd(p.counters, 1u));
+}
+
+// Whether K and V of a head are there for this thread and for its copies.
+__device__ __forceinline__ bool has_head(const ForwardParams& p, int kv_head) {
+  unsigned done;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(p.ready + kv_head) : "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  return done >= unsigned(p.ready_blocks);
+}
+
+__device__ __forceinline__ void wait_for_head(const ForwardParams& p, int kv_head) {
+  while (!has_head(p, kv_head)) {
+  }
+}
+
+// leave_counters for a warp, and for the counters of the kernel before, which has ended.
+__device__ __forceinline__ void leave_handover(const ForwardParams& p, int lane) {
+  unsigned left = 0;
+  __threadfence();
+  if (lane == 0) left = atomicAdd(p.counters + 1, 1u);
+  if (__shfl_sync(~0u, left, 0) != gridDim.x - 1) return;
+  __threadfence();
+  if (lane < kCounters) p.counters[lane] = 0;
+  for (int head = lane; head < p.batch * p.kv_heads; head += 32) p.ready[head] = 0;
 }
 #endif
 

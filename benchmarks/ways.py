@@ -1,0 +1,84 @@
+"""Whole calls from bf16 tensors by each way there is: everything packed before, Q left to the attention kernel, and K
+and V handed over to it while it runs. What the rule of ``fp8cutlass.attend`` goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fp8cutlass.attend import hands_over, leaves_q, takes_handover, takes_source
+from fp8cutlass.errors import UnsupportedError
+from fp8cutlass.launch import prepared_call
+from fp8cutlass.manifest import load_manifest
+from fp8cutlass.target import target
+
+from .data import Data
+from .peers import Own
+from .peers.base import Contender, Refused
+from .peers.own import half_call
+from .report import table
+from .results import Row
+
+SCALING = "block"
+PACKED, LEFT, HANDED = WAYS = ("packed before", "Q left", "handed over")
+
+
+class Ways(Own):
+    """The kernel that dispatch chooses, from bf16, by each way that it can go; ``chosen`` is the one `attention`
+    takes."""
+
+    name = "fp8cutlass"
+
+    def prepare(self, data: Data) -> list[Contender]:
+        at = target(data.q.device)
+        try:
+            variant, number = self.choose(data, at)
+        except UnsupportedError as error:
+            raise Refused("; ".join(error.reasons)) from error
+        granularity = load_manifest(at.directory).scaling[SCALING]
+        left = takes_source(variant, granularity, hadamard=False)
+        handed = takes_handover(variant, granularity, smooth_k=False, hadamard=False)
+        ways = [PACKED] + [LEFT] * left + [HANDED] * handed
+        taken = PACKED
+        if left and leaves_q(variant, data.q.shape, data.k.shape):
+            taken = HANDED if handed and hands_over(data.k.shape) else LEFT
+        call = half_call(data, variant, SCALING)
+
+        def contender(way: str) -> Contender:
+            options = {"leave_q": way != PACKED, "hand_over": way == HANDED}
+            attend = prepared_call(call, variant, number, granularity, **options)
+
+            def launch() -> torch.Tensor:
+                return attend(data.q, data.k, data.v)[0]
+
+            return Contender(way, self.precision, launch, kernel=variant.id, chosen=way == taken)
+
+        return [contender(way) for way in ways]
+
+
+def markdown(stamp: Mapping[str, str], rows: Sequence[Row]) -> str:
+    """The table, under the stamp that says where it comes from: microseconds, in bold those of the way taken."""
+    timed = [row for row in rows if row.median_us is not None]
+    shapes = dict.fromkeys(row.shape for row in timed)
+    body = []
+    for shape in shapes:
+        of = {row.contender: row for row in timed if row.shape == shape}
+        best = min(row.median_us or 0.0 for row in of.values())
+        taken = next((row.median_us or 0.0 for row in of.values() if row.chosen), best)
+        cells = [_cell(of.get(way)) for way in WAYS]
+        body.append([shape.label, *cells, f"{taken / best:.3f}"])
+    lines = [f"## Ways from bf16 to the result on {stamp.get('card', 'an unnamed card')}", ""]
+    lines += [f"* {name}: {value}" for name, value in stamp.items()]
+    lines += ["", "Whole calls in a CUDA graph, us, taken in turns; in bold the way that `attention` takes.", ""]
+    lines += table(["batch, heads, seqlen, head_dim", *WAYS, "taken / best"], body)
+    wrong = [
+        f"* {row.shape.label}: {row.contender} {row.status}: {row.reason}" for row in rows if row.median_us is None
+    ]
+    return "\n".join([*lines, *(["", *wrong] if wrong else [])]) + "\n"
+
+
+def _cell(row: Row | None) -> str:
+    if row is None or row.median_us is None:
+        return ""
+    return f"**{row.median_us:.1f}**" if row.chosen else f"{row.median_us:.1f}"

@@ -1,0 +1,361 @@
+// The kernel that quantises and packs while the attention kernel that reads its results runs already. All
+// multiprocessors pack the first heads; then most leave, each to a CTA of the attention kernel, and a few go on. What
+// counts is therefore not only memory but how little of a multiprocessor a block takes: the copy engine loads blocks,
+// two ahead, and stores those of V, so that its warps do nothing but convert.
+//
+// The bytes are those of pack.cuh, for K and V with descales of blocks. Q is left to the attention kernel.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "fp8cutlass/pack.cuh"
+#include "fp8cutlass/sm90/barrier.cuh"
+#include "fp8cutlass/sm90/launch.cuh"
+#include "fp8cutlass/sm90/operand.h"
+
+namespace fp8cutlass::sm90 {
+
+constexpr int kDelivered = 2;  // operands: V and K, the first of PackOrder
+static_assert(kPackV < kDelivered && kPackK < kDelivered);
+
+// A block that is loaded, converted or reported.
+struct alignas(16) Unit {
+  packing::Block block;  // operand -1: there is no more
+  uint8_t* out;          // K: its first row
+};
+
+struct DeliverParams {
+  CUtensorMap source[kDelivered];
+  CUtensorMap values;  // V^T, packed
+  PackParams p;
+  int head_step[kDelivered], batch_step[kDelivered];
+};
+
+// The numbers of a kernel: blocks of kRows rows, the group of a block descale. A thread that converts has 64 elements.
+template <int kRows_, int kHeadDim_>
+struct Delivery {
+  static constexpr int kRows = kRows_, kHeadDim = kHeadDim_;
+  static constexpr int kWorkers = kRows * kHeadDim / 64;  // threads that convert
+  // A warp that loads, and some that report: to see to it that a block is visible takes longer than to convert it.
+  static constexpr int kReporters = 3, kThreads = kWorkers + 32 + 32 * kReporters;
+  static constexpr int kRun = 2;  // blocks that are drawn at a time, as a draw takes long, too
+  // K: a row belongs to neighbouring lanes, two chunks of 8 elements to each; a lane has four rows.
+  static constexpr int kLanes = kHeadDim / 16, kPasses = 4, kRowStep = kRows / kPasses;
+  // V: a lane has two columns of 16 keys, twice. A warp reads 64 columns of a key at a time.
+  static constexpr int kWarps = kWorkers / 32, kGroups = kRows / 16, kTasks = 2;
+  static constexpr int kSpread = kGroups % 8 == 0 ? 8 : 4;  // groups that the lanes of a warp have at a time
+
+  using SourceTile = OperandTile<kRows, 2 * kHeadDim>;
+  using ValueTile = OperandTile<kHeadDim, kRows>;
+  static constexpr int kBuffers = 2, kUnits = 8;  // units are read until they have been reported
+
+  struct Storage {
+    alignas(1024) uint8_t source[kBuffers][SourceTile::kBytes];
+    alignas(1024) uint8_t values[kBuffers][ValueTile::kBytes];
+    Unit units[kUnits];
+    uint32_t largest[kBuffers][kWarps];  // of each warp
+    Barrier full[kBuffers], empty[kBuffers];
+    Barrier stored[kBuffers];  // values are in memory, or were not written
+    Barrier written[kReporters], reported[kReporters];
+  };
+  // Of a multiprocessor: as many as its memory and its registers, 80 a thread, have room for.
+  static constexpr int kCtas = std::min(227 * 1024 / (int(sizeof(Storage)) + 1024), 65536 / (80 * kThreads));
+  static_assert((kHeadDim == 64 || kHeadDim == 128) && kRows % 64 == 0 && kCtas > 0);
+  static_assert(kWarps * kTasks == kHeadDim / 64 * kGroups);
+};
+
+// Block number n, head by head: those of V, then those of K.
+__device__ __forceinline__ packing::Block block_of(const PackParams& p, unsigned n) {
+  const unsigned head = n / p.handover.head_blocks, inside = n - head * p.handover.head_blocks;
+  const unsigned of_v = p.operand[kPackV].blocks;
+  return inside < of_v ? packing::Block{kPackV, int(head), int(inside)}
+                       : packing::Block{kPackK, int(head), int(inside - of_v)};
+}
+
+// The number of this CTA's next run of blocks, after its first one, or -1 where it has to leave. `keeps`: it goes on,
+// as CTAs do on a few multiprocessors, and as many in all as these hold, wherever they are: were there none, nobody
+// would pack the rest.
+template <int kRun>
+__device__ __forceinline__ int draw_blocks(const Handover& h, bool& keeps) {
+  if (!keeps) {
+    unsigned sm;
+    asm("mov.u32 %0, %%smid;" : "=r"(sm));
+    keeps = sm < unsigned(h.keep) || int(atomicAdd(h.counters + 1, 1u)) >= int(gridDim.x) - h.kept_ctas;
+    if (!keeps) return -1;
+  }
+  const unsigned n = kRun * (gridDim.x + atomicAdd(h.counters, 1u));
+  return n < unsigned(h.blocks) ? int(n) : -1;
+}
+
+// One lane: which blocks, and their loads.
+template <class D>
+__device__ __forceinline__ void fetch_blocks(const DeliverParams& params, typename D::Storage& shared) {
+  using Tile = typename D::SourceTile;
+  const PackParams& p = params.p;
+  int number = D::kRun * blockIdx.x, ends = 0;
+  bool keeps = false;
+  for (unsigned turn = 0;; ++turn) {
+    const unsigned slot = turn % D::kBuffers;
+    wait(shared.empty[slot], (turn / D::kBuffers & 1) ^ 1);
+    Unit& unit = shared.units[turn % D::kUnits];
+    if (number < 0) {  // once for each of those that report
+      unit.block.operand = -1;
+      arrive(shared.full[slot]);
+      if (++ends == D::kReporters) return;
+      continue;
+    }
+    const packing::Block block = block_of(p, number);
+    const PackOperand& o = p.operand[block.operand];
+    const int batch = block.head / o.heads, head = block.head - batch * o.heads;
+    unit = {block,
+            o.out + batch * o.out_stride_batch + head * o.out_stride_head + block.index * D::kRows * o.out_stride_row};
+    arrive_expect(shared.full[slot], Tile::kBytes);
+#pragma unroll
+    for (int b = 0; b < Tile::kBlocks; ++b)
+      cute::SM90_TMA_LOAD::copy(&params.source[block.operand], &shared.full[slot],
+                                static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
+                                shared.source[slot] + b * Tile::kBlockBytes, b * Tile::kWidth, block.index * D::kRows,
+                                head * params.head_step[block.operand], batch * params.batch_step[block.operand]);
+    ++number;  // runs begin at multiples, and only the last may be shorter
+    if (number % D::kRun == 0 || number == p.handover.blocks) number = draw_blocks<D::kRun>(p.handover, keeps);
+  }
+}
+
+// One lane, for every kReporters-th block: blocks of V to memory, and word that a block is there.
+template <class D>
+__device__ __forceinline__ void report_blocks(const DeliverParams& params, typename D::Storage& shared,
+                                              unsigned reporter) {
+  using Tile = typename D::ValueTile;
+  const PackParams& p = params.p;
+  for (unsigned turn = reporter;; turn += D::kReporters) {
+    const unsigned slot = turn % D::kBuffers;
+    wait(shared.written[reporter], turn / D::kReporters & 1);
+    const Unit& unit = shared.units[turn % D::kUnits];
+    const packing::Block block = unit.block;
+    if (block.operand < 0) {
+      arrive(shared.stored[slot]);
+      return;
+    }
+    if (block.operand == kPackV) {
+#pragma unroll
+      for (int b = 0; b < Tile::kBlocks; ++b)
+        cute::SM90_TMA_STORE_3D::copy(&params.values, shared.values[slot] + b * Tile::kBlockBytes,
+                                      block.index * D::kRows + b * Tile::kWidth, 0, block.head);
+      cute::tma_store_arrive();
+      cute::tma_store_wait<0>();  // it has read shared memory
+      arrive(shared.stored[slot]);
+      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+      asm volatile("fence.proxy.async.global;" ::: "memory");
+    } else {
+      arrive(shared.stored[slot]);
+    }
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p.handover.ready + block.head) : "memory");
+    arrive(shared.reported[reporter]);
+  }
+}
+
+// packing::finite_magnitudes with a branch that a warp takes as one, as the compiler would issue both sides.
+template <class Source, int kPasses, int kChunks>
+__device__ __forceinline__ void magnitudes(uint32_t (&largest)[kPasses], uint4 (&x)[kPasses][kChunks]) {
+  uint32_t all = 0;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) all = __vmaxu2(all, largest[pass] = packing::magnitude(x[pass]));
+  if (!__all_sync(~0u, packing::is_finite<Source>(all)))
+    packing::finite_magnitudes<Source>(largest, x, packing::kMagnitude);
+}
+
+// The maximum over the threads that convert.
+template <class D>
+__device__ __forceinline__ uint32_t workers_max(uint32_t (&of_warp)[D::kWarps], uint32_t bits) {
+  bits = __reduce_max_sync(~0u, bits);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
+  sync_fetchers<D::kWorkers>();
+#pragma unroll
+  for (int warp = 0; warp < D::kWarps; ++warp) bits = max(bits, of_warp[warp]);
+  return bits;
+}
+
+// Finds the scale of a block of K or V, and stores its descale.
+template <class D, class Source, int kPasses>
+__device__ __forceinline__ float block_scale(const PackOperand& o, const packing::Block& block,
+                                             uint32_t (&of_warp)[D::kWarps], const uint32_t (&largest)[kPasses]) {
+  const uint32_t bits = workers_max<D>(of_warp, packing::largest_of(largest));
+  const packing::Scale scale = packing::scale_of(Source::low(bits), o.limit, o.limit_reciprocal);
+  const int groups = (o.tokens + D::kRows - 1) / D::kRows;  // V is padded to 128 keys, which may be a block more
+  if (threadIdx.x == 0 && block.index < groups) o.descale[int64_t{block.head} * groups + block.index] = scale.descale;
+  return scale.inverse;
+}
+
+// K: rows stay rows.
+template <class D, class Source>
+__device__ __forceinline__ void deliver_rows(const PackOperand& o, const Unit& unit, const uint8_t* source,
+                                             Barrier& empty, uint32_t (&of_warp)[D::kWarps]) {
+  using Tile = typename D::SourceTile;
+  const int lane = threadIdx.x % D::kLanes, first = threadIdx.x / D::kLanes;
+  // Where four lanes have a row, the eight of an access have two: one takes its chunks in the other order, so that
+  // they do not meet in a bank.
+  const int order = D::kLanes == 4 ? first % 2 : 0;
+  const auto column = [&](int i) { return 8 * (lane + D::kLanes * (i ^ order)); };
+  uint4 x[D::kPasses][2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint8_t* from = source + Tile::offset(first, 2 * column(i));  // a step of rows is a multiple of 8
+#pragma unroll
+    for (int pass = 0; pass < D::kPasses; ++pass)
+      x[pass][i] = *reinterpret_cast<const uint4*>(from + pass * D::kRowStep * Tile::kWidth);
+  }
+  arrive(empty);
+  uint32_t largest[D::kPasses];
+  magnitudes<Source>(largest, x);
+  const float inverse = block_scale<D, Source>(o, unit.block, of_warp, largest);
+  const int left = o.tokens - unit.block.index * D::kRows - first;  // rows from the lane's first one on
+  uint8_t* out = unit.out + first * o.out_stride_row;
+#pragma unroll
+  for (int pass = 0; pass < D::kPasses; ++pass, out += D::kRowStep * o.out_stride_row) {
+    packing::keep(x[pass]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint2 bytes = packing::e4m3x8<Source>(x[pass][i], inverse);
+      if (pass * D::kRowStep < left) *reinterpret_cast<uint2*>(out + column(i)) = bytes;
+    }
+  }
+}
+
+// V: rows become columns, in the order that P V wants. Lanes read words of one key, and take different groups of keys,
+// which lie in the same banks, so that what they write does not meet either.
+template <class D, class Source>
+__device__ __forceinline__ void deliver_columns(const PackOperand& o, const packing::Block& block,
+                                                const uint8_t* source, uint8_t* values, Barrier& empty,
+                                                uint32_t (&of_warp)[D::kWarps]) {
+  using Tile = typename D::SourceTile;
+  constexpr int kKeys = 16;
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32;  // read afresh: kept addresses would spill
+  const auto set = [&](int task) { return (warp + D::kWarps * task) / D::kGroups; };
+  const auto group = [&](int task) { return (warp + D::kWarps * task) % D::kGroups ^ lane % D::kSpread; };
+  uint4 x[D::kTasks][kKeys / 4];  // word t: key t of the group, two columns
+#pragma unroll
+  for (int task = 0; task < D::kTasks; ++task) {
+    const uint8_t* from = source + set(task) * Tile::kBlockBytes + group(task) * kKeys * Tile::kWidth;
+    uint32_t word[kKeys];
+#pragma unroll
+    for (int t = 0; t < 8; ++t) {  // the swizzle repeats every 8 rows
+      const uint8_t* const at = from + Tile::offset(t, 4 * lane);
+      word[t] = *reinterpret_cast<const uint32_t*>(at);
+      word[t + 8] = *reinterpret_cast<const uint32_t*>(at + 8 * Tile::kWidth);
+    }
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; ++i)
+      x[task][i] = uint4{word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
+  }
+  arrive(empty);
+  uint32_t largest[D::kTasks];
+  magnitudes<Source>(largest, x);
+  const float inverse = block_scale<D, Source>(o, block, of_warp, largest);
+#pragma unroll
+  for (int task = 0; task < D::kTasks; ++task) {
+    packing::keep(x[task]);
+    const uint32_t word[kKeys] = {x[task][0].x, x[task][0].y, x[task][0].z, x[task][0].w, x[task][1].x, x[task][1].y,
+                                  x[task][1].z, x[task][1].w, x[task][2].x, x[task][2].y, x[task][2].z, x[task][2].w,
+                                  x[task][3].x, x[task][3].y, x[task][3].z, x[task][3].w};
+    const int row = packed_column(64 * set(task) + 2 * lane);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const auto value = [&](int key) {
+        return __fmul_rn(c == 0 ? Source::low(word[key]) : Source::high(word[key]), inverse);
+      };
+      uint32_t packed[4];  // positions 4t..4t+3, see packed_key
+#pragma unroll
+      for (int t = 0; t < 4; ++t)
+        packed[t] = e4m3x4(value(2 * t), value(2 * t + 1), value(8 + 2 * t), value(9 + 2 * t));
+      *reinterpret_cast<uint4*>(values + D::ValueTile::offset(row + c, kKeys * group(task))) =
+          uint4{packed[0], packed[1], packed[2], packed[3]};
+    }
+  }
+  fence_async();
+}
+
+template <class D, class Source>
+__device__ __forceinline__ void convert_blocks(const PackParams& p, typename D::Storage& shared) {
+  int ends = 0;
+  for (unsigned turn = 0; ends < D::kReporters; ++turn) {
+    const unsigned slot = turn % D::kBuffers, parity = turn / D::kBuffers & 1, reporter = turn % D::kReporters;
+    wait(shared.full[slot], parity);
+    wait(shared.stored[slot], parity ^ 1);
+    wait(shared.reported[reporter], (turn / D::kReporters & 1) ^ 1);
+    const Unit& unit = shared.units[turn % D::kUnits];
+    if (unit.block.operand == kPackV) {
+      deliver_columns<D, Source>(p.operand[kPackV], unit.block, shared.source[slot], shared.values[slot],
+                                 shared.empty[slot], shared.largest[slot]);
+    } else if (unit.block.operand == kPackK) {
+      deliver_rows<D, Source>(p.operand[kPackK], unit, shared.source[slot], shared.empty[slot], shared.largest[slot]);
+    } else {
+      arrive(shared.empty[slot]);
+      ++ends;
+    }
+    arrive(shared.written[reporter]);
+  }
+}
+
+template <class D, class Source>
+__global__ void __launch_bounds__(D::kThreads, D::kCtas) deliver(const __grid_constant__ DeliverParams params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  // Its alignment would be that of all kernels of the file, of which others have static memory beside it. This one has
+  // none, so that it begins where shared memory does.
+  extern __shared__ __align__(16) uint8_t shared_bytes[];
+  if (cute::cast_smem_ptr_to_uint(shared_bytes) % 1024 != 0) __trap();
+  auto& shared = *reinterpret_cast<typename D::Storage*>(shared_bytes);
+  packing::allow_dependents();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < D::kBuffers; ++i) {
+      init(shared.full[i], 1), init(shared.empty[i], D::kWorkers);
+      init(shared.stored[i], 1);
+    }
+    for (int i = 0; i < D::kReporters; ++i) init(shared.written[i], D::kWorkers), init(shared.reported[i], 1);
+    fence_init();
+  }
+  __syncthreads();
+  if (threadIdx.x < D::kWorkers) {
+    convert_blocks<D, Source>(params.p, shared);
+  } else if (threadIdx.x == D::kWorkers) {
+    fetch_blocks<D>(params, shared);
+  } else if (threadIdx.x % 32 == 0) {
+    report_blocks<D>(params, shared, threadIdx.x / 32 - D::kWarps - 1);
+  }
+#endif
+}
+
+// Host. `p` holds a handover. What depends on the kernel is filled in here.
+template <class D, class Source>
+int launch_delivery(PackParams p, CUstream_st* stream) {
+  if (tensor_map_encoder() == nullptr) return cudaErrorNotSupported;
+  DeliverParams params{};
+  const unsigned long long context = context_id();
+  for (int i = 0; i < kDelivered; ++i) {
+    PackOperand& o = p.operand[i];
+    if (o.rows > INT32_MAX - D::kRows) return cudaErrorInvalidValue;  // the rows of a block past the end are 32-bit
+    o.blocks = (o.rows + D::kRows - 1) / D::kRows;
+    using Tile = typename D::SourceTile;
+    if (!encode_rows<Tile>(params.source[i], context, o.x, 2 * p.head_dim, o.tokens, o.heads, p.batch, 2 * o.stride_row,
+                           2 * o.stride_head, 2 * o.stride_batch, params.head_step[i], params.batch_step[i], D::kRows))
+      return cudaErrorInvalidPitchValue;
+  }
+  const PackOperand& v = p.operand[kPackV];
+  if (!encode<3>(params.values, context, v.out, {v.rows, D::kHeadDim, int64_t{p.batch} * v.heads},
+                 {v.rows, int64_t{v.rows} * D::kHeadDim}, D::ValueTile::kWidth, D::kHeadDim, D::ValueTile::kWidth))
+    return cudaErrorInvalidPitchValue;
+  const auto kernel = deliver<D, Source>;
+  const void* const function = reinterpret_cast<const void*>(kernel);
+  constexpr int kBytes = sizeof(typename D::Storage);
+  const cudaError_t status = opt_in(function, kBytes, context);
+  if (status != cudaSuccess) return status;
+  Handover& h = p.handover;
+  const int ctas = std::min(h.sm_count * D::kCtas, h.blocks / D::kRun);
+  h.kept_ctas = h.keep * D::kCtas;
+  params.p = p;
+  void* arguments[] = {&params};
+  return cudaLaunchKernel(function, dim3(unsigned(ctas)), dim3(D::kThreads), arguments, kBytes, stream);
+}
+
+}  // namespace fp8cutlass::sm90

@@ -48,6 +48,7 @@ class Sm90Derived(Derived):
     parts, part_columns: P V is computed in this many products of so many columns, part 0 with ONES more.
     part_buffers: accumulators for the parts.
     tight: the warps that compute take so many registers that the loading warp has to do with the fewest.
+    prepares: a tile's softmax is prepared, and P V of the tile before added to O, ahead of its scores' maxima.
     merge_bytes: what the CTAs of a cluster exchange, laid over the stages of K and V; 0 for one CTA alone.
     """
 
@@ -59,6 +60,7 @@ class Sm90Derived(Derived):
     part_columns: int
     part_buffers: int
     tight: bool
+    prepares: bool
     merge_bytes: int
     stream_bytes: int  # stages of K and V together
     consumer_registers: int
@@ -125,6 +127,11 @@ def _quantises_q(v: Variant) -> bool:
     return v.kind is Kind.FWD and v.dtype is Dtype.E4M3 and v.head_dim <= WIDE_HEAD_DIM
 
 
+def _prepares(v: Variant) -> bool:
+    """Where it is faster (docs/lab/sm90a.md, row 29); other loops are slower when the assembler is through with it."""
+    return v.schedule is Schedule.PINGPONG and v.softmax is Softmax.LINEAR and (v.head_dim, v.tile_n) == (128, 192)
+
+
 @cache
 def derive(v: Variant) -> Sm90Derived:
     family = FAMILIES[v.family]
@@ -172,6 +179,7 @@ def derive(v: Variant) -> Sm90Derived:
         part_buffers=part_buffers,
         tight=tight,
         quantises_q=quantises_q,
+        prepares=_prepares(v),
         merge_bytes=0 if v.cluster is Cluster.SOLO else 4 * v.tile_m * (v.head_dim + MERGE_STATE),
         stream_bytes=v.stages * (v.tile_n * row_pitch(v.head_dim) + value_stage),
         consumer_registers=consumer,

@@ -32,6 +32,7 @@ class KernelView:
     part_buffers: int
     tight: bool
     quantises_q: bool
+    prepares: bool
     loader_registers: int
     compute_registers: int
     smem_sum: str
@@ -66,6 +67,7 @@ def kernel_view(v: Variant) -> KernelView:
         part_buffers=d.part_buffers,
         tight=d.tight,
         quantises_q=d.quantises_q,
+        prepares=d.prepares,
         loader_registers=d.producer_registers,
         compute_registers=d.consumer_registers,
         smem_sum=f"{d.smem_sum} bytes",

@@ -144,12 +144,14 @@ def run_kernel(
     scaling: str | None = None,
     causal_offset: int = 0,
     out_descale: torch.Tensor | None = None,
+    return_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One kernel on operands in its own blocks, which the registered operator takes in blocks of 128 keys only; returns
     out, LSE and amax."""
     call = call_of(
         operands, variant, scale=scale, scaling=scaling, causal_offset=causal_offset, out_descale=out_descale
     )
+    call = replace(call, return_lse=return_lse)
     outputs = empty_outputs(call)
     run(call, variant, built_manifest().index[variant.id], outputs)
     return outputs

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+from codegen.derive_sm90 import derive  # noqa: E402
 from codegen.outputs import kernel_path  # noqa: E402
 from codegen.render import environment, render_kernel  # noqa: E402
 from codegen.select import select  # noqa: E402
@@ -63,6 +64,10 @@ def _sm90a_columns(v: Variant) -> bool:
     return v.schedule is Schedule.COLUMNS and v.head_dim == 256 and not v.causal
 
 
+def _sm90a_prepared(v: Variant) -> bool:
+    return v.family == "sm90a" and derive(v).prepares and v.causal
+
+
 def _sm90a_split(v: Variant) -> bool:
     return v.family == "sm90a" and v.cluster is not Cluster.SOLO and v.softmax is Softmax.LINEAR
 
@@ -80,6 +85,7 @@ QUERIES: dict[str, Callable[[Variant], bool]] = {
     "sm90a_wide_token.cu": _sm90a_wide_token,
     "sm90a_columns.cu": _sm90a_columns,
     "sm90a_two_terms.cu": _sm90a_two_terms,
+    "sm90a_prepared.cu": _sm90a_prepared,
     "sm90a_split.cu": _sm90a_split,
     "sm90a_diagnostic.cu": _sm90a_diagnostic,
 }

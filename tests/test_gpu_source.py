@@ -181,9 +181,9 @@ class TestRule:
 
     def test_few_rows_keys_or_items_are_packed(self) -> None:
         shape, v = (4, 16, 4096, 128), self.variant()
-        assert attend.leaves_q(v, shape, (4, 4, 4096, 128))
-        assert not attend.leaves_q(v, shape, (4, 4, 500, 128))
-        assert not attend.leaves_q(v, (64, 16, 500, 128), (4, 4, 4096, 128))
+        assert attend.leaves_q(v, shape, (4, 2, 4096, 128))
+        assert not attend.leaves_q(v, shape, (4, 4, 1000, 128))
+        assert not attend.leaves_q(v, (64, 16, 1000, 128), (4, 2, 4096, 128))
         assert not attend.leaves_q(v, (1, 16, 1024, 128), (1, 16, 1024, 128))  # 128 items
         assert attend.leaves_q(v, (64, 16, 256, 128), (64, 16, 256, 128))  # where K and V are handed over
         assert not attend.leaves_q(v, (64, 16, 255, 128), (64, 16, 300, 128))
@@ -206,7 +206,8 @@ class TestRule:
         assert not attend.takes_handover(v, block | {"k": "head"}, smooth_k=False, hadamard=False)
         narrow = next(v for v in self.shipped() if v.head_dim == 96 and v.quantises_q)
         assert not attend.takes_handover(narrow, block, smooth_k=False, hadamard=False)
-        assert attend.hands_over((16, 16, 1024, 128)) and not attend.hands_over((4, 16, 1024, 128))
+        assert attend.hands_over((16, 16, 512, 128)) and not attend.hands_over((15, 16, 512, 128))
+        assert attend.hands_over((3, 16, 4096, 128)) and not attend.hands_over((2, 16, 4096, 128))  # few heads
         assert attend.hands_over((64, 32, 512, 64)) and not attend.hands_over((64, 33, 512, 64))
 
     def test_the_extension_has_as_many_counters(self) -> None:

@@ -128,3 +128,19 @@ def test_a_thousand_runs_give_the_same_bits(variant: Variant) -> None:
         out, lse_again, _ = run_kernel(operands, variant, scale=0.1, out_descale=out_descale)
         differ += (out.view(torch.uint8) != first.view(torch.uint8)).any() | (lse_again != lse).any()
     assert int(differ) == 0
+
+
+@pytest.mark.parametrize("scale", (0.1, 10.0, 1000.0))
+@pytest.mark.parametrize(
+    "variant", one_of_each("family", "head_dim", "tile_n", "schedule", "softmax"), ids=lambda v: v.id
+)
+def test_the_lse_changes_no_bit_of_the_output(variant: Variant, scale: float) -> None:
+    """The sums for the LSE lie behind the branch of logits that leave the range of f16, which are there from the last
+    scale on; without LSE and such logits a kernel goes past it."""
+    operands = random_operands(variant, Shape(2, 6, 2, 257, 3 * variant.tile_n + 33))
+    out_descale = torch.tensor([0.02], device="cuda") if variant.out == "e4m3" else None
+    options = {"scale": scale, "out_descale": out_descale}
+    out, lse, _ = run_kernel(operands, variant, **options)
+    alone, none, _ = run_kernel(operands, variant, return_lse=False, **options)
+    assert none.numel() == 0 and bool(lse.isfinite().all()) and bool(out.float().isfinite().all())
+    assert torch.equal(out.view(torch.uint8), alone.view(torch.uint8))

@@ -307,11 +307,23 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     if (kCausal) last = min(last, item.row + 64 * warpgroup + p.causal_offset);
     return last < tile * kTileN + kTileN - 1;
   };
+  // Of the tile whose scores come next: the slopes of the lane's two rows, whether a row does not see all of its keys,
+  // whether its softmax may need what is seldom needed. The products of the tile before hide this, while all that comes
+  // after the scores is time in which the tensor cores may wait for P.
+  float slope[2];
+  int masked, seldom;
+  const auto prepare = [&](unsigned turn, int tile, const Stage& stage) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale(stage), kMinCodeSlope), kMaxSlope);
+    seldom = unpredicated(want_lse || __any_sync(~0u, fmaxf(slope[0], slope[1]) > safe_slope(kHeadDim)));
+    masked = unpredicated(is_masked(control.items[turn % kItemSlots], tile));
+  };
   // Scores to P, in place and then packed; the tile's weight against the others.
-  const auto softmax = [&](Scores& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
+  const auto softmax = [&](Scores& s, unsigned turn, int tile) {
     const sm90::Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
-    if (masked) {
+    if (masked > 0) {
       int last[2];  // the last key, relative to the tile, that each of the two rows sees
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -320,11 +332,8 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       }
       mask_columns(s, last);
     }
-    float slope[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinCodeSlope), kMaxSlope);
-    softmax_linear(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
+    const auto store = [&](float x, float y) { exact_sums().tile = make_float2(x, y); };
+    softmax_linear(s, slope, weight, want_lse, [&](bool) { return seldom; }, store);
   };
 
   // O += beta * descale * T for the columns of a part.
@@ -405,14 +414,13 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     for (int i = 0; i < 4; ++i) t[n][i] = 0.f;
   sm90::fence(t);  // zero before the first product is in flight
   sm90::wait(control.k_full[0], 0);
+  prepare(0, 0, stage);
   if (warpgroup == kWarpgroups - 1) sm90::pass_turn(0);
   cute::warpgroup_arrive();
   issue_scores(s, 0, 0);
   cute::warpgroup_commit_batch();
 #pragma unroll 1
   while (true) {
-    const bool masked = is_masked(control.items[turn % kItemSlots], j);
-    const float k_scale = k_descale(stage);
     const bool first = j == 0, last = j + 1 == tiles, finishes = first && turn > 0;
     const Stage next = stage.next();
     cute::warpgroup_wait<0>();
@@ -424,9 +432,9 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     sm90::arrive_if(control.v_empty[previous.slot], !very_first);
     if (last) sm90::arrive(control.q_empty[turn % kQBuffers]);
     very_first = false;
-    softmax(s, turn, j, stage, k_scale, masked);
+    promote(t, 0, v_descale(previous));  // in the time that maxima take to pass from lane to lane
+    softmax(s, turn, j);
     pack_p(prob, s);
-    promote(t, 0, v_descale(previous));
     sm90::wait(control.v_full[stage.slot], stage.parity);
     sm90::fence(prob);
 
@@ -455,6 +463,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     if (tiles == 0) break;
     previous = stage;
     stage = next;
+    prepare(turn, j, stage);
   }
   cute::warpgroup_wait<0>();
   sm90::fence(t);

@@ -146,10 +146,16 @@ __device__ __forceinline__ void anchor(const float (&f)[2], const float (&limite
   }
 }
 
-// slope[r]: logits in codes (1/8 octave) a score unit, at least kMinCodeSlope, at most kMaxSlope.
-template <int kBlocks, class Keep>
+constexpr float kCodeLimit = 65000.f;  // of a score's code: beyond, B would not be finite
+
+// A slope with which no score of operands quantised to amax 14 comes to the limit.
+constexpr __host__ __device__ float safe_slope(int head_dim) { return kCodeLimit / (14 * 14 * head_dim); }
+
+// slope[r]: logits in codes (1/8 octave) a score unit, at least kMinCodeSlope, at most kMaxSlope. seldom(beyond): the
+// same for all lanes of a warp, positive where want_exact is set or a row of it may be beyond the limit.
+template <int kBlocks, class Seldom, class Keep>
 __device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const float (&slope)[2], float (&weight)[2],
-                                               bool want_exact, const Keep& keep) {
+                                               bool want_exact, const Seldom& seldom, const Keep& keep) {
   uint32_t m[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -170,15 +176,14 @@ __device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const 
   uint32_t a[2], b[2];
   anchor(f, limited, slope, a, b, weight);
   // What is seldom needed, behind one branch.
-  constexpr float kLimit = 65000.f;
-  const bool beyond = fmaxf(fabsf(f[0] * limited[0]), fabsf(f[1] * limited[1])) > kLimit;
-  if (unpredicated(want_exact || __any_sync(~0u, beyond)) > 0) {
+  const bool beyond = fmaxf(fabsf(f[0] * limited[0]), fabsf(f[1] * limited[1])) > kCodeLimit;
+  if (seldom(beyond) > 0) {
     // Logits beyond 5600 nats: a smaller slope keeps B finite. Neighbouring f16 scores are then 16 codes or more apart,
     // so the tile stays one-hot in e4m3 to within 2^-2, and tiles are still weighed by the true maximum.
     if (beyond) {
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        if (fabsf(f[r] * limited[r]) > kLimit) limited[r] = __fdividef(kLimit, fabsf(f[r]));
+        if (fabsf(f[r] * limited[r]) > kCodeLimit) limited[r] = __fdividef(kCodeLimit, fabsf(f[r]));
       anchor(f, limited, slope, a, b, weight);
     }
     for (int turn = unpredicated(want_exact); turn > 0; --turn) {
@@ -201,6 +206,13 @@ __device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const 
   for (int r = 0; r < 2; ++r)
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) s[n][r] = half2_add(half2_fma_relu(s[n][r], a[r], b[r]), kHalf2Integer);
+}
+
+template <int kBlocks, class Keep>
+__device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const float (&slope)[2], float (&weight)[2],
+                                               bool want_exact, const Keep& keep) {
+  const auto seldom = [&](bool beyond) { return unpredicated(want_exact || __any_sync(~0u, beyond)); };
+  softmax_linear(s, slope, weight, want_exact, seldom, keep);
 }
 
 template <int kBlocks>

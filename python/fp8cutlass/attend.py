@@ -22,9 +22,10 @@ from .smooth import restore_lse
 _library = torch.library.Library("fp8cutlass_C", "IMPL")
 _library.impl("attend", torch.library.fallthrough_kernel, "AutogradCUDA")
 
-LEAVE_FROM, LEAVE_HANDED_FROM = 512, 256  # rows and keys; where K and V are handed over
+LEAVE_FROM, LEAVE_HANDED_FROM = 1024, 256  # rows and keys; where K and V are handed over
 LEAVE_ITEMS = 132  # query tiles, one for each SM of an H200
-HAND_OVER_FROM = 24 << 20  # elements of K
+HAND_OVER_FROM = 16 << 20  # elements of K; half as many again where heads are few
+FEW_HEADS = 64  # fewer than this, of all sequences
 HAND_OVER_HEADS = 2048  # of K, of all sequences, at most: kReadyHeads in csrc/counters.h
 HANDED_OVER = (64, 128)  # head_dims of kernels that pack and hand over: Pack.delivers of the generator
 
@@ -107,7 +108,9 @@ def takes_handover(variant: Variant, granularity: Mapping[str, str], *, smooth_k
 def hands_over(shape: Sequence[int]) -> bool:
     """Whether that is faster for k of ``shape`` (B, Hkv, Sk, D): what all SMs pack before most of them begin to attend
     is then a small part (docs/lab/pack.md)."""
-    return math.prod(shape) >= HAND_OVER_FROM and math.prod(shape[:2]) <= HAND_OVER_HEADS
+    heads = math.prod(shape[:2])
+    enough = HAND_OVER_FROM * 3 // 2 if heads < FEW_HEADS else HAND_OVER_FROM
+    return math.prod(shape) >= enough and heads <= HAND_OVER_HEADS
 
 
 def prepare(

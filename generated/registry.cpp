@@ -441,10 +441,8 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_fp16_e
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_token_full_e4m3_fp16_exp2x2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2;
-extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2;
-extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4;
@@ -2099,16 +2097,10 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2, 128, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
-    {"sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4, 128, 64, 128, OutType::bf16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, false, false},
     {"sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4, 128, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
     {"sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2, 128, 64, 128, OutType::fp16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, false, false},
-    {"sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4, 128, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
     {"sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4, 128, 64, 128, OutType::bf16,
@@ -3078,7 +3070,7 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
 };
-const int kVariantCount = 762;
+const int kVariantCount = 760;
 
 const PackEntry kPacks[] = {
     {"pack_d32_n128_bf16", kPack_d32_n128_bf16, 32, 128, SourceType::bf16, false},

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fp8cutlass.attend import hands_over, leaves_q, takes_handover, takes_source
+from fp8cutlass.attend import faster_way, takes_handover, takes_source
 from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.launch import prepared_call
 from fp8cutlass.manifest import load_manifest
@@ -40,9 +40,8 @@ class Ways(Own):
         left = takes_source(variant, granularity, hadamard=False)
         handed = takes_handover(variant, granularity, smooth_k=False, hadamard=False)
         ways = [PACKED] + [LEFT] * left + [HANDED] * handed
-        taken = PACKED
-        if left and leaves_q(variant, data.q.shape, data.k.shape):
-            taken = HANDED if handed and hands_over(data.k.shape) else LEFT
+        way = faster_way(variant, granularity, data.q.shape, data.k.shape, smooth_k=False, hadamard=False)
+        taken = HANDED if way.hand_over else LEFT if way.leave_q else PACKED
         call = half_call(data, variant, SCALING)
 
         def contender(way: str) -> Contender:
@@ -65,9 +64,9 @@ def markdown(stamp: Mapping[str, str], rows: Sequence[Row]) -> str:
     for shape in shapes:
         of = {row.contender: row for row in timed if row.shape == shape}
         best = min(row.median_us or 0.0 for row in of.values())
-        taken = next((row.median_us or 0.0 for row in of.values() if row.chosen), best)
+        taken = next((row.median_us for row in of.values() if row.chosen), None)
         cells = [_cell(of.get(way)) for way in WAYS]
-        body.append([shape.label, *cells, f"{taken / best:.3f}"])
+        body.append([shape.label, *cells, "" if taken is None else f"{taken / best:.3f}"])
     lines = [f"## Ways from bf16 to the result on {stamp.get('card', 'an unnamed card')}", ""]
     lines += [f"* {name}: {value}" for name, value in stamp.items()]
     lines += ["", "Whole calls in a CUDA graph, us, taken in turns; in bold the way that `attention` takes.", ""]

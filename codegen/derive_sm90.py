@@ -128,7 +128,7 @@ def _quantises_q(v: Variant) -> bool:
 
 
 def _prepares(v: Variant) -> bool:
-    """Where it is faster (docs/lab/sm90a.md, row 29); other loops are slower when the assembler is through with it."""
+    """Where it is faster at the lengths that a kernel is for, among those tried (docs/lab/sm90a.md, row 29)."""
     return v.schedule is Schedule.PINGPONG and v.softmax is Softmax.LINEAR and (v.head_dim, v.tile_n) == (128, 192)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from codegen.arch import FAMILIES, REGISTERS_PER_SM
 from codegen.matrix import PROFILES, profile_of
 from codegen.scaling import key_block
 from codegen.spec import Name, Variant
@@ -15,7 +16,6 @@ THREADS = 256  # packing::kThreads
 STAGE_PAD = 32  # bytes between groups of 16 keys of V in shared memory, see TransposeStage
 SAMPLES = 32  # packing::kSamples, keys that a mean is taken over
 DELIVERY_UNIT, DELIVERY_BARRIERS = 32, 12  # of sm90::Delivery: bytes of a unit, mbarriers
-SM90_SMEM = 227 * 1024  # of an SM, of which each CTA takes 1 KB for the system
 
 
 class Source(Name):
@@ -91,8 +91,10 @@ class Pack:
 
     @property
     def delivery_ctas_per_sm(self) -> int:
-        """CTAs of it that the shared memory and the registers of an SM have room for."""
-        return min(SM90_SMEM // (self.delivery_bytes + 1024), 65536 // (80 * self.delivery_threads))
+        """CTAs of it that the shared memory and the registers of an SM have room for: each takes 1 KB for the system,
+        and 80 registers a thread at least."""
+        memory = FAMILIES["sm90a"].smem_per_block // (self.delivery_bytes + 1024)
+        return min(memory, REGISTERS_PER_SM // (80 * self.delivery_threads))
 
     @property
     def stage_bytes(self) -> int:

@@ -67,13 +67,13 @@ def problems(tile_m: int, tile_n: int, stages: int, cluster: str) -> tuple[tuple
 
 
 def chosen(profile: str, only: Sequence[str], each: bool) -> list[Any]:
-    """The built variants and pack kernels of a selection: ``only`` these ids, or one of ``each`` head_dim, schedule and
-    cluster; the first of every kind first, so that what time leaves out is more of the same."""
+    """The built variants and pack kernels of a selection: ``only`` these ids, or one of ``each`` head_dim, schedule,
+    form of its loop and cluster; the first of every kind first, so that what time leaves out is more of the same."""
     gpu = importlib.import_module("gpu")
     profiles = PROFILES[: PROFILES.index(profile) + 1]
     variants = [v for v in gpu.built_variants("fwd") if v.profile in profiles and (not only or v.id in only)]
     packs = [p for p in gpu.built_packs() if p["profile"] in profiles and (not only or p["id"] in only)]
-    first = {(v.family, v.head_dim, v.schedule, v.cluster): v for v in reversed(variants)}
+    first = {(v.family, v.head_dim, v.schedule, gpu.prepares(v), v.cluster): v for v in reversed(variants)}
     first_packs = {(p["head_dim"], p["key_block"]): p for p in reversed(packs)}
     leading = [*first_packs.values(), *first.values()]
     ids = {_id(k) for k in leading}

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from reference import Operands
 
+from codegen import derive_sm90
+from codegen.spec import parse_id
 from fp8cutlass import extension, supports
 from fp8cutlass.emulator import OUT_DTYPES, Diagnostics
 from fp8cutlass.errors import UnsupportedError
@@ -123,17 +125,23 @@ def attend_source(
     causal_offset: int = 0,
     out_descale: torch.Tensor | None = None,
     smooth_k: bool = False,
+    return_lse: bool = True,
 ) -> tuple[torch.Tensor, ...]:
     """One kernel on bf16 or fp16 operands on a card; with ``leave_q`` it quantises Q by itself, with ``hand_over`` it
-    runs while K and V are packed, if it can. Out, LSE and amax."""
+    runs while K and V are packed, if it can. Out, LSE if asked for, and amax."""
     options = (out_descale, OUT_DTYPES[variant.out], scaling or variant.scaling, "fast", variant.causal, causal_offset)
-    call = Call(q, k, v, None, None, None, *options, scale, True, True, variant.id, smooth_k)
+    call = Call(q, k, v, None, None, None, *options, scale, return_lse, True, variant.id, smooth_k)
     manifest = built_manifest()
     granularity = manifest.scaling[call.scaling]
     number = manifest.index[variant.id]
     ready = prepared_call(call, variant, number, granularity, leave_q=leave_q, hand_over=hand_over)
     outputs = ready(readable(q), readable(k), readable(v), out_descale)
     return tuple(x for x in outputs if x is not None)
+
+
+def prepares(variant: Variant) -> bool:
+    """Whether a kernel has the form of the loop that few have."""
+    return variant.family == "sm90a" and derive_sm90.derive(parse_id(variant.id)).prepares
 
 
 def run_kernel(

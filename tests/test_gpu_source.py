@@ -20,6 +20,7 @@ from fp8cutlass import attend, eager
 from fp8cutlass.manifest import Variant, generated_dir, load_manifest
 
 VARIANTS = built_variants("fwd", quantises_q=True)
+BLOCK = {"q": "token", "k": "block", "v": "block"}
 
 
 def halves(
@@ -35,10 +36,23 @@ def assert_same_bits(variant: Variant, operands: list[torch.Tensor], **options: 
     if variant.out == "e4m3":
         options["out_descale"] = torch.tensor([0.02], device="cuda")
     packed = attend_source(variant, *operands, leave_q=False, **options)
+    others = [-x for x in operands]
     for hand_over in (False, True, True, False, True):
+        attend_source(variant, *others, leave_q=False, **options)  # what memory keeps of it is not what is wanted
         left = attend_source(variant, *operands, leave_q=True, hand_over=hand_over, **options)
         for a, b in zip(left, packed, strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), hand_over
+    alone, _ = attend_source(variant, *operands, hand_over=True, return_lse=False, **options)
+    assert torch.equal(alone.view(torch.uint8), packed[0].view(torch.uint8))
+
+
+def packed_by(variant: Variant, operands: list[torch.Tensor], **options: Any) -> list[str]:
+    """Which of the two kernels that pack a call launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        attend_source(variant, *operands, **options)
+        torch.cuda.synchronize()
+    launched = " ".join(e.key for e in profile.key_averages())
+    return [x for x in ("deliver", "pack") if f"{x}<" in launched]
 
 
 @pytest.mark.gpu
@@ -53,7 +67,8 @@ class TestSameBits:
     def test_more_items_than_sms(self, variant: Variant) -> None:
         """Both buffers of Q are used again and again; a narrower head_dim leaves columns that nobody loads."""
         operands = halves(variant, torch.bfloat16, 700, 350, 70, 3 * variant.tile_n + 6, variant.head_dim - 8)
-        assert_same_bits(variant, operands, smooth_k=variant.causal)
+        for smooth_k in (False, True):  # smoothed keys are not handed over
+            assert_same_bits(variant, operands, smooth_k=smooth_k)
 
     def test_rows_that_are_not_finite(self, variant: Variant) -> None:
         """fp16, a negative scale, and rows of zeros, denormals, NaN, infinities, and nothing else."""
@@ -90,11 +105,7 @@ class TestWhichWay:
         operands = halves(variant, torch.bfloat16, 40, 40, 600, 600, head_dim)
         attend_source(variant, *operands)
         for hand_over, smooth_k, name in ((True, False, "deliver"), (False, False, "pack"), (True, True, "pack")):
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                attend_source(variant, *operands, hand_over=hand_over, smooth_k=smooth_k)
-                torch.cuda.synchronize()
-            launched = " ".join(e.key for e in profile.key_averages())
-            assert [x for x in ("deliver", "pack") if f"{x}<" in launched] == [name], launched
+            assert packed_by(variant, operands, hand_over=hand_over, smooth_k=smooth_k) == [name]
 
     def test_many_streams_at_once(self) -> None:
         """Each has its own counters, and neither waits for the other's heads."""
@@ -138,8 +149,9 @@ class TestWhichWay:
         variant = next(v for v in VARIANTS if v.head_dim == 64 and v.scaling == "block")
         heads = attend.HAND_OVER_HEADS + 1
         operands = halves(variant, torch.bfloat16, heads, heads, 70, 70, 64)
-        assert_same_bits(variant, operands)
-        assert_same_bits(variant, [x[:, 1:] for x in operands])
+        for some, name in ((operands, "pack"), ([x[:, 1:] for x in operands], "deliver")):
+            assert_same_bits(variant, some)
+            assert packed_by(variant, some, hand_over=True) == [name]
 
     def test_threads_on_one_stream(self) -> None:
         """They share its counters, and a thread's two launches are not torn apart."""
@@ -179,16 +191,37 @@ class TestRule:
     def variant(self) -> Variant:
         return next(v for v in self.shipped() if v.quantises_q and (v.head_dim, v.tile_m) == (128, 128))
 
+    def way(
+        self,
+        q: tuple[int, ...],
+        k: tuple[int, ...],
+        *,
+        variant: Variant | None = None,
+        granularity: dict[str, str] = BLOCK,
+        smooth_k: bool = False,
+        hadamard: bool = False,
+    ) -> attend.Way:
+        return attend.faster_way(variant or self.variant(), granularity, q, k, smooth_k=smooth_k, hadamard=hadamard)
+
     def test_few_rows_keys_or_items_are_packed(self) -> None:
-        shape, v = (4, 16, 4096, 128), self.variant()
-        assert attend.leaves_q(v, shape, (4, 2, 4096, 128))
-        assert not attend.leaves_q(v, shape, (4, 4, 1000, 128))
-        assert not attend.leaves_q(v, (64, 16, 1000, 128), (4, 2, 4096, 128))
-        assert not attend.leaves_q(v, (1, 16, 1024, 128), (1, 16, 1024, 128))  # 128 items
-        assert attend.leaves_q(v, (64, 16, 256, 128), (64, 16, 256, 128))  # where K and V are handed over
-        assert not attend.leaves_q(v, (64, 16, 255, 128), (64, 16, 300, 128))
+        shape, few = (4, 16, 4096, 128), (4, 2, 4096, 128)
+        assert self.way(shape, few) == (True, False)
+        assert self.way(shape, (4, 4, 1000, 128)) == (False, False)
+        assert self.way((64, 16, 1000, 128), few) == (False, False)
+        assert self.way((1, 16, 1024, 128), (1, 16, 1024, 128)) == (False, False)  # 128 items
+        assert self.way((64, 16, 256, 128), (64, 16, 256, 128)) == (True, True)
+        assert self.way((64, 16, 255, 128), (64, 16, 300, 128)) == (False, False)
         narrow = next(v for v in self.shipped() if v.quantises_q and v.head_dim == 96)
-        assert not attend.leaves_q(narrow, (64, 32, 256, 96), (64, 32, 256, 96))
+        assert self.way((64, 32, 256, 96), (64, 32, 256, 96), variant=narrow) == (False, False)
+        assert self.way((64, 32, 1024, 96), (64, 32, 1024, 96), variant=narrow) == (True, False)
+
+    def test_what_is_not_handed_over_is_not_left_earlier(self) -> None:
+        shape, coarse = (64, 16, 512, 128), {"q": "token", "k": "token", "v": "channel"}
+        assert self.way(shape, shape) == (True, True)
+        assert self.way(shape, shape, smooth_k=True) == self.way(shape, shape, granularity=coarse) == (False, False)
+        long = (64, 16, 1024, 128)
+        assert self.way(long, long, smooth_k=True) == (True, False)
+        assert self.way(long, long, hadamard=True) == (False, False)
 
     def test_only_rows_with_a_scale_each(self) -> None:
         """A scale for a head is known when the last row is; a rotation needs the whole row at once."""
@@ -198,7 +231,7 @@ class TestRule:
         assert not attend.takes_source(v, by_row, hadamard=True)
 
     def test_blocks_alone_are_handed_over(self) -> None:
-        block, v = {"q": "token", "k": "block", "v": "block"}, self.variant()
+        block, v = BLOCK, self.variant()
         assert attend.takes_handover(v, block, smooth_k=False, hadamard=False)
         assert not attend.takes_handover(v, block, smooth_k=True, hadamard=False)
         assert not attend.takes_handover(v, block, smooth_k=False, hadamard=True)
@@ -206,9 +239,14 @@ class TestRule:
         assert not attend.takes_handover(v, block | {"k": "head"}, smooth_k=False, hadamard=False)
         narrow = next(v for v in self.shipped() if v.head_dim == 96 and v.quantises_q)
         assert not attend.takes_handover(narrow, block, smooth_k=False, hadamard=False)
-        assert attend.hands_over((16, 16, 512, 128)) and not attend.hands_over((15, 16, 512, 128))
-        assert attend.hands_over((3, 16, 4096, 128)) and not attend.hands_over((2, 16, 4096, 128))  # few heads
-        assert attend.hands_over((64, 32, 512, 64)) and not attend.hands_over((64, 33, 512, 64))
+
+    def test_large_keys_are_handed_over(self) -> None:
+        for large, small in (
+            ((16, 16, 512, 128), (15, 16, 512, 128)),
+            ((3, 16, 4096, 128), (2, 16, 4096, 128)),  # few heads
+            ((64, 32, 512, 128), (64, 33, 512, 128)),  # more than there are counters
+        ):
+            assert self.way(large, large).hand_over and not self.way(small, small).hand_over
 
     def test_the_extension_has_as_many_counters(self) -> None:
         header = (ROOT / "csrc" / "counters.h").read_text()

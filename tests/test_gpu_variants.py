@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -117,7 +118,9 @@ def one_of_each(*axes: str) -> list[Variant]:
 
 
 @pytest.mark.edge(44)
-@pytest.mark.parametrize("variant", one_of_each("family", "head_dim", "schedule", "cluster"), ids=lambda v: v.id)
+@pytest.mark.parametrize(
+    "variant", one_of_each("family", "head_dim", "tile_n", "schedule", "cluster"), ids=lambda v: v.id
+)
 def test_a_thousand_runs_give_the_same_bits(variant: Variant) -> None:
     """More work items than CTAs and more tiles than stages, so that a race between turns has its chance."""
     operands = random_operands(variant, Shape(4, 12, 6, 515, 4 * variant.tile_n * variant.stages + 33))
@@ -144,3 +147,25 @@ def test_the_lse_changes_no_bit_of_the_output(variant: Variant, scale: float) ->
     alone, none, _ = run_kernel(operands, variant, return_lse=False, **options)
     assert none.numel() == 0 and bool(lse.isfinite().all()) and bool(out.float().isfinite().all())
     assert torch.equal(out.view(torch.uint8), alone.view(torch.uint8))
+
+
+LINEAR = [v for v in one_of_each("family", "head_dim", "tile_n", "schedule", "softmax") if v.softmax == "linear"]
+
+
+@pytest.mark.parametrize("steepness", (0.98, 1.02, 3.0))
+@pytest.mark.parametrize("variant", LINEAR, ids=lambda v: v.id)
+def test_scores_as_large_as_they_can_be(variant: Variant, steepness: float) -> None:
+    """All of Q and K at amax 14, and slopes just below the one from which codes may leave the range of f16, just above
+    it and far above."""
+    q, k = (torch.full((1, 2, n, variant.head_dim), 14.0, device="cuda").bfloat16() for n in (70, 391))
+    operands = operands_of(variant, q, k, randn(1, 2, 391, variant.head_dim, seed=3, device="cuda"))
+    out_descale = torch.tensor([0.02], device="cuda") if variant.out == "e4m3" else None
+    scale = steepness * 65_000 / (14 * 14 * variant.head_dim) / (8 * math.log2(math.e))
+    offset = 391 - 70 if variant.causal else 0
+    options = {"scale": scale, "causal_offset": offset, "out_descale": out_descale}
+    out, _, _ = run_kernel(operands, variant, **options)
+    alone, _, _ = run_kernel(operands, variant, return_lse=False, **options)
+    assert torch.equal(out.view(torch.uint8), alone.view(torch.uint8))
+    real = out.float() if out_descale is None else out.float() * out_descale
+    reference = attention64(*operands.real, scale, offset if variant.causal else None)
+    assert relative_l2(real, reference.out) <= dequantised_limit(variant)

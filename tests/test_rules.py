@@ -20,16 +20,19 @@ from codegen.expr import Env
 from codegen.matrix import MATRICES
 from codegen.render import environment as template_environment
 from codegen.render import render_kernel
-from codegen.rule import Rule, environment
+from codegen.rule import QK_AMAX, Rule, environment
 from codegen.rules import RULES, check, kernel_asserts
 from codegen.select import select
 from codegen.spec import Cluster, Dtype, Kind, Out, Scaling, Schedule, Softmax, Tile, Variant, parse_id
+from fp8cutlass.manifest import SCORE_AMAX
 
 BASE = parse_id("sm89_fwd_d64_m64n64w4_s2_tensor_full_e4m3_bf16_linear")
 HOPPER = parse_id("sm90a_fwd_d64_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo")
 RULE = {family: {rule.name: rule for rule in rules} for family, rules in RULES.items()}
 LIMIT = FAMILIES["sm89"].smem_per_block
 HOPPER_LIMIT = FAMILIES["sm90a"].smem_per_block
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def tile(m: int, n: int, warps: int) -> Tile:
@@ -431,3 +434,10 @@ def test_the_registers_of_all_roles_fit_an_sm(warpgroups: int) -> None:
     d = derive_sm90.derive(replace(HOPPER, tile=tile(64 * warpgroups, 64, 4 * warpgroups)))
     assert 128 * (warpgroups * d.consumer_registers + d.producer_registers) <= REGISTERS_PER_SM
     assert d.consumer_registers % 8 == d.producer_registers % 8 == 0
+
+
+def test_the_slope_that_is_safe_is_that_of_the_amax() -> None:
+    """What the kernels take for the largest score is what quantisation makes it."""
+    header = (ROOT / "include" / "fp8cutlass" / "softmax.cuh").read_text()
+    assert f"return kCodeLimit / ({QK_AMAX} * {QK_AMAX} * head_dim);" in header
+    assert QK_AMAX == SCORE_AMAX

@@ -19,9 +19,6 @@ FAMILY = "pack"
 # out of L1, which costs less than the CTA that more registers would cost.
 SPILLED = 15
 
-# Of the kernel that hands over: an address, kept from block to block.
-DELIVERY_SPILLED = 1
-
 MAXIMUM_READS = 2  # of a float32 maximum: that of a head or a tensor, that of a column
 
 
@@ -107,7 +104,7 @@ def render(chosen: Mapping[str, tuple[Pack, ...]], folder: Path) -> list[Kernel]
             smem_bytes=pack.delivery_bytes,
             smem_limit=TARGETS["sm90a"].smem_per_block,
             mma_in_loop=0,
-            spilled=DELIVERY_SPILLED,
+            spilled=0,
             entry="7deliver",
             storage="sizeof(Delivery::Storage)",
         )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -89,15 +89,6 @@ def takes_source(variant: Variant, granularity: Mapping[str, str], *, hadamard: 
     return variant.quantises_q and granularity["q"] == "token" and not hadamard
 
 
-def leaves_q(variant: Variant, q_shape: Sequence[int], k_shape: Sequence[int]) -> bool:
-    """Whether that is faster for q (B, H, Sq, D) and k (B, Hkv, Sk, D): Q is then not written and read once more, but
-    its rows take time off the softmax, and a CTA's first ones have nothing to hide behind (docs/lab/pack.md)."""
-    batch, heads, rows, _ = q_shape
-    handed = variant.head_dim in HANDED_OVER and hands_over(k_shape)
-    enough = min(rows, k_shape[2]) >= (LEAVE_HANDED_FROM if handed else LEAVE_FROM)
-    return enough and batch * heads * -(-rows // variant.tile_m) > LEAVE_ITEMS
-
-
 def takes_handover(variant: Variant, granularity: Mapping[str, str], *, smooth_k: bool, hadamard: bool) -> bool:
     """Whether K and V can be handed over head by head to the attention kernel while it runs: with descales of blocks,
     neither smoothed nor rotated, and Q quantised by that kernel. The bits are the same."""
@@ -105,9 +96,39 @@ def takes_handover(variant: Variant, granularity: Mapping[str, str], *, smooth_k
     return blocks and not smooth_k and takes_source(variant, granularity, hadamard=hadamard)
 
 
-def hands_over(shape: Sequence[int]) -> bool:
-    """Whether that is faster for k of ``shape`` (B, Hkv, Sk, D): what all SMs pack before most of them begin to attend
-    is then a small part (docs/lab/pack.md)."""
+class Way(NamedTuple):
+    """How operands come to the attention kernel; both False: all packed before it."""
+
+    leave_q: bool  # Q as it is, for the kernel to quantise
+    hand_over: bool  # K and V while it runs
+
+
+def faster_way(
+    variant: Variant,
+    granularity: Mapping[str, str],
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    *,
+    smooth_k: bool,
+    hadamard: bool,
+) -> Way:
+    """The fastest of the ways that are open to q (B, H, Sq, D) and k (B, Hkv, Sk, D).
+
+    Q that is left is not written and read once more, but its rows take time off the softmax, and a CTA's first ones
+    have nothing to hide behind (docs/lab/pack.md).
+    """
+    if not takes_source(variant, granularity, hadamard=hadamard):
+        return Way(leave_q=False, hand_over=False)
+    batch, heads, rows, _ = q_shape
+    handed = takes_handover(variant, granularity, smooth_k=smooth_k, hadamard=hadamard) and _is_large(k_shape)
+    enough = min(rows, k_shape[2]) >= (LEAVE_HANDED_FROM if handed else LEAVE_FROM)
+    leave_q = enough and batch * heads * -(-rows // variant.tile_m) > LEAVE_ITEMS
+    return Way(leave_q, leave_q and handed)
+
+
+def _is_large(shape: Sequence[int]) -> bool:
+    """Whether handing over k of ``shape`` is faster: what all SMs pack before most of them begin to attend is then a
+    small part (docs/lab/pack.md)."""
     heads = math.prod(shape[:2])
     enough = HAND_OVER_FROM * 3 // 2 if heads < FEW_HEADS else HAND_OVER_FROM
     return math.prod(shape) >= enough and heads <= HAND_OVER_HEADS

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from . import extension
-from .attend import Attend, hands_over, leaves_q, prepare
+from .attend import Attend, faster_way, prepare
 from .emulator import emulate
 from .fused import Operands, quantise_and_pack, readable
 from .manifest import SCORE_AMAX, Variant
@@ -113,6 +113,8 @@ def prepared_call(
 ) -> Attend:
     """A call on bf16 or fp16 operands on a card, less its tensors. ``leave_q`` says whether the attention kernel is to
     quantise Q, ``hand_over`` whether it is to run while K and V are packed, if it can; None takes the faster way."""
+    changed = {"smooth_k": call.smooth_k, "hadamard": call.hadamard}
+    way = faster_way(variant, granularity, call.q.shape, call.k.shape, **changed)
     return prepare(
         variant,
         number,
@@ -122,12 +124,11 @@ def prepared_call(
         seq_major=is_seq_major(call.q),
         scale=call.scale,
         causal_offset=call.causal_offset,
-        smooth_k=call.smooth_k,
-        hadamard=call.hadamard,
         return_lse=call.return_lse,
         return_amax=call.return_amax,
-        leave_q=leaves_q(variant, call.q.shape, call.k.shape) if leave_q is None else leave_q,
-        hand_over=hands_over(call.k.shape) if hand_over is None else hand_over,
+        leave_q=way.leave_q if leave_q is None else leave_q,
+        hand_over=way.hand_over if hand_over is None else hand_over,
+        **changed,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import validate
-from .attend import hands_over, leaves_q, takes_handover, takes_source
+from .attend import faster_way
 from .descale import all_canonical, to_canonical
 from .dispatch import Decision, padded_head_dim
 from .emulator import OUT_DTYPES
@@ -151,11 +151,10 @@ def describe(request: Request) -> str:
     lines.append(f"numerics:  {precision}{quantised}")
     if plan.half and plan.q.is_cuda and request.packed is None:
         granularity = dict(zip("qkv", plan.granularity, strict=True))
-        left = takes_source(variant, granularity, hadamard=request.hadamard)
-        left = left and leaves_q(variant, plan.q.shape, plan.k.shape)
-        lines.append(f"query:     quantised {'by the attention kernel' if left else 'and packed with K and V'}")
-        handed = takes_handover(variant, granularity, smooth_k=request.smooth_k, hadamard=request.hadamard)
-        if left and handed and hands_over(plan.k.shape):
+        shapes = plan.q.shape, plan.k.shape
+        way = faster_way(variant, granularity, *shapes, smooth_k=request.smooth_k, hadamard=request.hadamard)
+        lines.append(f"query:     quantised {'by the attention kernel' if way.leave_q else 'and packed with K and V'}")
+        if way.hand_over:
             lines.append("keys:      packed while the attention kernel runs, and handed over head by head")
     changed = [text for name, text in validate.TRANSFORMS.items() if getattr(request, name)]
     if changed:

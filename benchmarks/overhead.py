@@ -24,7 +24,7 @@ from fp8cutlass.target import target
 
 from .data import make_data
 from .peers.own import Own, half_call, launcher, make_operands
-from .report import table
+from .report import heading, table
 from .shapes import Shape
 
 WARM_UPS = 20
@@ -156,8 +156,7 @@ def markdown(
         [row.what, f"{row.mean_us:.1f}", f"{row.median_us:.1f}", f"{row.min_us:.1f}", "yes" if row.kept_up else "no"]
         for row in found
     ]
-    lines = [f"## Host time of an eager call at {shape.label}, on {stamp.get('card', 'an unnamed card')}", ""]
-    lines += [f"* {name}: {value}" for name, value in stamp.items()]
+    lines = heading(f"Host time of an eager call at {shape.label},", stamp)
     header = ["us a call, nothing waited for", "mean", "median of batches", "least batch", "the card kept up"]
     lines += ["", *table(header, body), *(f"\nnot timed: {line}" for line in failed)]
     if modules:

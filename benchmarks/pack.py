@@ -19,7 +19,7 @@ from .data import Data, make_data
 from .grid import Settings, timed
 from .machine import Monitor
 from .peers import Own
-from .report import table
+from .report import heading, table
 from .shapes import Shape
 
 BYTES = 3  # an element of Q, K and V: 2 are read and 1 is written
@@ -185,8 +185,7 @@ def markdown(stamp: Mapping[str, str], found: Sequence[PackTime], failed: Sequen
         beside = f"{row.median_us / plain[row.head_dim]:.2f}" if row.head_dim in plain else ""
         cells = [f"{row.median_us:.1f}", f"{100 * row.spread:.1f}%", f"{row.tb_per_s:.2f}", beside]
         body.append([row.form, str(row.head_dim), str(row.key_block), str(row.passes), *cells])
-    lines = [f"## Quantising and packing on {stamp.get('card', 'an unnamed card')}", ""]
-    lines += [f"* {name}: {value}" for name, value in stamp.items()]
+    lines = heading("Quantising and packing", stamp)
     shapes = dict.fromkeys(f"({row.batch}, {row.heads}, {row.seqlen}, {row.head_dim})" for row in found)
     lines += [
         "",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from codegen.evidence import Problem, evidence
 
-from .report import OWN, geometric_mean, table
+from .report import OWN, geometric_mean, heading, table
 from .results import OK, Row
 from .shapes import Shape, held_out
 
@@ -90,8 +90,7 @@ def met(choices: Sequence[Choice]) -> bool:
 def markdown(stamp: Mapping[str, str], rows: Sequence[Row]) -> str:
     """Shares by group, and every shape whose kernel was not close, under the stamp of the run."""
     choices = judge(rows)
-    lines = [f"## The chosen kernel against every built one, on {stamp.get('card', 'an unnamed card')}", ""]
-    lines += [f"* {name}: {value}" for name, value in stamp.items()]
+    lines = heading("The chosen kernel against every built one,", stamp)
     header = [
         "",
         "shapes",

@@ -250,12 +250,17 @@ def _quality_table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def heading(title: str, stamp: Mapping[str, str]) -> list[str]:
+    """The lines that a report begins with: what it is about, on which card, and the stamp that says where it ran."""
+    lines = [f"## {title} on {stamp.get('card', 'an unnamed card')}", ""]
+    return lines + [f"* {name}: {value}" for name, value in stamp.items()]
+
+
 def markdown(stamp: Mapping[str, str], rows: Sequence[Row]) -> str:
     """All tables of a run, under the stamp that says where it ran."""
     by_shape = cells(rows)
     clocks = sorted(row.clock_mhz for row in rows if row.clock_mhz is not None)
-    lines = [f"## Attention on {stamp.get('card', 'an unnamed card')}", ""]
-    lines += [f"* {name}: {value}" for name, value in stamp.items()]
+    lines = heading("Attention", stamp)
     if clocks:
         lines.append(f"* clock under load: {clocks[0]:.0f} to {clocks[-1]:.0f} MHz")
     lines += _verdict_table(rows) + _grid_tables(by_shape) + _other_table(by_shape) + _quality_table(rows)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fp8cutlass.attend import faster_way, takes_handover, takes_source
+from fp8cutlass.attend import Way, faster_way, takes_handover, takes_source
 from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.launch import prepared_call
 from fp8cutlass.manifest import load_manifest
@@ -17,10 +17,9 @@ from .data import Data
 from .peers import Own
 from .peers.base import Contender, Refused
 from .peers.own import half_call
-from .report import table
+from .report import heading, table
 from .results import Row
 
-SCALING = "block"
 PACKED, LEFT, HANDED = WAYS = ("packed before", "Q left", "handed over")
 
 
@@ -28,32 +27,30 @@ class Ways(Own):
     """The kernel that dispatch chooses, from bf16, by each way that it can go; ``chosen`` is the one `attention`
     takes."""
 
-    name = "fp8cutlass"
-
     def prepare(self, data: Data) -> list[Contender]:
         at = target(data.q.device)
         try:
             variant, number = self.choose(data, at)
         except UnsupportedError as error:
             raise Refused("; ".join(error.reasons)) from error
-        granularity = load_manifest(at.directory).scaling[SCALING]
-        left = takes_source(variant, granularity, hadamard=False)
-        handed = takes_handover(variant, granularity, smooth_k=False, hadamard=False)
-        ways = [PACKED] + [LEFT] * left + [HANDED] * handed
-        way = faster_way(variant, granularity, data.q.shape, data.k.shape, smooth_k=False, hadamard=False)
-        taken = HANDED if way.hand_over else LEFT if way.leave_q else PACKED
-        call = half_call(data, variant, SCALING)
+        granularity = load_manifest(at.directory).scaling[self._scaling]
+        ways = {PACKED: Way(leave_q=False, hand_over=False)}
+        if takes_source(variant, granularity, hadamard=False):
+            ways[LEFT] = Way(leave_q=True, hand_over=False)
+        if takes_handover(variant, granularity, smooth_k=False, hadamard=False):
+            ways[HANDED] = Way(leave_q=True, hand_over=True)
+        taken = faster_way(variant, granularity, data.q.shape, data.k.shape, smooth_k=False, hadamard=False)
+        call = half_call(data, variant, self._scaling)
 
-        def contender(way: str) -> Contender:
-            options = {"leave_q": way != PACKED, "hand_over": way == HANDED}
-            attend = prepared_call(call, variant, number, granularity, **options)
+        def contender(name: str, way: Way) -> Contender:
+            attend = prepared_call(call, variant, number, granularity, way=way)
 
             def launch() -> torch.Tensor:
                 return attend(data.q, data.k, data.v)[0]
 
-            return Contender(way, self.precision, launch, kernel=variant.id, chosen=way == taken)
+            return Contender(name, self.precision, launch, kernel=variant.id, chosen=way == taken)
 
-        return [contender(way) for way in ways]
+        return [contender(name, way) for name, way in ways.items()]
 
 
 def markdown(stamp: Mapping[str, str], rows: Sequence[Row]) -> str:
@@ -67,8 +64,7 @@ def markdown(stamp: Mapping[str, str], rows: Sequence[Row]) -> str:
         taken = next((row.median_us for row in of.values() if row.chosen), None)
         cells = [_cell(of.get(way)) for way in WAYS]
         body.append([shape.label, *cells, "" if taken is None else f"{taken / best:.3f}"])
-    lines = [f"## Ways from bf16 to the result on {stamp.get('card', 'an unnamed card')}", ""]
-    lines += [f"* {name}: {value}" for name, value in stamp.items()]
+    lines = heading("Ways from bf16 to the result", stamp)
     lines += ["", "Whole calls in a CUDA graph, us, taken in turns; in bold the way that `attention` takes.", ""]
     lines += table(["batch, heads, seqlen, head_dim", *WAYS, "taken / best"], body)
     wrong = [

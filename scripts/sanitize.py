@@ -123,10 +123,10 @@ def run_variant(variant: Any) -> Iterator[None]:
             yield
         if variant.quantises_q:
             shapes = (heads, seqlen_q), (kv_heads, seqlen_k), (kv_heads, seqlen_k)
-            halves = [reference.randn(1, *x, variant.head_dim, seed=s).to(torch.bfloat16) for s, x in enumerate(shapes)]
+            halves = [reference.randn(1, *x, variant.head_dim, seed=s, device="cuda") for s, x in enumerate(shapes)]
             for hand_over in (False, True):
                 options = {"causal_offset": offset, "out_descale": out_descale, "hand_over": hand_over}
-                gpu.attend_source(variant, *(x.cuda() for x in halves), **options)
+                gpu.attend_source(variant, *halves, **options)
                 yield
 
 

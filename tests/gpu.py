@@ -13,6 +13,7 @@ from reference import Operands
 from codegen import derive_sm90
 from codegen.spec import parse_id
 from fp8cutlass import extension, supports
+from fp8cutlass.attend import Way
 from fp8cutlass.emulator import OUT_DTYPES, Diagnostics
 from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.fused import Operands as Packed
@@ -134,9 +135,14 @@ def attend_source(
     manifest = built_manifest()
     granularity = manifest.scaling[call.scaling]
     number = manifest.index[variant.id]
-    ready = prepared_call(call, variant, number, granularity, leave_q=leave_q, hand_over=hand_over)
+    ready = prepared_call(call, variant, number, granularity, way=Way(leave_q, hand_over))
     outputs = ready(readable(q), readable(k), readable(v), out_descale)
     return tuple(x for x in outputs if x is not None)
+
+
+def out_descale_for(variant: Variant) -> torch.Tensor | None:
+    """What a kernel with e4m3 output is given; others take none."""
+    return torch.tensor([0.02], device="cuda") if variant.out == "e4m3" else None
 
 
 def prepares(variant: Variant) -> bool:

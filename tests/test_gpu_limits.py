@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 import gpu
 import pytest
 import torch
-from gpu import ROOT, built_manifest, built_variants, is_emulated, run_kernel
+from gpu import ROOT, built_manifest, built_variants, is_emulated, out_descale_for, run_kernel
 from kernel_gates import emulator_limit
 from mapped import at_the_end, mapping
 from reference import Operands, operands_of, randn, relative_l2
@@ -51,7 +51,7 @@ def operands(variant: Variant, heads: int, kv_heads: int, seqlen_q: int, seqlen_
 def call_of(x: Operands, variant: Variant) -> Call:
     """Bottom right where the kernel has a mask."""
     offset = x.fp8[1].shape[2] - x.fp8[0].shape[2] if variant.causal else 0
-    out_descale = torch.tensor([0.02], device="cuda") if variant.out == "e4m3" else None
+    out_descale = out_descale_for(variant)
     return gpu.call_of(x, variant, scale=0.1, causal_offset=offset, out_descale=out_descale)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compilers import ROOT
-from gpu import attend_source, built_variants
+from gpu import attend_source, built_variants, out_descale_for
 from reference import randn
 
 import fp8cutlass
@@ -30,11 +30,16 @@ def halves(
     return [randn(1, *x, width, seed=s, device="cuda").to(dtype) for s, x in enumerate(shapes)]
 
 
+def of_blocks(head_dim: int, *, causal: bool | None = None) -> Variant:
+    """The first kernel whose K and V can be handed over."""
+    found = (v for v in VARIANTS if v.head_dim == head_dim and v.scaling == "block")
+    return next(v for v in found if causal in (None, v.causal))
+
+
 def assert_same_bits(variant: Variant, operands: list[torch.Tensor], **options: Any) -> None:
     """All packed before; Q left to the kernel; and K and V handed over while it runs, as often as it takes to find
     counters that the call before has not put back."""
-    if variant.out == "e4m3":
-        options["out_descale"] = torch.tensor([0.02], device="cuda")
+    options["out_descale"] = out_descale_for(variant)
     packed = attend_source(variant, *operands, leave_q=False, **options)
     others = [-x for x in operands]
     for hand_over in (False, True, True, False, True):
@@ -93,7 +98,7 @@ class TestWhichWay:
     @pytest.mark.parametrize("head_dim", attend.HANDED_OVER)
     def test_keys_that_are_expanded(self, head_dim: int) -> None:
         """Heads that share memory are handed over one by one; rows that do are packed before."""
-        variant = next(v for v in VARIANTS if v.head_dim == head_dim and v.scaling == "block")
+        variant = of_blocks(head_dim)
         q, k, v = halves(variant, torch.bfloat16, 8, 1, 300, 700, head_dim)
         assert_same_bits(variant, [q, k.expand(1, 8, -1, -1), v.expand(1, 8, -1, -1)])
         assert_same_bits(variant, [q, k, v[:, :, :1].expand(1, 1, 700, head_dim)])
@@ -101,7 +106,7 @@ class TestWhichWay:
     @pytest.mark.parametrize("head_dim", attend.HANDED_OVER)
     def test_keys_are_handed_over(self, head_dim: int) -> None:
         """By the kernel that is there for it, and by that alone."""
-        variant = next(v for v in VARIANTS if v.head_dim == head_dim and v.scaling == "block")
+        variant = of_blocks(head_dim)
         operands = halves(variant, torch.bfloat16, 40, 40, 600, 600, head_dim)
         attend_source(variant, *operands)
         for hand_over, smooth_k, name in ((True, False, "deliver"), (False, False, "pack"), (True, True, "pack")):
@@ -109,7 +114,7 @@ class TestWhichWay:
 
     def test_many_streams_at_once(self) -> None:
         """Each has its own counters, and neither waits for the other's heads."""
-        variant = next(v for v in VARIANTS if v.head_dim == 64 and v.scaling == "block" and not v.causal)
+        variant = of_blocks(64, causal=False)
         operands = halves(variant, torch.bfloat16, 300, 300, 300, 300, 64)
         (expected, *_) = attend_source(variant, *operands, leave_q=False)
         torch.cuda.synchronize()
@@ -124,7 +129,7 @@ class TestWhichWay:
 
     def test_handovers_in_a_graph(self) -> None:
         """Two in one capture, replayed on other data, with eager ones on the same stream between."""
-        variant = next(v for v in VARIANTS if v.head_dim == 64 and v.scaling == "block" and v.causal)
+        variant = of_blocks(64, causal=True)
         first, second = (halves(variant, torch.bfloat16, 300, 300, n, n, 64) for n in (200, 333))
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         attend_source(variant, *first, hand_over=True)  # nothing is set up while a stream is captured
@@ -146,7 +151,7 @@ class TestWhichWay:
 
     def test_more_heads_than_counters(self) -> None:
         """They are packed before, whatever was asked for."""
-        variant = next(v for v in VARIANTS if v.head_dim == 64 and v.scaling == "block")
+        variant = of_blocks(64)
         heads = attend.HAND_OVER_HEADS + 1
         operands = halves(variant, torch.bfloat16, heads, heads, 70, 70, 64)
         for some, name in ((operands, "pack"), ([x[:, 1:] for x in operands], "deliver")):
@@ -155,7 +160,7 @@ class TestWhichWay:
 
     def test_threads_on_one_stream(self) -> None:
         """They share its counters, and a thread's two launches are not torn apart."""
-        variant = next(v for v in VARIANTS if v.head_dim == 128 and v.scaling == "block" and v.causal)
+        variant = of_blocks(128, causal=True)
         operands = halves(variant, torch.bfloat16, 200, 200, 200, 200, 128)
         (expected, *_) = attend_source(variant, *operands, leave_q=False)
         torch.cuda.synchronize()

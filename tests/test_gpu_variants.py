@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from gpu import built_variants, is_emulated, run_kernel
+from gpu import built_variants, is_emulated, out_descale_for, run_kernel
 from kernel_gates import (
     AMAX,
     HIGH_L2,
@@ -78,7 +78,7 @@ def check(variant: Variant, shape: Shape, scaling: str) -> None:
     scale = variant.head_dim**-0.5
     # Bottom right: the first rows of a problem with more queries than keys see nothing.
     offset = shape.seqlen_k - shape.seqlen_q if variant.causal else 0
-    out_descale = torch.tensor([0.02], device="cuda") if variant.out == "e4m3" else None
+    out_descale = out_descale_for(variant)
     options = {"scale": scale, "scaling": scaling, "causal_offset": offset, "out_descale": out_descale}
 
     out, lse, amax = run_kernel(operands, variant, **options)
@@ -124,7 +124,7 @@ def one_of_each(*axes: str) -> list[Variant]:
 def test_a_thousand_runs_give_the_same_bits(variant: Variant) -> None:
     """More work items than CTAs and more tiles than stages, so that a race between turns has its chance."""
     operands = random_operands(variant, Shape(4, 12, 6, 515, 4 * variant.tile_n * variant.stages + 33))
-    out_descale = torch.tensor([0.02], device="cuda") if variant.out == "e4m3" else None
+    out_descale = out_descale_for(variant)
     first, lse, _ = run_kernel(operands, variant, scale=0.1, out_descale=out_descale)
     differ = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(1000):
@@ -133,15 +133,16 @@ def test_a_thousand_runs_give_the_same_bits(variant: Variant) -> None:
     assert int(differ) == 0
 
 
+SOFTMAXES = one_of_each("family", "head_dim", "tile_n", "schedule", "softmax")
+
+
 @pytest.mark.parametrize("scale", (0.1, 10.0, 1000.0))
-@pytest.mark.parametrize(
-    "variant", one_of_each("family", "head_dim", "tile_n", "schedule", "softmax"), ids=lambda v: v.id
-)
+@pytest.mark.parametrize("variant", SOFTMAXES, ids=lambda v: v.id)
 def test_the_lse_changes_no_bit_of_the_output(variant: Variant, scale: float) -> None:
     """The sums for the LSE lie behind the branch of logits that leave the range of f16, which are there from the last
     scale on; without LSE and such logits a kernel goes past it."""
     operands = random_operands(variant, Shape(2, 6, 2, 257, 3 * variant.tile_n + 33))
-    out_descale = torch.tensor([0.02], device="cuda") if variant.out == "e4m3" else None
+    out_descale = out_descale_for(variant)
     options = {"scale": scale, "out_descale": out_descale}
     out, lse, _ = run_kernel(operands, variant, **options)
     alone, none, _ = run_kernel(operands, variant, return_lse=False, **options)
@@ -149,17 +150,14 @@ def test_the_lse_changes_no_bit_of_the_output(variant: Variant, scale: float) ->
     assert torch.equal(out.view(torch.uint8), alone.view(torch.uint8))
 
 
-LINEAR = [v for v in one_of_each("family", "head_dim", "tile_n", "schedule", "softmax") if v.softmax == "linear"]
-
-
 @pytest.mark.parametrize("steepness", (0.98, 1.02, 3.0))
-@pytest.mark.parametrize("variant", LINEAR, ids=lambda v: v.id)
+@pytest.mark.parametrize("variant", [v for v in SOFTMAXES if v.softmax == "linear"], ids=lambda v: v.id)
 def test_scores_as_large_as_they_can_be(variant: Variant, steepness: float) -> None:
     """All of Q and K at amax 14, and slopes just below the one from which codes may leave the range of f16, just above
     it and far above."""
     q, k = (torch.full((1, 2, n, variant.head_dim), 14.0, device="cuda").bfloat16() for n in (70, 391))
     operands = operands_of(variant, q, k, randn(1, 2, 391, variant.head_dim, seed=3, device="cuda"))
-    out_descale = torch.tensor([0.02], device="cuda") if variant.out == "e4m3" else None
+    out_descale = out_descale_for(variant)
     scale = steepness * 65_000 / (14 * 14 * variant.head_dim) / (8 * math.log2(math.e))
     offset = 391 - 70 if variant.causal else 0
     options = {"scale": scale, "causal_offset": offset, "out_descale": out_descale}

@@ -71,10 +71,11 @@ def _smem(kernel: Kernel, m: Measured) -> str | None:
 
 
 def _pack_smem(kernel: Kernel, m: Measured) -> str | None:
+    name = kernel.storage or "Stage::kBytes"
     if m.storage_bytes is None:
-        return f"the source states no {kernel.storage or 'Stage::kBytes'}"
+        return f"the source states no {name}"
     if kernel.smem_bytes not in (0, m.storage_bytes):
-        return f"{kernel.storage or 'Stage::kBytes'} is {m.storage_bytes:,}, the generator counts {kernel.smem_bytes:,}"
+        return f"{name} is {m.storage_bytes:,}, the generator counts {kernel.smem_bytes:,}"
     if m.resources.static_smem != kernel.static_smem:
         return f"{m.resources.static_smem:,} bytes of static shared memory, the generator counts {kernel.static_smem:,}"
     if (have := smem_bytes(kernel, m)) > kernel.smem_limit:

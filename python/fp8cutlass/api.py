@@ -83,7 +83,7 @@ def attention(
             expanded tensor, no gradient, no memory shared with an input (not checked while torch.compile traces).
         kernel: the id of a variant to run instead of the table's choice; its head_dim may be wider than D. One with
             ``linear`` softmax takes FP8 operands of magnitude 14 at most (``quantize(..., amax=14)``): larger ones may
-            overflow f16 scores, or spoil a row for other reasons.
+            overflow f16 scores or leave the range of its softmax.
         fallback: ``sdpa`` runs torch's attention when the call is well formed but no kernel serves it, and warns once
             for each set of reasons; under torch.compile while the call is traced.
 

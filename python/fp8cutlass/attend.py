@@ -148,18 +148,18 @@ def prepare(
     hadamard: bool,
     return_lse: bool,
     return_amax: bool,
-    leave_q: bool = False,
-    hand_over: bool = False,
+    way: Way,
 ) -> Attend:
-    """The call of a variant, ``number`` in the extension. ``leave_q`` leaves Q to the attention kernel where that takes
-    it (:func:`takes_source`), and ``hand_over`` lets it run while K and V are packed (:func:`takes_handover`).
+    """The call of a variant, ``number`` in the extension, by ``way`` as far as it is open: where the attention kernel
+    takes Q (:func:`takes_source`), and where it takes K and V while they are packed (:func:`takes_handover`).
 
     ``amax`` and ``granularity`` are those of :func:`fp8cutlass.fused.quantise_and_pack`; ``seq_major`` puts the result
     into memory in the order (B, S, H, D).
     """
     extension.load()
-    leave_q = leave_q and takes_source(variant, granularity, hadamard=hadamard)
-    hand_over = hand_over and leave_q and takes_handover(variant, granularity, smooth_k=smooth_k, hadamard=hadamard)
+    leave_q = way.leave_q and takes_source(variant, granularity, hadamard=hadamard)
+    hand_over = leave_q and way.hand_over
+    hand_over = hand_over and takes_handover(variant, granularity, smooth_k=smooth_k, hadamard=hadamard)
     groups = (GRANULARITIES.index(granularity[name]) for name in "qkv")
     return Attend(
         operator=torch.ops.fp8cutlass_C.attend.default._op,  # the overload's own frame costs 0.2 us

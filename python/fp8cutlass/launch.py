@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from . import extension
-from .attend import Attend, faster_way, prepare
+from .attend import Attend, Way, faster_way, prepare
 from .emulator import emulate
 from .fused import Operands, quantise_and_pack, readable
 from .manifest import SCORE_AMAX, Variant
@@ -103,18 +103,13 @@ def run_half(call: Call, variant: Variant, number: int, granularity: Mapping[str
 
 
 def prepared_call(
-    call: Call,
-    variant: Variant,
-    number: int,
-    granularity: Mapping[str, str],
-    *,
-    leave_q: bool | None = None,
-    hand_over: bool | None = None,
+    call: Call, variant: Variant, number: int, granularity: Mapping[str, str], *, way: Way | None = None
 ) -> Attend:
-    """A call on bf16 or fp16 operands on a card, less its tensors. ``leave_q`` says whether the attention kernel is to
-    quantise Q, ``hand_over`` whether it is to run while K and V are packed, if it can; None takes the faster way."""
+    """A call on bf16 or fp16 operands on a card, less its tensors, by ``way`` as far as it is open; None takes the
+    fastest."""
     changed = {"smooth_k": call.smooth_k, "hadamard": call.hadamard}
-    way = faster_way(variant, granularity, call.q.shape, call.k.shape, **changed)
+    if way is None:
+        way = faster_way(variant, granularity, call.q.shape, call.k.shape, **changed)
     return prepare(
         variant,
         number,
@@ -126,8 +121,7 @@ def prepared_call(
         causal_offset=call.causal_offset,
         return_lse=call.return_lse,
         return_amax=call.return_amax,
-        leave_q=way.leave_q if leave_q is None else leave_q,
-        hand_over=way.hand_over if hand_over is None else hand_over,
+        way=way,
         **changed,
     )
 

@@ -19,6 +19,7 @@ EXACT_BYTES = 16  # a thread: two rows' sums of unquantised exponentials, of the
 ITEM_SLOTS = 4  # work items and their rows' slopes that are known at a time
 MERGE_STATE = 16  # floats a row that the CTAs of a cluster exchange beside its O: Part in merge.cuh
 MOST_ACCUMULATORS = 200  # registers of O and of all column parts, above which parts share
+HALVED_KEYS = 256  # of a tile in schedule `columns` for which K and V lie in halves: whole, two would not fit
 COLUMNS_PART = 64  # columns of a part in schedule `columns`: the narrowest product that runs at the full rate
 WIDE_HEAD_DIM = 128  # beyond it a product of P V with all columns does not fit the registers beside O
 
@@ -37,6 +38,7 @@ SPILLED = {(64, Tile(m=192, n=192, warps=12), Softmax.LINEAR, Schedule.PINGPONG)
 # Registers beside accumulators: row state, addresses, loop counters, and what the compiler wants for alignment.
 STATE_OVERLAPPED = 22  # pingpong and overlap, where all accumulators live at once
 STATE_SERIAL = 18
+STATE_HALVED = 12  # columns in halves: what is left beside two parts, as nvcc was seen to do with
 STATE_TOKEN = 4  # a scale for each key
 
 
@@ -44,7 +46,9 @@ STATE_TOKEN = 4  # a scale for each key
 class Sm90Derived(Derived):
     """Sizes in bytes unless they say otherwise.
 
-    value_stage: all of a tile's V with its ones rows.
+    halves: slots of shared memory that a tile of K, or of V, takes.
+    key_slots, value_slots: how many there are.
+    value_stage: a slot of V with its ones rows.
     parts, part_columns: P V is computed in this many products of so many columns, part 0 with ONES more.
     part_buffers: accumulators for the parts.
     tight: the warps that compute take so many registers that the loading warp has to do with the fewest.
@@ -53,6 +57,9 @@ class Sm90Derived(Derived):
     """
 
     warpgroups: int
+    halves: int
+    key_slots: int
+    value_slots: int
     value_stage: int
     query_buffers: int
     descale_slots: int
@@ -83,6 +90,16 @@ def parts(v: Variant) -> int:
     return 2 if v.head_dim > WIDE_HEAD_DIM else 1
 
 
+def halves(v: Variant) -> int:
+    """Slots of shared memory that a tile of K, or of V, takes."""
+    return 2 if v.schedule is Schedule.COLUMNS and v.tile_n == HALVED_KEYS else 1
+
+
+def _slots(v: Variant) -> tuple[int, int]:
+    """Slots of K and of V. Of halved tiles V is held for longer: until the last column part is multiplied."""
+    return (v.stages - 1 if halves(v) > 1 else v.stages), v.stages
+
+
 def estimate_registers(v: Variant) -> int:
     """Registers a thread that computes needs in the main loop."""
     output = v.head_dim // 2
@@ -90,6 +107,8 @@ def estimate_registers(v: Variant) -> int:
     scores = v.tile_n // (4 if v.softmax is Softmax.LINEAR else 2)
     prob = v.tile_n // 8 * v.terms
     token = STATE_TOKEN if GRANULARITY[v.scaling].k == "token" else 0
+    if halves(v) > 1:  # P and a part of P V lie where the scores were
+        return output + max(scores, prob + product - ONES // 2) + product + STATE_HALVED
     if v.schedule is Schedule.COLUMNS:  # two parts at a time, or the last one beside the next scores
         return output + prob + product - ONES // 2 + max(scores, product) + STATE_SERIAL + token
     if v.schedule is Schedule.SERIAL:
@@ -105,11 +124,12 @@ def _smem(
     v: Variant, query_buffers: int, value_stage: int, descale_slots: int, *, quantises_q: bool = False
 ) -> tuple[tuple[str, int], ...]:
     pitch = row_pitch(v.head_dim)
+    key_slots, value_slots = _slots(v)
     sizes = [
         (f"{query_buffers} x Q", query_buffers * v.tile_m * pitch),
         *([("Q in 16 bits", 2 * v.tile_m * v.head_dim)] if quantises_q else []),
-        (f"{v.stages} x K", v.stages * v.tile_n * pitch),
-        (f"{v.stages} x V", v.stages * value_stage),
+        (f"{key_slots} x K", key_slots * v.tile_n // halves(v) * pitch),
+        (f"{value_slots} x V", value_slots * value_stage),
     ]
     if descale_slots:
         sizes.append((f"{descale_slots} x K descales", descale_slots * 4 * v.tile_n))
@@ -135,7 +155,8 @@ def _prepares(v: Variant) -> bool:
 @cache
 def derive(v: Variant) -> Sm90Derived:
     family = FAMILIES[v.family]
-    value_stage = _up(v.tile_n * (v.head_dim + ONES), SWIZZLE_ALIGNMENT)
+    key_slots, value_slots = _slots(v)
+    value_stage = _up(v.tile_n // halves(v) * (v.head_dim + ONES), SWIZZLE_ALIGNMENT)
     descale_slots = v.stages if GRANULARITY[v.scaling].k == "token" else 0
     # A second Q is loaded while the first is still in use. The CTAs of a cluster have one item.
     buffers = 2 if v.cluster is Cluster.SOLO else 1
@@ -149,7 +170,7 @@ def derive(v: Variant) -> Sm90Derived:
         with_source = _smem(v, buffers, value_stage, descale_slots, quantises_q=True)
         if quantises_q := sum(size for _, size in with_source) <= family.smem_per_block:
             smem = with_source
-    mma = -(-v.head_dim // 32) + products * v.terms * v.tile_n // 32
+    mma = halves(v) * -(-v.head_dim // 32) + products * v.terms * v.tile_n // 32
     consumer, producer = CONSUMER_REGISTERS.get(v.warpgroups, 0), PRODUCER_REGISTERS.get(v.warpgroups, 0)
     part_buffers = products
     tight = v.schedule is Schedule.COLUMNS and v.warpgroups == 2
@@ -171,6 +192,9 @@ def derive(v: Variant) -> Sm90Derived:
         mma_per_tile=mma,
         mma_in_loop=mma,
         warpgroups=v.warpgroups,
+        halves=halves(v),
+        key_slots=key_slots,
+        value_slots=value_slots,
         value_stage=value_stage,
         query_buffers=buffers,
         descale_slots=descale_slots,
@@ -181,7 +205,7 @@ def derive(v: Variant) -> Sm90Derived:
         quantises_q=quantises_q,
         prepares=_prepares(v),
         merge_bytes=0 if v.cluster is Cluster.SOLO else 4 * v.tile_m * (v.head_dim + MERGE_STATE),
-        stream_bytes=v.stages * (v.tile_n * row_pitch(v.head_dim) + value_stage),
+        stream_bytes=key_slots * v.tile_n // halves(v) * row_pitch(v.head_dim) + value_slots * value_stage,
         consumer_registers=consumer,
         producer_registers=producer,
     )

@@ -13,6 +13,7 @@ from codegen.table import targets_of
 
 CHUNK = 8  # elements of one 16-byte load
 THREADS = 256  # packing::kThreads
+MOST_ELEMENTS = 128 * THREADS  # of a CTA: 64 registers a thread, 8 KB in flight a warp
 STAGE_PAD = 32  # bytes between groups of 16 keys of V in shared memory, see TransposeStage
 SAMPLES = 32  # packing::kSamples, keys that a mean is taken over
 DELIVERY_UNIT, DELIVERY_BARRIERS = 32, 12  # of sm90::Delivery: bytes of a unit, mbarriers
@@ -25,7 +26,7 @@ class Source(Name):
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Pack:
-    """One kernel. ``key_block`` keys of K and V share a block descale; as many rows are a CTA's."""
+    """One kernel. ``key_block`` keys of K and V share a block descale."""
 
     head_dim: int
     key_block: int
@@ -55,9 +56,19 @@ class Pack:
         return self.head_dim // CHUNK // self.chunks
 
     @property
+    def cluster(self) -> int:
+        """CTAs that share a block: one, or two where its elements would not fit the registers of one."""
+        return 2 if self.key_block * self.head_dim > MOST_ELEMENTS else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a CTA."""
+        return self.key_block // self.cluster
+
+    @property
     def passes(self) -> int:
         """Rows that a lane shares."""
-        return self.key_block * self.lanes // THREADS
+        return self.rows * self.lanes // THREADS
 
     @property
     def ctas_per_sm(self) -> int:
@@ -99,7 +110,7 @@ class Pack:
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a CTA, through which it transposes V."""
-        return self.key_block // 16 * (16 * self.head_dim + STAGE_PAD)
+        return self.rows // 16 * (16 * self.head_dim + STAGE_PAD)
 
 
 def _served(pack: Pack, v: Variant) -> bool:

@@ -119,6 +119,12 @@ SM90A_RULES = (
         explain=lambda v, d: f"column parts are for two warpgroups, linear softmax and head_dim > {WIDE_HEAD_DIM}",
     ),
     Rule(
+        name="HALVED-SLOTS",
+        why="a tile in halves takes two slots of K at a time, and one fewer are there than of V",
+        refuses=lambda v, d: cast(Sm90Derived, d).key_slots < cast(Sm90Derived, d).halves,
+        explain=lambda v, d: f"{v.stages} stages are too few for tiles of {v.tile_n} keys in halves",
+    ),
+    Rule(
         name="SPLIT-TILE",
         why="a split serves problems with too few rows for the card, and its CTAs do not take turns",
         refuses=lambda v, d: _split_refused(v),

@@ -27,6 +27,9 @@ class KernelView:
     q_buffers: int
     item_slots: int
     split: int
+    halves: int
+    key_slots: int
+    value_slots: int
     parts: int
     part_columns: int
     part_buffers: int
@@ -62,6 +65,9 @@ def kernel_view(v: Variant) -> KernelView:
         q_buffers=d.query_buffers,
         item_slots=ITEM_SLOTS,
         split=v.cluster.ctas,
+        halves=d.halves,
+        key_slots=d.key_slots,
+        value_slots=d.value_slots,
         parts=d.parts,
         part_columns=d.part_columns,
         part_buffers=d.part_buffers,
@@ -72,7 +78,7 @@ def kernel_view(v: Variant) -> KernelView:
         compute_registers=d.consumer_registers,
         smem_sum=f"{d.smem_sum} bytes",
         smem_bytes=d.smem_bytes,
-        mma_scores=f"MMA_64x{v.tile_n}x32_{score}{operand}{operand}_SS_TN",
+        mma_scores=f"MMA_64x{v.tile_n // d.halves}x32_{score}{operand}{operand}_SS_TN",
         mma_values=f"MMA_64x{d.part_columns + ONES}x32_F32E4M3{operand}_RS_TN",
         mma_rest=f"MMA_64x{d.part_columns}x32_F32E4M3{operand}_RS_TN",
         mma_comment=f"{d.mma_per_tile} of these a warpgroup and KV tile",

@@ -486,7 +486,6 @@ extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_bf16_
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_bf16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_e4m3_exp2_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_fp16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_fp16_linear_serial_solo;
@@ -502,15 +501,18 @@ extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_token_full_e4m3_fp16_
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_token_full_e4m3_fp16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_linear_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_full_e4m3_bf16_linear_columns_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_full_e4m3_fp16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_token_causal_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_token_causal_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_token_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_bf16_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_e4m3_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_fp16_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_bf16_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_e4m3_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_fp16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_fp16_exp2x2_serial_solo;
@@ -545,16 +547,16 @@ extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_causal_e4m3_bf16_
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_causal_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_full_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_full_e4m3_fp16_exp2_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_e4m3_linear_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_e4m3_linear_serial_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_causal_e4m3_bf16_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_causal_e4m3_fp16_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_bf16_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_e4m3_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_fp16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n64w8_s2_block_causal_e4m3_bf16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n64w8_s2_block_causal_e4m3_fp16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n64w8_s2_block_full_e4m3_bf16_exp2x2_serial_solo;
@@ -785,8 +787,12 @@ extern const PackFn kPack_d128_n256_bf16;
 extern const PackFn kPack_d128_n256_fp16;
 extern const PackFn kPack_d192_n128_bf16;
 extern const PackFn kPack_d192_n128_fp16;
+extern const PackFn kPack_d192_n256_bf16;
+extern const PackFn kPack_d192_n256_fp16;
 extern const PackFn kPack_d256_n128_bf16;
 extern const PackFn kPack_d256_n128_fp16;
+extern const PackFn kPack_d256_n256_bf16;
+extern const PackFn kPack_d256_n256_fp16;
 
 const VariantEntry kVariants[] = {
     {"sm89_diag_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2", kLaunch_sm89_diag_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2, 128, 64, 64, OutType::bf16,
@@ -2232,9 +2238,6 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_e4m3_exp2_serial_solo, 192, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
-    {"sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_e4m3_linear_serial_solo, 192, 128, 128, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false},
     {"sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s2_block_full_e4m3_fp16_exp2_serial_solo, 192, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
@@ -2280,19 +2283,10 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_linear_serial_solo, 192, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
-    {"sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_e4m3_linear_serial_solo, 192, 128, 128, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false},
     {"sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_columns_solo, 192, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
     {"sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_serial_solo, 192, 128, 128, OutType::fp16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false},
-    {"sm90a_fwd_d192_m128n128w8_s3_block_full_e4m3_bf16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_full_e4m3_bf16_linear_columns_solo, 192, 128, 128, OutType::bf16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false},
-    {"sm90a_fwd_d192_m128n128w8_s3_block_full_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_full_e4m3_fp16_linear_columns_solo, 192, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
     {"sm90a_fwd_d192_m128n128w8_s3_token_causal_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d192_m128n128w8_s3_token_causal_e4m3_bf16_exp2_serial_split4, 192, 128, 128, OutType::bf16,
@@ -2307,6 +2301,24 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d192_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4, 192, 128, 128, OutType::fp16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, false, false},
+    {"sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_bf16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_bf16_linear_columns_solo, 192, 128, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
+    {"sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_e4m3_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_e4m3_linear_columns_solo, 192, 128, 256, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
+    {"sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_fp16_linear_columns_solo, 192, 128, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
+    {"sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_bf16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_bf16_linear_columns_solo, 192, 128, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
+    {"sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_e4m3_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_e4m3_linear_columns_solo, 192, 128, 256, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
+    {"sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_fp16_linear_columns_solo, 192, 128, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
     {"sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_serial_solo, 192, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
@@ -2409,36 +2421,36 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m64n64w4_s3_block_full_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_full_e4m3_fp16_exp2_serial_solo, 192, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
-    {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_columns_solo, 256, 128, 128, OutType::bf16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false},
     {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_serial_solo, 256, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
     {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_e4m3_linear_serial_solo, 256, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
-    {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_columns_solo, 256, 128, 128, OutType::fp16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false},
     {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo, 256, 128, 128, OutType::fp16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false},
-    {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_columns_solo, 256, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
     {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo, 256, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
-    {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_e4m3_linear_serial_solo, 256, 128, 128, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false},
-    {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_columns_solo, 256, 128, 128, OutType::fp16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false},
     {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_serial_solo, 256, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
+    {"sm90a_fwd_d256_m128n256w8_s3_block_causal_e4m3_bf16_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_causal_e4m3_bf16_linear_columns_solo, 256, 128, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
+    {"sm90a_fwd_d256_m128n256w8_s3_block_causal_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_causal_e4m3_fp16_linear_columns_solo, 256, 128, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
+    {"sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_bf16_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_bf16_linear_columns_solo, 256, 128, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
+    {"sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_e4m3_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_e4m3_linear_columns_solo, 256, 128, 256, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
+    {"sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_fp16_linear_columns_solo, 256, 128, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
     {"sm90a_fwd_d256_m128n64w8_s2_block_causal_e4m3_bf16_exp2x2_serial_solo", kLaunch_sm90a_fwd_d256_m128n64w8_s2_block_causal_e4m3_bf16_exp2x2_serial_solo, 256, 128, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
@@ -3070,7 +3082,7 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
 };
-const int kVariantCount = 760;
+const int kVariantCount = 762;
 
 const PackEntry kPacks[] = {
     {"pack_d32_n128_bf16", kPack_d32_n128_bf16, 32, 128, SourceType::bf16, false},
@@ -3093,9 +3105,13 @@ const PackEntry kPacks[] = {
     {"pack_d128_n256_fp16", kPack_d128_n256_fp16, 128, 256, SourceType::fp16, true},
     {"pack_d192_n128_bf16", kPack_d192_n128_bf16, 192, 128, SourceType::bf16, false},
     {"pack_d192_n128_fp16", kPack_d192_n128_fp16, 192, 128, SourceType::fp16, false},
+    {"pack_d192_n256_bf16", kPack_d192_n256_bf16, 192, 256, SourceType::bf16, false},
+    {"pack_d192_n256_fp16", kPack_d192_n256_fp16, 192, 256, SourceType::fp16, false},
     {"pack_d256_n128_bf16", kPack_d256_n128_bf16, 256, 128, SourceType::bf16, false},
     {"pack_d256_n128_fp16", kPack_d256_n128_fp16, 256, 128, SourceType::fp16, false},
+    {"pack_d256_n256_bf16", kPack_d256_n256_bf16, 256, 256, SourceType::bf16, false},
+    {"pack_d256_n256_fp16", kPack_d256_n256_fp16, 256, 256, SourceType::fp16, false},
 };
-const int kPackCount = 22;
+const int kPackCount = 26;
 
 }  // namespace fp8cutlass

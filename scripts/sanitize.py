@@ -73,7 +73,7 @@ def chosen(profile: str, only: Sequence[str], each: bool) -> list[Any]:
     profiles = PROFILES[: PROFILES.index(profile) + 1]
     variants = [v for v in gpu.built_variants("fwd") if v.profile in profiles and (not only or v.id in only)]
     packs = [p for p in gpu.built_packs() if p["profile"] in profiles and (not only or p["id"] in only)]
-    first = {(v.family, v.head_dim, v.schedule, gpu.prepares(v), v.cluster): v for v in reversed(variants)}
+    first = {(v.family, v.head_dim, v.schedule, gpu.loop_form(v), v.cluster): v for v in reversed(variants)}
     first_packs = {(p["head_dim"], p["key_block"]): p for p in reversed(packs)}
     leading = [*first_packs.values(), *first.values()]
     ids = {_id(k) for k in leading}
@@ -124,8 +124,9 @@ def run_variant(variant: Any) -> Iterator[None]:
         if variant.quantises_q:
             shapes = (heads, seqlen_q), (kv_heads, seqlen_k), (kv_heads, seqlen_k)
             halves = [reference.randn(1, *x, variant.head_dim, seed=s, device="cuda") for s, x in enumerate(shapes)]
+            on_card = None if out_descale is None else out_descale.cuda()
             for hand_over in (False, True):
-                options = {"causal_offset": offset, "out_descale": out_descale, "hand_over": hand_over}
+                options = {"causal_offset": offset, "out_descale": on_card, "hand_over": hand_over}
                 gpu.attend_source(variant, *halves, **options)
                 yield
 

@@ -145,9 +145,12 @@ def out_descale_for(variant: Variant) -> torch.Tensor | None:
     return torch.tensor([0.02], device="cuda") if variant.out == "e4m3" else None
 
 
-def prepares(variant: Variant) -> bool:
-    """Whether a kernel has the form of the loop that few have."""
-    return variant.family == "sm90a" and derive_sm90.derive(parse_id(variant.id)).prepares
+def loop_form(variant: Variant) -> tuple[bool, int]:
+    """What tells the loops of kernels of one schedule apart: a softmax prepared ahead, tiles in halves."""
+    if variant.family != "sm90a":
+        return False, 1
+    derived = derive_sm90.derive(parse_id(variant.id))
+    return derived.prepares, derived.halves
 
 
 def run_kernel(

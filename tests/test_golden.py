@@ -61,7 +61,11 @@ def _sm90a_two_terms(v: Variant) -> bool:
 
 
 def _sm90a_columns(v: Variant) -> bool:
-    return v.schedule is Schedule.COLUMNS and v.head_dim == 256 and not v.causal
+    return v.schedule is Schedule.COLUMNS and derive(v).halves == 1
+
+
+def _sm90a_halves(v: Variant) -> bool:
+    return v.schedule is Schedule.COLUMNS and derive(v).halves == 2 and v.head_dim == 256 and not v.causal
 
 
 def _sm90a_prepared(v: Variant) -> bool:
@@ -84,6 +88,7 @@ QUERIES: dict[str, Callable[[Variant], bool]] = {
     "sm90a_overlapped.cu": _sm90a_overlapped,
     "sm90a_wide_token.cu": _sm90a_wide_token,
     "sm90a_columns.cu": _sm90a_columns,
+    "sm90a_halves.cu": _sm90a_halves,
     "sm90a_two_terms.cu": _sm90a_two_terms,
     "sm90a_prepared.cu": _sm90a_prepared,
     "sm90a_split.cu": _sm90a_split,

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from gpu import ROOT, built_variants, card_arch, prepares
+from gpu import ROOT, built_variants, card_arch, loop_form
 
 from codegen.gates import compile as compiling
 from codegen.gates.toolbox import ToolboxError, open_toolbox
@@ -38,7 +38,7 @@ while True:
 def kinds() -> list[str]:
     """One kernel of each schedule, form of the loop and cluster of the card's own family, with and without a mask."""
     native = [v for v in built_variants("fwd") if v.family == card_arch()]
-    return [v.id for v in {(v.schedule, prepares(v), v.cluster, v.causal): v for v in reversed(native)}.values()]
+    return [v.id for v in {(v.schedule, loop_form(v), v.cluster, v.causal): v for v in reversed(native)}.values()]
 
 
 def build(folder: Path, flags: str) -> Path:

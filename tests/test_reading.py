@@ -105,9 +105,9 @@ def test_without_a_linear_kernel_of_these_blocks_an_accurate_one_reads_them() ->
 def test_what_no_kernel_reads_is_refused() -> None:
     asked = problem(head_dim=192, out="e4m3", causal=True)
     with pytest.raises(
-        NoKernelError, match=r"a descale per \d+ keys, packed with one per 256.*pack key and value again"
+        NoKernelError, match=r"a descale per \d+ keys, packed with one per 192.*pack key and value again"
     ):
-        choose(asked, KVForm(192, 256, 14.0))
+        choose(asked, KVForm(192, 192, 14.0))
 
 
 def test_keys_that_are_packed_wider_than_they_are() -> None:

@@ -182,6 +182,11 @@ CASES: list[tuple[str, Variant, str]] = [
         replace(HOPPER, schedule=Schedule.COLUMNS),
         "column parts are for two warpgroups, linear softmax and head_dim > 128",
     ),
+    (
+        "HALVED-SLOTS",
+        replace(HOPPER, head_dim=256, tile=tile(128, 256, 8), schedule=Schedule.COLUMNS),
+        "2 stages are too few for tiles of 256 keys in halves",
+    ),
     ("SPLIT-TILE", replace(HOPPER, tile=tile(192, 128, 12), cluster=Cluster.SPLIT2), SPLIT),
     ("SPLIT-TILE", replace(HOPPER, schedule=Schedule.PINGPONG, cluster=Cluster.SPLIT4), SPLIT),
     ("SPLIT-TILE", replace(HOPPER, kind=Kind.DIAG, cluster=Cluster.SPLIT2), SPLIT),

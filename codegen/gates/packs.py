@@ -46,10 +46,11 @@ FORMS = tuple(
 
 
 def static_smem(pack: Pack, form: Form) -> int:
-    """Bytes: a maximum for each warp, and a float for each thread or, for the maxima, column; the mean of K."""
+    """Bytes: maxima of each warp and the cluster, a float for each thread or, for the maxima, column; the mean of K."""
     warps = 4 * THREADS // 32
     own = 4 * (pack.head_dim if form.maxima else THREADS)
-    return warps + own + (4 * pack.head_dim if form.transforms else 0)
+    shared = 16 if pack.cluster > 1 and not form.maxima else 0  # one word, aligned
+    return warps + own + shared + (4 * pack.head_dim if form.transforms else 0)
 
 
 def wide_loads(pack: Pack, form: Form) -> int:

@@ -215,8 +215,8 @@ __global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : 0) ama
 int launch(const PackParams& params, CUstream_st* stream) {
   if (params.handover.ready != nullptr) return sm90::launch_delivery<Delivery, Source>(params, stream);
   if (params.k_mean != nullptr || params.hadamard)
-    return packing::launch<kRows>(pack<true>, amax<true>, Stage::kBytes, Stage::kBytes, params, stream);
-  return packing::launch<kRows>(pack<false>, amax<false>, Stage::kBytes, 0, params, stream);
+    return packing::launch<kRows, 1>(pack<true>, amax<true>, Stage::kBytes, Stage::kBytes, params, stream);
+  return packing::launch<kRows, 1>(pack<false>, amax<false>, Stage::kBytes, 0, params, stream);
 }
 
 }  // namespace

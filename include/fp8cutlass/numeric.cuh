@@ -26,6 +26,12 @@ __device__ __forceinline__ int unpredicated(bool condition) {
   return x;
 }
 
+// The same number, of which the compiler knows nothing any more: neither where it comes from nor that it never changes.
+__device__ __forceinline__ uint32_t hidden(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

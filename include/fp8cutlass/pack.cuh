@@ -217,14 +217,16 @@ inline int launch_blocks(Kernel kernel, const PackParams& params, int smem_bytes
                           smem_bytes, stream);
 }
 
-// `amax` runs before `pack` where an operand's groups are larger than a block. A CTA takes kRows rows.
-template <int kRows>
+// `amax` runs before `pack` where an operand's groups are larger than a block. A CTA takes kRows rows, kCtas of them a
+// block of keys.
+template <int kRows, int kCtas>
 int launch(Kernel pack, Kernel amax, int pack_bytes, int amax_bytes, PackParams params, CUstream_st* stream) {
   PackParams first = params;
   for (int i = 0; i < kPackOperands; ++i) {
     PackOperand& o = params.operand[i];
-    if (o.rows > INT32_MAX - kRows) return cudaErrorInvalidValue;  // the rows of a block past the end are 32-bit
-    o.blocks = (o.rows + kRows - 1) / kRows;
+    if (o.rows > INT32_MAX - kRows * kCtas)
+      return cudaErrorInvalidValue;  // the rows of a block past the end are 32-bit
+    o.blocks = (o.rows + kRows * kCtas - 1) / (kRows * kCtas) * kCtas;
     const int64_t ctas = int64_t{params.batch} * o.heads * o.blocks;
     if (ctas > INT32_MAX) return cudaErrorInvalidValue;
     o.ctas = int(ctas);

@@ -22,7 +22,7 @@ struct PackOperand {
   int rows;                // tokens, or what the outputs are padded to: V, and K's descales of tokens
   float limit;             // what the largest |x| of a group becomes
   float limit_reciprocal;  // 1 / limit, rounded once
-  int blocks, ctas;        // of a head and in all; set by the launch
+  int blocks, ctas;        // what is a CTA's, of a head, and CTAs in all; set by the launch
 };
 
 // The order in which CTAs take the operands: V is the longest work of a block, so it must not come last.

@@ -2,27 +2,10 @@
 // and merges the columns that are its own to store from all parts, read through distributed shared memory.
 #pragma once
 
-#include <cute/arch/cluster_sm90.hpp>
-
-#include "fp8cutlass/delay.cuh"
+#include "fp8cutlass/sm90/cluster.cuh"
 #include "fp8cutlass/softmax.cuh"
 
 namespace fp8cutlass::sm90 {
-
-// Every thread of the cluster that has not left; stores before it are visible after it. (CuTe's has no memory clobber.)
-__device__ __forceinline__ void cluster_sync() {
-  delay_point(10);
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ float4 load_from(const float4& here, int rank) {
-  float4 x;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(&here), rank))
-               : "memory");
-  return x;
-}
 
 // What one CTA leaves for the others, thread by thread.
 template <int kBlocks, int kThreads>

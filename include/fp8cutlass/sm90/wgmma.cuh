@@ -26,12 +26,12 @@ __device__ __forceinline__ void multiply(Reg* d, bool first, const Operand&... o
   fma<Atom>(std::make_index_sequence<kRegs>(), first ? ScaleOut::Zero : ScaleOut::One, d, operand...);
 }
 
-// S = Q K^T from shared memory. `q` is the descriptor of this warpgroup's first row.
+// S = Q K^T from shared memory, from n8 block `first` on. `q` is the descriptor of this warpgroup's first row.
 template <class Atom, class QTile, class KTile, class Acc, int kBlocks, int kRegs>
-__device__ __forceinline__ void issue_scores(Acc (&s)[kBlocks][kRegs], uint32_t q, uint32_t k) {
+__device__ __forceinline__ void issue_scores(Acc (&s)[kBlocks][kRegs], uint32_t q, uint32_t k, int first = 0) {
 #pragma unroll
   for (int step = 0; step < QTile::kSteps; ++step)
-    multiply<Atom>(&s[0][0], step == 0, QTile::complete(q + QTile::advance(0, step)),
+    multiply<Atom>(&s[first][0], step == 0, QTile::complete(q + QTile::advance(0, step)),
                    KTile::complete(k + KTile::advance(0, step)));
 }
 
@@ -46,6 +46,17 @@ __device__ __forceinline__ void issue_values(float (&t)[kBlocks][4], const uint3
   for (int step = 0; step < kSteps; ++step)
     multiply<Atom>(&t[0][0], step == 0, p[step][0], p[step][1], p[step][2], p[step][3],
                    VTile::complete(v + VTile::advance(row, step / kTerms)));
+}
+
+// The same for a V^T whose keys lie in several tiles.
+template <class Atom, class VTile, int kBlocks, int kSteps, int kTiles>
+__device__ __forceinline__ void issue_values(float (&t)[kBlocks][4], const uint32_t (&p)[kSteps][4],
+                                             const uint32_t (&v)[kTiles], int row = 0) {
+  static_assert(kSteps == kTiles * VTile::kSteps);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    multiply<Atom>(&t[0][0], step == 0, p[step][0], p[step][1], p[step][2], p[step][3],
+                   VTile::complete(v[step / VTile::kSteps] + VTile::advance(row, step % VTile::kSteps)));
 }
 
 // Registers that a wgmma reads or writes while it runs: no access may move across this point. Without it the compiler

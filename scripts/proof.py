@@ -2,7 +2,7 @@
 
     python scripts/proof.py --out DIR                 # within 50 minutes
     python scripts/proof.py --out DIR --minutes 8     # the same steps, fewer random calls and fewer sanitised kernels
-    python scripts/proof.py --out DIR --step tests    # some steps only
+    python scripts/proof.py --out DIR --step tests    # some steps only; --whole: the tests that need no card, too
     python scripts/proof.py --out DIR --render        # write the report again from DIR/results.json
     python scripts/proof.py --out DIR --join A --join B     # one report of the steps that A and B ran, of one state
     python scripts/proof.py --out DIR --render --note TEXT  # with a remark: why something failed or was left out
@@ -14,6 +14,7 @@ Needs a card, nvcc and compute-sanitizer.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -39,6 +40,7 @@ from scripts.sanitize import TOOLS  # noqa: E402
 STEPS = ("build", "planted", "broken", "tests", "fuzz", *TOOLS)
 WHOLE_SUITE = 20.0  # minutes from which the tests that need no card run too, without which no edge case is whole
 FUZZ_SHARE = 0.4  # of the time that the other steps leave; the sanitizers share the rest
+TESTS_END = 40.0  # seconds in which pytest says what failed, where it is told to stop before the end
 FUZZ_ENDS = 45.0  # seconds in which calls that were begun are judged, on a busy host
 SEED = 20
 
@@ -81,8 +83,9 @@ def machine(commit: str | None) -> dict[str, str]:
 class Proof:
     """The steps of one run, with the time they may take."""
 
-    def __init__(self, out: Path, minutes: float, jobs: int) -> None:
+    def __init__(self, out: Path, minutes: float, jobs: int, *, whole: bool = False) -> None:
         self.out = out
+        self.whole = whole
         self.jobs = jobs
         self.minutes = minutes
         self.deadline = time.monotonic() + 60 * minutes
@@ -92,9 +95,17 @@ class Proof:
         """Seconds until the end."""
         return self.deadline - time.monotonic()
 
-    def run(self, name: str, command: Sequence[str | Path], *, wanted_s: float, report: Path | None = None) -> None:
-        """One step. ``wanted_s``: what it needs at least, or it is not begun. It is ended at the deadline. ``report``
-        is a JSON file that it writes."""
+    def run(
+        self,
+        name: str,
+        command: Sequence[str | Path],
+        *,
+        wanted_s: float,
+        report: Path | None = None,
+        ends_s: float = 0.0,
+    ) -> None:
+        """One step. ``wanted_s``: what it needs at least, or it is not begun. It is ended at the deadline, and told to
+        stop (SIGINT) ``ends_s`` before. ``report`` is a JSON file that it writes."""
         line = " ".join("python" if str(x) == sys.executable else str(x) for x in command).replace(str(self.out), "DIR")
         step: dict[str, Any] = {"name": name, "command": line, "seconds": 0.0}
         self.steps.append(step)
@@ -112,10 +123,15 @@ class Proof:
                 [str(x) for x in command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
             try:
-                status = process.wait(timeout=self.left())
+                status = process.wait(timeout=max(0.0, self.left() - ends_s))
                 step |= {"status": "passed" if status == 0 else "failed", "exit": status}
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # a group of its own
+                if ends_s > 0:
+                    process.send_signal(signal.SIGINT)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=max(0.0, self.left()))
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # a group of its own
                 process.wait()
                 step |= {"status": "failed", "reason": "ended at the deadline"}
         step["seconds"] = time.monotonic() - started
@@ -146,12 +162,12 @@ class Proof:
     def tests(self) -> None:
         """pytest, with the table of edge cases."""
         xml = self.out / "tests.xml"
-        selection = [] if self.minutes >= WHOLE_SUITE else ["-m", "gpu"]
+        selection = [] if self.whole or self.minutes >= WHOLE_SUITE else ["-m", "gpu"]
         command: list[str | Path] = [sys.executable, "-m", "pytest", "-q", "-n", str(max(1, self.jobs - 1)), *selection]
         table = self.out / "edge_cases.md"
         for file in (xml, table):
             file.unlink(missing_ok=True)
-        self.run("tests", [*command, "--junitxml", xml, "--edge-table", table], wanted_s=60)
+        self.run("tests", [*command, "--junitxml", xml, "--edge-table", table], wanted_s=60, ends_s=TESTS_END)
         step = self.steps[-1]
         if xml.is_file():
             step["report"] = read_tests(xml)
@@ -215,6 +231,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=50.0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: cores)")
     parser.add_argument("--step", action="append", choices=STEPS, help="repeatable (default: all)")
+    parser.add_argument("--whole", action="store_true", help="the tests that need no card, too, in whatever time")
     parser.add_argument("--commit", help="what to call the state, where there is no git")
     parser.add_argument("--render", action="store_true", help="write the report again, run nothing")
     parser.add_argument(
@@ -236,7 +253,7 @@ def main() -> int:
         if shutil.which("nvidia-smi") is None:
             parser.error("there is no card here")
         results = {"machine": machine(options.commit), "minutes": options.minutes, "seed": SEED, "left_out": []}
-        proof = Proof(out, options.minutes, options.jobs)
+        proof = Proof(out, options.minutes, options.jobs, whole=options.whole)
         wanted = options.step or STEPS
         results |= {"steps": proof.steps, "left_out": [name for name in STEPS if name not in wanted]}
         try:

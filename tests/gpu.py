@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from reference import Operands
 
@@ -70,6 +71,13 @@ def chosen(*args: Any, **kwargs: Any) -> Variant:
     if not served:
         raise UnsupportedError(text)
     return built_manifest().find(text.split()[0])
+
+
+def needs(*args: Any, **kwargs: Any) -> None:
+    """Skips a test whose ``attention(*args, **kwargs)`` has no kernel in what is built, which may be a profile."""
+    served, reason = supports(*args, **kwargs)
+    if not served:
+        pytest.skip(reason)
 
 
 def call_of(

@@ -78,16 +78,26 @@ def test_what_ran_is_said() -> None:
     assert "Seed 3, 9 cases in 5 s: 8 passed, 1 failed, 0 unserved. 1 kernels" in text and "* `again`" in text
 
 
-def one(tmp_path: Path, code: str, *, minutes: float = 1.0, wanted_s: float = 0.0) -> dict[str, Any]:
+def one(
+    tmp_path: Path, code: str, *, minutes: float = 1.0, wanted_s: float = 0.0, ends_s: float = 0.0
+) -> dict[str, Any]:
     """A step that runs this code; an earlier run left a report."""
     report = tmp_path / "report.json"
     report.write_text('"of an earlier run"')
     p = proof.Proof(tmp_path, minutes, 2)
-    p.run("step", [sys.executable, "-c", code, report], wanted_s=wanted_s, report=report)
+    p.run("step", [sys.executable, "-c", code, report], wanted_s=wanted_s, report=report, ends_s=ends_s)
     return p.steps[0]
 
 
 WRITES = "import sys; open(sys.argv[1], 'w').write('7')"
+WRITES_WHEN_STOPPED = """
+import sys, time
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    open(sys.argv[1], 'w').write('7')
+    time.sleep(60)
+"""
 
 
 @pytest.mark.parametrize(
@@ -97,6 +107,8 @@ WRITES = "import sys; open(sys.argv[1], 'w').write('7')"
         (f"{WRITES}; sys.exit(1)", {}, "failed", 7),
         ("pass", {}, "failed", None),
         ("import time; time.sleep(60)", {"minutes": 0.02}, "failed", None),
+        (WRITES_WHEN_STOPPED, {"minutes": 0.1, "ends_s": 2.0}, "failed", 7),
+        (WRITES_WHEN_STOPPED, {"minutes": 0.02}, "failed", None),
         (WRITES, {"wanted_s": 100.0}, "not run", None),
     ],
 )

@@ -19,7 +19,7 @@ EXACT_BYTES = 16  # a thread: two rows' sums of unquantised exponentials, of the
 ITEM_SLOTS = 4  # work items and their rows' slopes that are known at a time
 MERGE_STATE = 16  # floats a row that the CTAs of a cluster exchange beside its O: Part in merge.cuh
 MOST_ACCUMULATORS = 200  # registers of O and of all column parts, above which parts share
-HALVED_KEYS = 256  # of a tile in schedule `columns` for which K and V lie in halves: whole, two would not fit
+HALVED_KEYS = 256  # of a tile in schedule `columns` for which K and V lie in halves: two whole ones would not fit
 COLUMNS_PART = 64  # columns of a part in schedule `columns`: the narrowest product that runs at the full rate
 WIDE_HEAD_DIM = 128  # beyond it a product of P V with all columns does not fit the registers beside O
 

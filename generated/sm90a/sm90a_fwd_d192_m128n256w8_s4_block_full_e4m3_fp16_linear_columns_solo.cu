@@ -80,7 +80,7 @@ struct SharedStorage {
   float slope[kItemSlots][kTileM];  // with the items: softmax scale times Q's descale, as codes (1/8 octave) a score unit of K's descale
   struct alignas(1024) {
     sm90::Item items[kItemSlots];  // this item, the one before (its epilogue may still run) and those that are loaded ahead
-    float2 descales[2 * kKeySlots];  // of K and of V, read until after the slots of K are loaded again, so twice as many
+    float2 descales[2 * kKeySlots];  // of K and of V: a tile's where its first half of K is, in this turn of the slots or the next
     sm90::Barrier q_full[kQBuffers], q_empty[kQBuffers];
     sm90::Barrier k_full[kKeySlots], k_empty[kKeySlots], v_full[kValueSlots], v_empty[kValueSlots];
   } control;

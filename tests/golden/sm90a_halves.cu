@@ -80,7 +80,7 @@ struct SharedStorage {
   float slope[kItemSlots][kTileM];  // with the items: softmax scale times Q's descale, as codes (1/8 octave) a score unit of K's descale
   struct alignas(1024) {
     sm90::Item items[kItemSlots];  // this item, the one before (its epilogue may still run) and those that are loaded ahead
-    float2 descales[2 * kKeySlots];  // of K and of V, read until after the slots of K are loaded again, so twice as many
+    float2 descales[2 * kKeySlots];  // of K and of V: a tile's where its first half of K is, in this turn of the slots or the next
     sm90::Barrier q_full[kQBuffers], q_empty[kQBuffers];
     sm90::Barrier k_full[kKeySlots], k_empty[kKeySlots], v_full[kValueSlots], v_empty[kValueSlots];
   } control;
@@ -374,7 +374,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     const ValueStage value_second = value_stage.next();
     cute::warpgroup_wait<0>();
     sm90::fence(s);
-    // Asked early, so that the answers are there when they are needed.
+    // Asked early, so that the answers are there when they are needed (of K it is always no: the next has these slots).
     const bool v_ready = sm90::poll(control.v_full[value_stage.slot], value_stage.parity);
     const bool k_ready = sm90::poll(control.k_full[next.slot], next.parity);
     sm90::arrive(control.k_empty[stage.slot]);

@@ -124,10 +124,9 @@ def run_variant(variant: Any) -> Iterator[None]:
         if variant.quantises_q:
             shapes = (heads, seqlen_q), (kv_heads, seqlen_k), (kv_heads, seqlen_k)
             halves = [reference.randn(1, *x, variant.head_dim, seed=s, device="cuda") for s, x in enumerate(shapes)]
-            on_card = None if out_descale is None else out_descale.cuda()
+            on_card = {"causal_offset": offset, "out_descale": gpu.out_descale_for(variant)}
             for hand_over in (False, True):
-                options = {"causal_offset": offset, "out_descale": on_card, "hand_over": hand_over}
-                gpu.attend_source(variant, *halves, **options)
+                gpu.attend_source(variant, *halves, **on_card, hand_over=hand_over)
                 yield
 
 

@@ -74,9 +74,11 @@ def chosen(*args: Any, **kwargs: Any) -> Variant:
 
 
 def needs(*args: Any, **kwargs: Any) -> None:
-    """Skips a test whose ``attention(*args, **kwargs)`` has no kernel in what is built, which may be a profile."""
+    """Skips a test whose ``attention(*args, **kwargs)`` has no kernel in what is built, which may be a profile. Another
+    reason not to serve it fails."""
     served, reason = supports(*args, **kwargs)
     if not served:
+        assert "NOT-BUILT" in reason or "profile" in reason, reason
         pytest.skip(reason)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu import built_manifest, built_packs
+from gpu import built_manifest, built_packs, needs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import ORDERS, laid_out, on_card
@@ -205,9 +205,7 @@ def test_attention_behind_it(source: str, scaling: str) -> None:
     a call with the signs of Q and of the scale turned."""
     generator = torch.Generator().manual_seed(7)
     q, k, v = (torch.randn(2, 4, 700, 64, generator=generator).to(SOURCES[source]).cuda() for _ in range(3))
-    served, reason = fp8cutlass.supports(q, k, v, scaling=scaling)
-    if not served:
-        pytest.skip(reason)
+    needs(q, k, v, scaling=scaling)
     first = fp8cutlass.attention(q, k, v, scaling=scaling, scale=-0.1)
     assert bool(first.isfinite().all())
     for _ in range(100):
@@ -247,9 +245,7 @@ def test_attention_with_transforms(head_dim: int, transforms: dict[str, bool]) -
     if "smooth_k" in transforms:
         k = (k.float() + 8 * torch.randn(2, 2, 1, head_dim, generator=generator)).bfloat16()
     card = [x.cuda() for x in (q, k, v)]
-    served, reason = fp8cutlass.supports(*card, enable_gqa=True, **transforms)
-    if not served:
-        pytest.skip(reason)
+    needs(*card, enable_gqa=True, **transforms)
     for scale in (head_dim**-0.5, -(head_dim**-0.5)):
         out, lse = fp8cutlass.attention(*card, enable_gqa=True, return_lse=True, scale=scale, **transforms)
         want = attention64(q, k, v, scale)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import built_manifest
+from gpu import built_manifest, needs
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import Operands, attention64, make_operands, operands_of, randn, relative_l2, visible, z_test
@@ -163,8 +163,6 @@ def test_a_pinned_kernel_is_precise_enough() -> None:
 def test_the_largest_error_on_the_card(scaling: str, out_dtype: torch.dtype) -> None:
     q, k, v = small("cuda")
     options: dict[str, Any] = {"scaling": scaling, "precision": "high", "out_dtype": out_dtype}
-    served, reason = supports(q, k, v, **options)
-    if not served:
-        pytest.skip(reason)
+    needs(q, k, v, **options)
     x = operands_of(chosen(q, k, v, manifest=built_manifest(), **options), q, k, v, scaling)
     assert largest_error(attention(q, k, v, **options), x) <= HIGH_ERROR

@@ -15,7 +15,7 @@ from codegen.keys import PRECISIONS
 from . import plot as plotting
 from . import report
 from .commands import overhead, pack, regret, tune, ways
-from .options import Wanted, need_card, read_csv, results_folder, shape_options, stop
+from .options import Wanted, commit_option, need_card, out_option, read_csv, results_folder, shape_options, stop
 from .results import FAILED, WRONG
 
 PEER_NAMES = tuple(name for name in report.CONTENDERS if name != report.OWN)
@@ -45,9 +45,9 @@ def cli() -> None:
 )
 @click.option("--quick", is_flag=True, help="Shorter replays and fewer of them.")
 @click.option("--budget", type=float, default=360.0, show_default=True, help="Seconds after which no shape is begun.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
+@out_option
 @click.option("--name", default="", help="Stem of the files. Default: the names of the sets.")
-@click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
+@commit_option
 @shape_options("grid")
 def grid(
     wanted: Wanted,

@@ -12,7 +12,17 @@ from codegen.arch import TARGETS
 from codegen.evidence import digest
 from codegen.spec import Softmax
 
-from .options import ShapeType, Wanted, need_card, read_csv, results_folder, shape_options, stop
+from .options import (
+    ShapeType,
+    Wanted,
+    commit_option,
+    need_card,
+    out_option,
+    read_csv,
+    results_folder,
+    shape_options,
+    stop,
+)
 from .results import FAILED, WRONG, write_records
 from .shapes import GRID_HEAD_DIMS, GRID_SEQLENS, MAX_HEAD_DIM, TOKENS, WIDTH, Shape, square
 
@@ -25,9 +35,9 @@ SOFTMAXES = [str(softmax) for softmax in Softmax]
 )
 @click.option("--thorough", is_flag=True, help="Replay as long as `grid` does.")
 @click.option("--budget", type=float, default=280.0, show_default=True, help="Seconds after which no shape is begun.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
+@out_option
 @click.option("--name", default="regret", show_default=True, help="Stem of the files.")
-@click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
+@commit_option
 @shape_options("named")
 def regret(
     wanted: Wanted, csv: Path | None, thorough: bool, budget: float, out: Path | None, name: str, commit: str
@@ -66,8 +76,8 @@ def regret(
 @click.option("--shape", type=ShapeType(), default="1,1,64,64", show_default=True, help="Small: the card must keep up.")
 @click.option("--calls", type=click.IntRange(min=1), default=50, show_default=True, help="Between two waits.")
 @click.option("--batches", type=click.IntRange(min=1), default=40, show_default=True)
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
-@click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
+@out_option
+@commit_option
 def overhead(shape: Shape, calls: int, batches: int, out: Path | None, commit: str) -> None:
     """Measure what an eager call costs the host, and what it is made of."""
     need_card("the host time of a launch")
@@ -97,8 +107,8 @@ def overhead(shape: Shape, calls: int, batches: int, out: Path | None, commit: s
 )
 @click.option("--seqlen", type=click.Choice([str(s) for s in GRID_SEQLENS]), default="4096", show_default=True)
 @click.option("--quick", is_flag=True, help="Shorter replays and fewer of them.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
-@click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
+@out_option
+@commit_option
 def pack(head_dims: tuple[int, ...], seqlen: str, quick: bool, out: Path | None, commit: str) -> None:
     """Time the kernel that quantises and packs Q, K and V of 16,384 tokens x 2048, in each of its forms, and write
     CSV and table."""
@@ -133,8 +143,8 @@ def pack(head_dims: tuple[int, ...], seqlen: str, quick: bool, out: Path | None,
 @click.command()
 @click.option("--quick", is_flag=True, help="Shorter replays and fewer of them.")
 @click.option("--budget", type=float, default=120.0, show_default=True, help="Seconds after which no shape is begun.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
-@click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
+@out_option
+@commit_option
 @shape_options("grid")
 def ways(wanted: Wanted, quick: bool, budget: float, out: Path | None, commit: str) -> None:
     """Time whole calls from bf16 with everything packed before, with Q left to the attention kernel, and with K and V
@@ -164,8 +174,8 @@ def ways(wanted: Wanted, quick: bool, budget: float, out: Path | None, commit: s
 @click.option("--build-only", is_flag=True, help="Build the candidates, which needs no card, and stop.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compilers at once. Default: by cores and memory.")
 @click.option("--budget", type=float, default=480.0, show_default=True, help="Seconds for everything after the build.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>.")
-@click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
+@out_option
+@commit_option
 @shape_options("named")
 def tune(
     wanted: Wanted,

@@ -16,6 +16,11 @@ from .shapes import MAX_HEAD_DIM, SETS, Shape, parse, select
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
+out_option = click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder; default: results/<card>."
+)
+commit_option = click.option("--commit", default="", help="For the stamp, where the checkout has no repository.")
+
 
 class ShapeType(click.ParamType):
     """A shape written as ``shapes.parse`` reads it."""

@@ -444,8 +444,10 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_bf16
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_bf16_linear_serial_solo;
@@ -655,10 +657,10 @@ extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_bf16_
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2x2_overlap_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4;
@@ -2112,10 +2114,16 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4, 128, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
+    {"sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2, 128, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
     {"sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4, 128, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
     {"sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4, 128, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
+    {"sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2, 128, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
     {"sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4", kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4, 128, 64, 128, OutType::fp16,
@@ -2745,7 +2753,7 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
-    {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4, 64, 64, 128, OutType::bf16,
+    {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
     {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4, 64, 64, 128, OutType::fp16,
@@ -2754,7 +2762,7 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2x2_overlap_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2x2_overlap_solo, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
-    {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split4, 64, 64, 128, OutType::fp16,
+    {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
     {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4, 64, 64, 128, OutType::bf16,
@@ -3082,7 +3090,7 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
 };
-const int kVariantCount = 762;
+const int kVariantCount = 764;
 
 const PackEntry kPacks[] = {
     {"pack_d32_n128_bf16", kPack_d32_n128_bf16, 32, 128, SourceType::bf16, false},

@@ -241,6 +241,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.note and not (options.join or options.render):
         parser.error("--note goes with --join or --render: remarks come after what ran")
+    if options.commit and (options.join or options.render):
+        parser.error("--commit goes with a run: --join and --render keep the state that ran")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     file = out / "results.json"

@@ -46,7 +46,10 @@ def test_every_tile_that_a_variant_can_have_is_proved(lines: list[str], property
     assert missing == []
 
 
-@pytest.mark.parametrize("property_", ["packed keys", "packed columns", "schedule visits", "causal schedule visits"])
+@pytest.mark.parametrize(
+    "property_",
+    ["packed keys", "packed columns", "schedule visits", "causal schedule visits", "items visit", "causal items visit"],
+)
 def test_orders_and_schedules_are_proved(lines: list[str], property_: str) -> None:
     assert any(line.startswith(f"ok {property_}") for line in lines)
 

@@ -157,5 +157,8 @@ def test_runs_of_one_state_are_joined(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--note", "one test took it that there is no card"])
     assert proof.main() == 0
     assert "Remarks, by hand:\n\n* one test took it that there is no card" in (out / "report.md").read_text()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--commit", "another"])
+    with pytest.raises(SystemExit):
+        proof.main()
     with pytest.raises(ValueError, match="the runs differ in commit"):
         proof.joined([runs["a"], runs["b"] | {"machine": MACHINE | {"commit": "def", "started": "2:00"}}])

@@ -153,6 +153,8 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   const ForwardParams& p = params.p;
   auto& control = shared.control;
   const int lane = threadIdx.x;
+  if (lane == 0)
+    for (const CUtensorMap* map : {&params.q, &params.k, &params.v}) cute::prefetch_tma_descriptor(map);
   Stage stage;
   int number = blockIdx.x;
   const sm90::Item first = item_of(params, number);  // the grid is no larger than the number of items
@@ -171,7 +173,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
       copy_query<QTile>(params, item, control.q_full[slot], shared.q[slot]);
     }
     __syncwarp();
-    const int drawn = sm90::draw_item(p, number, lane);
+    const unsigned drawn = sm90::draw_item(p, lane);
     float2 descales = ahead.descales;
 #pragma unroll 1
     for (int j = 0; j < item.tiles; ++j, stage = stage.next()) {
@@ -203,7 +205,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
         for (int i = 0; i < kTileM / 32; ++i)
           shared.slope[turn % kItemSlots][lane + 32 * i] = row_descale(p, item, lane + 32 * i) * unit_slope(p);
         sm90::arrive(control.q_full[slot]);
-        number = __shfl_sync(~0u, drawn, 0);
+        number = sm90::next_item(p, number, drawn);
         if (number < params.order.items) ahead = look_ahead(params, item_of(params, number));
       }
     }

@@ -155,6 +155,8 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   const ForwardParams& p = params.p;
   auto& control = shared.control;
   const int lane = threadIdx.x;
+  if (lane == 0)
+    for (const CUtensorMap* map : {&params.q, &params.k, &params.v}) cute::prefetch_tma_descriptor(map);
   Stage stage;
   ValueStage value_stage;
   int number = blockIdx.x;
@@ -174,7 +176,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
       copy_query<QTile>(params, item, control.q_full[slot], shared.q[slot]);
     }
     __syncwarp();
-    const int drawn = sm90::draw_item(p, number, lane);
+    const unsigned drawn = sm90::draw_item(p, lane);
     float2 descales = ahead.descales;
 #pragma unroll 1
     for (int j = 0; j < item.tiles; ++j) {
@@ -216,7 +218,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
         }
       }
       if (j == 0) {
-        number = __shfl_sync(~0u, drawn, 0);
+        number = sm90::next_item(p, number, drawn);
         if (number < params.order.items) ahead = look_ahead(params, item_of(params, number));
       }
     }

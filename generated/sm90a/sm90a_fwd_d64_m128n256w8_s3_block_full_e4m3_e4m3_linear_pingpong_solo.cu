@@ -166,6 +166,8 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   const ForwardParams& p = params.p;
   auto& control = shared.control;
   const int lane = threadIdx.x;
+  if (lane == 0)
+    for (const CUtensorMap* map : {&params.q, &params.k, &params.v}) cute::prefetch_tma_descriptor(map);
   Stage stage;
   int number = control.first;
   const sm90::Item first = item_of(params, number);  // there is one, or this CTA would have left
@@ -179,7 +181,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   for (unsigned turn = 0; number < params.order.items; ++turn) {
     const sm90::Item& item = control.next[turn % 2];  // read from shared memory: registers are few
     __syncwarp();
-    const int drawn = sm90::draw_item(p, number, lane);
+    const unsigned drawn = sm90::draw_item(p, lane);
     bool seen = true;  // K and V of the next item
     float2 descales = ahead.descales;
 #pragma unroll 1
@@ -206,7 +208,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
                        key + b * VTile::kWidth, part * kPartColumns, item.kv_head);
       }
       if (j == 0) {
-        number = __shfl_sync(~0u, drawn, 0);
+        number = sm90::next_item(p, number, drawn);
         if (number < params.order.items) {
           ahead.item = item_of(params, number);
           seen = p.ready == nullptr || sm90::has_head(p, ahead.item.kv_head);
@@ -244,13 +246,22 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
       }
       sm90::wait(control.source_full, turn & 1);
     }
+    // Asked for before there is room for the item, as memory takes its time.
+    constexpr int kRows = (kTileM + sm90::kRowThreads - 1) / sm90::kRowThreads;  // of a thread
+    float descale[kRows];
+    if (fp8 && tiles > 0) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) descale[i] = row_descale(p, item, thread + sm90::kRowThreads * i);
+    }
     sm90::wait(control.q_empty[slot], (turn / kQBuffers & 1) ^ 1);
     if (thread == 0) control.items[turn % kItemSlots] = item;
     if (fp8 && tiles > 0) {
       if (thread == 0) copy_query<QTile>(params, item, control.q_full[slot], shared.q[slot]);
-#pragma unroll 1
-      for (int row = thread; row < kTileM; row += sm90::kRowThreads)
-        shared.slope[turn % kItemSlots][row] = row_descale(p, item, row) * unit_slope(p);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int row = thread + sm90::kRowThreads * i;
+        if (row < kTileM) shared.slope[turn % kItemSlots][row] = descale[i] * unit_slope(p);
+      }
     }
     if (!fp8 && tiles > 0) {
       float* const slope = shared.slope[turn % kItemSlots];

@@ -166,6 +166,8 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   const ForwardParams& p = params.p;
   auto& control = shared.control;
   const int lane = threadIdx.x;
+  if (lane == 0)
+    for (const CUtensorMap* map : {&params.q, &params.k, &params.v}) cute::prefetch_tma_descriptor(map);
   Stage stage;
   int number = control.first;
   const sm90::Item first = item_of(params, number);  // there is one, or this CTA would have left
@@ -179,7 +181,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   for (unsigned turn = 0; number < params.order.items; ++turn) {
     const sm90::Item& item = control.next[turn % 2];  // read from shared memory: registers are few
     __syncwarp();
-    const int drawn = sm90::draw_item(p, number, lane);
+    const unsigned drawn = sm90::draw_item(p, lane);
     bool seen = true;  // K and V of the next item
     float2 descales = ahead.descales;
 #pragma unroll 1
@@ -206,7 +208,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
                        key + b * VTile::kWidth, part * kPartColumns, item.kv_head);
       }
       if (j == 0) {
-        number = __shfl_sync(~0u, drawn, 0);
+        number = sm90::next_item(p, number, drawn);
         if (number < params.order.items) {
           ahead.item = item_of(params, number);
           seen = p.ready == nullptr || sm90::has_head(p, ahead.item.kv_head);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -99,16 +100,18 @@ def capture(launch: Callable[[], object], target_us: float) -> Capture:
 
 
 def interleave(captures: Sequence[Capture], replays: int, sample: Callable[[], None] | None = None) -> list[Timing]:
-    """Time captures in turns, back and forth, so that clocks and temperature are shared; one Timing for each.
+    """Time captures in turns, so that clocks and temperature are shared; one Timing for each.
 
-    Everything is queued before anything is waited for. ``sample`` is called meanwhile, to read clocks under load.
+    Turns are shuffled, the same way each time: a card at its power limit lowers and raises its clock in a rhythm of its
+    own, and who comes at the same place of each turn may meet the same side of it. Everything is queued before anything
+    is waited for. ``sample`` is called meanwhile, to read clocks under load.
     """
     for item in captures:
         item.graph.replay()
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in captures]
-    for turn in range(replays):
-        order = range(len(captures)) if turn % 2 == 0 else reversed(range(len(captures)))
-        for i in order:
+    shuffled = random.Random(0)
+    for _ in range(replays):
+        for i in shuffled.sample(range(len(captures)), len(captures)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             captures[i].graph.replay()

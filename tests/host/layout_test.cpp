@@ -11,6 +11,7 @@
 
 #include "fp8cutlass/schedule.h"
 #include "fp8cutlass/sm90/operand.h"
+#include "fp8cutlass/sm90/work.h"
 
 using namespace fp8cutlass;
 
@@ -198,6 +199,51 @@ void check_schedule(int batch, int heads, int kv_heads, int seqlen_q, int seqlen
          kCausal ? "causal schedule visits each tile once" : "schedule visits each tile once", seqlen_q, seqlen_k);
 }
 
+// The same of sm90's items, of which two that follow each other are of one section unless a section ends.
+template <int kTileM, int kTileN, int kHeadDim, bool kCausal>
+void check_items(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k) {
+  ForwardParams p{};
+  p.batch = batch, p.heads = heads, p.kv_heads = kv_heads, p.seqlen_q = seqlen_q, p.seqlen_k = seqlen_k;
+  p.causal_offset = seqlen_k - seqlen_q;
+  const sm90::Order order = sm90::work_order<kTileM, kHeadDim, kCausal>(p);
+  const int row_tiles = (seqlen_q + kTileM - 1) / kTileM;
+  std::set<std::vector<int>> seen, section;
+  bool ok = order.items == batch * heads * row_tiles && order.phases <= sm90::Order::kMaxPhases, whole = true;
+  int longest = 0, first_tiles = 0, last_row = 0;
+  for (int n = 0; n < order.items; ++n) {
+    const sm90::Item item = sm90::item_at<kTileM, kTileN, kCausal>(p, order, n);
+    const int head = item.batch * heads + item.head;
+    ok = ok && item.batch < batch && item.head < heads && item.row % kTileM == 0 && item.row < seqlen_q;
+    ok = ok && item.kv_head == item.batch * kv_heads + item.head / (heads / kv_heads) && item.first_tile == 0;
+    const int end = std::min(item.row + kTileM, seqlen_q);
+    const int keys = kCausal ? std::min(end + p.causal_offset, seqlen_k) : seqlen_k;
+    ok = ok && item.tiles == std::max(1, (keys + kTileN - 1) / kTileN);
+    if (n == 0) first_tiles = item.tiles;
+    longest = std::max(longest, item.tiles);
+    last_row = item.row;
+    seen.insert({head, item.row});
+    if (!kCausal) {  // a section is finished before the next is begun
+      section.insert({head / order.section, 0});
+      whole = whole && int(seen.size()) > (int(section.size()) - 1) * order.section * row_tiles;
+    }
+  }
+  ok = ok && int(seen.size()) == order.items && first_tiles == longest && last_row == 0 && whole;
+  report(ok, kCausal ? "causal items visit each tile once" : "items visit each tile once", seqlen_q, seqlen_k);
+}
+
+template <bool kCausal>
+void check_items_of() {
+  for (int sq : {1, 64, 65, 300, 4224, 5000, 6100})
+    for (int sk : {1, 129, 512, 6100}) {
+      check_items<64, 256, 64, kCausal>(2, 6, 3, sq, sk);
+      check_items<128, 128, 128, kCausal>(3, 5, 5, sq, sk);
+      check_items<192, 192, 64, kCausal>(1, 7, 1, sq, sk);
+      check_items<128, 256, 256, kCausal>(1, 1, 1, sq, sk);
+    }
+  check_items<128, 128, 128, kCausal>(97, 7, 7, 512, 512);  // sections of several heads, the last one narrower
+  check_items<128, 128, 256, kCausal>(5, 8, 2, 2048, 2048);
+}
+
 int main() {
   check_tile<64, 32>(), check_tile<128, 32>(), check_tile<64, 64>(), check_tile<128, 64>(), check_tile<32, 64>();
   check_tile<64, 96>(), check_tile<128, 96>(), check_tile<32, 96>(), check_tile<64, 128>(), check_tile<128, 128>();
@@ -219,6 +265,7 @@ int main() {
         check_schedule<64, 64, true>(2, 6, 3, sq, sk, offset);
         check_schedule<128, 32, true>(1, 4, 4, sq, sk, offset);
       }
+  check_items_of<false>(), check_items_of<true>();
   std::printf("%d failures\n", failures);
   return failures != 0;
 }

@@ -1,6 +1,8 @@
 // Which query tile a CTA works on next, and which of its KV tiles. Host-callable.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include "fp8cutlass/schedule.h"
 
 namespace fp8cutlass::sm90 {
@@ -13,10 +15,41 @@ struct alignas(16) Item {
   int kv_head;  // batch * kv_heads + head of K and V
 };
 
-// How the items of a launch are ordered: `section` heads are finished before the next ones begin.
-struct Order {
-  int items, section;
+// Items are numbered phase by phase, in a phase section by section of heads, in a section row by row from the last one,
+// its heads innermost. To find one is the loader's longest way from item to item, so that what it divides by is
+// prepared.
+struct Phase {
+  int first_item;
+  int first_tile, tiles;              // of queries, the same of every head
+  cutlass::FastDivmod section_items;  // of a section that is not narrower than the others
 };
+
+struct Order {
+  static constexpr int kMaxPhases = 4;
+  int items, section;  // `section` heads are finished before the next ones begin
+  int last_section;    // the first head of the last section, which may be narrower
+  int phases;
+  Phase phase[kMaxPhases];
+  cutlass::FastDivmod width, last_width;    // heads of a section, of the last one
+  cutlass::FastDivmod heads, heads_per_kv;  // of Q: in all of a batch element, that share K and V
+};
+
+// Without a mask there is one phase. With a causal mask items differ in length, and who draws a long one last is still
+// at it when the others have gone home. So rows are taken in phases, each over all sections and from its last rows to
+// its first: first the upper three quarters of the rows, and a quarter, a sixteenth of the work, for the end. Long
+// sequences have few items, all the longer: there, phases halve three times.
+template <bool kCausal>
+CUTE_HOST_DEVICE void add_phases(Order& order, int tiles, int heads) {
+  constexpr int kLongTiles = 32;
+  const bool is_long = tiles >= kLongTiles;
+  int first_item = 0;
+  for (int end = tiles; end > 0;) {
+    const int first_tile = !kCausal ? 0 : is_long ? (end > tiles / 8 ? end / 2 : 0) : end == tiles ? tiles / 4 : 0;
+    order.phase[order.phases++] = {first_item, first_tile, end - first_tile, order.section * (end - first_tile)};
+    first_item += (end - first_tile) * heads;
+    end = first_tile;
+  }
+}
 
 // K and V of a section stay in L2 while the CTAs that read them walk through. With a causal mask those are at different
 // places of it, so a section is as many heads as fit a third of the 50 MB of an H100 (two thirds where rows are wide
@@ -29,38 +62,32 @@ CUTE_HOST_DEVICE Order work_order(const ForwardParams& p) {
   const int64_t head_bytes = int64_t(p.seqlen_k) * 2 * kHeadDim;
   const int64_t fit = kCausal && l2_bytes > head_bytes ? l2_bytes / head_bytes * group : group;
   const int64_t sections = (heads + fit - 1) / fit;
-  return {int(work_items(p, kTileM)), int((heads + sections - 1) / sections)};
+  Order order{};
+  order.items = int(work_items(p, kTileM));
+  order.section = int((heads + sections - 1) / sections);
+  order.last_section = int((heads - 1) / order.section * order.section);
+  order.width = order.section;
+  order.last_width = int(heads) - order.last_section;
+  order.heads = p.heads;
+  order.heads_per_kv = int(group);
+  add_phases<kCausal>(order, ceil_div(p.seqlen_q, kTileM), int(heads));
+  return order;
 }
 
-// Item number `n`. Without a mask: section by section, its heads innermost. With a causal mask items differ in length,
-// and who draws a long one last is still at it when the others have gone home. So rows are taken in phases, each over
-// all sections and from its last rows to its first: first the upper three quarters of the rows, and a quarter, a
-// sixteenth of the work, for the end. Long sequences have few items, all the longer: there, phases halve three times.
+// Item number `n`.
 template <int kTileM, int kTileN, bool kCausal>
 CUTE_HOST_DEVICE Item item_at(const ForwardParams& p, const Order& order, int n) {
-  constexpr int kLongTiles = 32;
-  const int all_tiles = ceil_div(p.seqlen_q, kTileM), heads = p.batch * p.heads;
-  int first_tile = 0, m_tiles = all_tiles;
-  if (kCausal) {
-    const bool is_long = all_tiles >= kLongTiles;
-    first_tile = is_long ? all_tiles / 2 : all_tiles / 4;
-    m_tiles = all_tiles - first_tile;
-    while (n >= m_tiles * heads) {
-      n -= m_tiles * heads;
-      m_tiles = first_tile;
-      first_tile = is_long && m_tiles > all_tiles / 8 ? m_tiles / 2 : 0;
-      m_tiles -= first_tile;
-    }
-  }
-  const int section = n / (order.section * m_tiles), rest = n - section * order.section * m_tiles;
+  int number = 0;
+  while (number + 1 < order.phases && n >= order.phase[number + 1].first_item) ++number;
+  const Phase& phase = order.phase[number];
+  int section, rest, row, head;
+  phase.section_items(section, rest, n - phase.first_item);
   const int first_head = section * order.section;
-  const int width = heads - first_head < order.section ? heads - first_head : order.section;
-  const int head = first_head + rest % width;
+  (first_head == order.last_section ? order.last_width : order.width)(row, head, rest);
   Item item;
-  item.row = (first_tile + m_tiles - 1 - rest / width) * kTileM;
-  item.batch = head / p.heads;
-  item.head = head - item.batch * p.heads;
-  item.kv_head = item.batch * p.kv_heads + item.head / (p.heads / p.kv_heads);
+  item.row = (phase.first_tile + phase.tiles - 1 - row) * kTileM;
+  order.heads(item.batch, item.head, first_head + head);
+  item.kv_head = item.batch * p.kv_heads + order.heads_per_kv.div(item.head);
   int64_t keys = p.seqlen_k;
   if (kCausal) {
     const int rows_end = item.row + kTileM < p.seqlen_q ? item.row + kTileM : p.seqlen_q;
@@ -73,12 +100,18 @@ CUTE_HOST_DEVICE Item item_at(const ForwardParams& p, const Order& order, int n)
 }
 
 #ifdef __CUDACC__
-// The number of the item after `number`, in lane 0 of a warp: drawn from the launch's counter, so that whoever is done
-// first takes the next; or every gridDim.x-th where the launch has none.
-__device__ __forceinline__ int draw_item(const ForwardParams& p, int number, int lane) {
+// Items are drawn from the launch's counter, so that whoever is done first takes the next; every gridDim.x-th is taken
+// where the launch has none. Lane 0 of a warp draws; nothing is done with the word until next_item, as the first that
+// is done with it waits for memory.
+__device__ __forceinline__ unsigned draw_item(const ForwardParams& p, int lane) {
+  return p.counters != nullptr && lane == 0 ? atomicAdd(p.counters, 1u) : 0;
+}
+
+// The number of the item after `number`, of what draw_item returned. All lanes come here.
+__device__ __forceinline__ int next_item(const ForwardParams& p, int number, unsigned drawn) {
   if (p.counters == nullptr) return number + int(gridDim.x);
   const unsigned dealt = p.ready == nullptr ? gridDim.x : 0;
-  return lane == 0 ? int(dealt + atomicAdd(p.counters, 1u)) : 0;
+  return int(__shfl_sync(~0u, drawn, 0) + dealt);
 }
 
 // The last CTA to leave puts the counters back to zero.

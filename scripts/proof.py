@@ -163,7 +163,9 @@ class Proof:
         """pytest, with the table of edge cases."""
         xml = self.out / "tests.xml"
         selection = [] if self.whole or self.minutes >= WHOLE_SUITE else ["-m", "gpu"]
-        command: list[str | Path] = [sys.executable, "-m", "pytest", "-q", "-n", str(max(1, self.jobs - 1)), *selection]
+        # Some tests take minutes: what is queued behind them goes to processes that have nothing left.
+        spread = ["-n", str(max(1, self.jobs - 1)), "--dist", "worksteal"]
+        command: list[str | Path] = [sys.executable, "-m", "pytest", "-q", *spread, *selection]
         table = self.out / "edge_cases.md"
         for file in (xml, table):
             file.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from codegen.cli import main
 from codegen.ledger import counts, render
 from codegen.matrix import PROFILES, profile_of
 from codegen.pack import packs_of
-from codegen.render import environment
+from codegen.render import environment, render_kernel
 from codegen.select import of_profile, select
 from codegen.spec import Kind, Softmax
 
@@ -218,6 +218,20 @@ def test_a_template_edit_fails_the_check(
         kernels = len(packs_of(DEV))
     assert len(changed) == (kernels + 1 if template.endswith(".cu.j2") else 1)
     assert "+// an edit" in result.output or "more lines" in result.output
+
+
+@pytest.mark.parametrize(
+    "part", sorted(p.relative_to(ROOT / "templates") for p in (ROOT / "templates").glob("*/*.j2")), ids=str
+)
+def test_every_part_of_a_template_is_in_some_kernel_of_its_family(part: Path, tmp_path: Path) -> None:
+    edited = tmp_path / "templates"
+    shutil.copytree(ROOT / "templates", edited)
+    with (edited / part).open("a") as file:
+        file.write("// an edit\n")
+    before, after = environment(), environment(edited)
+    members = [v for v in select().emitted if v.family == part.parent.name]
+    changed = next(v for v in members if render_kernel(v, after) != render_kernel(v, before))
+    assert "// an edit" in render_kernel(changed, after).splitlines()
 
 
 def listed(*arguments: str) -> list[str]:

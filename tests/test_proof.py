@@ -96,8 +96,8 @@ try:
     time.sleep(60)
 except KeyboardInterrupt:
     open(sys.argv[1], 'w').write('7')
-    time.sleep(60)
 """
+DOES_NOT_STOP = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,8 @@ except KeyboardInterrupt:
         (f"{WRITES}; sys.exit(1)", {}, "failed", 7),
         ("pass", {}, "failed", None),
         ("import time; time.sleep(60)", {"minutes": 0.02}, "failed", None),
-        (WRITES_WHEN_STOPPED, {"minutes": 0.1, "ends_s": 2.0}, "failed", 7),
+        (WRITES_WHEN_STOPPED, {"minutes": 0.5, "ends_s": 18.0}, "failed", 7),  # 12 s to start on a busy machine
+        (DOES_NOT_STOP, {"minutes": 0.05, "ends_s": 1.0}, "failed", None),
         (WRITES_WHEN_STOPPED, {"minutes": 0.02}, "failed", None),
         (WRITES, {"wanted_s": 100.0}, "not run", None),
     ],

@@ -80,6 +80,11 @@ def machine(commit: str | None) -> dict[str, str]:
     }
 
 
+def _hears_interrupts() -> None:
+    """In a new process: what a shell starts in the background ignores SIGINT, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Proof:
     """The steps of one run, with the time they may take."""
 
@@ -120,7 +125,12 @@ class Proof:
         started = time.monotonic()
         with (self.out / f"{name}.log").open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
-                [str(x) for x in command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                [str(x) for x in command],
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_hears_interrupts,
             )
             try:
                 status = process.wait(timeout=max(0.0, self.left() - ends_s))

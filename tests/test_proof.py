@@ -7,6 +7,7 @@ like one that passed, a planted bug that no tool saw.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,6 @@ DOES_NOT_STOP = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IG
         (f"{WRITES}; sys.exit(1)", {}, "failed", 7),
         ("pass", {}, "failed", None),
         ("import time; time.sleep(60)", {"minutes": 0.02}, "failed", None),
-        (WRITES_WHEN_STOPPED, {"minutes": 0.5, "ends_s": 18.0}, "failed", 7),  # 12 s to start on a busy machine
         (DOES_NOT_STOP, {"minutes": 0.05, "ends_s": 1.0}, "failed", None),
         (WRITES_WHEN_STOPPED, {"minutes": 0.02}, "failed", None),
         (WRITES, {"wanted_s": 100.0}, "not run", None),
@@ -117,6 +117,16 @@ def test_a_step(tmp_path: Path, code: str, options: dict[str, float], status: st
     ran = one(tmp_path, code, **options)
     assert ran["status"] == status and ran.get("report") == report
     assert str(tmp_path) not in ran["command"] and ran["command"].startswith("python -c")
+
+
+def test_a_step_writes_its_report_when_it_is_told_to_stop(tmp_path: Path) -> None:
+    """Also where this process ignores SIGINT, as what a shell starts in the background does."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        ran = one(tmp_path, WRITES_WHEN_STOPPED, minutes=0.5, ends_s=18.0)  # 12 s to start on a busy machine
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (ran["status"], ran["report"], ran["reason"]) == ("failed", 7, "ended at the deadline")
 
 
 def test_all_steps_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

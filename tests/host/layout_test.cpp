@@ -199,7 +199,8 @@ void check_schedule(int batch, int heads, int kv_heads, int seqlen_q, int seqlen
          kCausal ? "causal schedule visits each tile once" : "schedule visits each tile once", seqlen_q, seqlen_k);
 }
 
-// The same of sm90's items, of which two that follow each other are of one section unless a section ends.
+// The same of sm90's items. Without a mask sections come one after the other; the first item is one of the longest, the
+// last one of the first rows.
 template <int kTileM, int kTileN, int kHeadDim, bool kCausal>
 void check_items(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k) {
   ForwardParams p{};
@@ -207,9 +208,9 @@ void check_items(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k)
   p.causal_offset = seqlen_k - seqlen_q;
   const sm90::Order order = sm90::work_order<kTileM, kHeadDim, kCausal>(p);
   const int row_tiles = (seqlen_q + kTileM - 1) / kTileM;
-  std::set<std::vector<int>> seen, section;
-  bool ok = order.items == batch * heads * row_tiles && order.phases <= sm90::Order::kMaxPhases, whole = true;
-  int longest = 0, first_tiles = 0, last_row = 0;
+  std::set<std::vector<int>> seen;
+  bool ok = order.items == batch * heads * row_tiles && order.phases <= sm90::Order::kMaxPhases;
+  int longest = 0, first_tiles = 0, last_row = 0, section = 0;
   for (int n = 0; n < order.items; ++n) {
     const sm90::Item item = sm90::item_at<kTileM, kTileN, kCausal>(p, order, n);
     const int head = item.batch * heads + item.head;
@@ -222,12 +223,10 @@ void check_items(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k)
     longest = std::max(longest, item.tiles);
     last_row = item.row;
     seen.insert({head, item.row});
-    if (!kCausal) {  // a section is finished before the next is begun
-      section.insert({head / order.section, 0});
-      whole = whole && int(seen.size()) > (int(section.size()) - 1) * order.section * row_tiles;
-    }
+    ok = ok && (kCausal || head / order.section >= section);  // none is gone back to
+    section = head / order.section;
   }
-  ok = ok && int(seen.size()) == order.items && first_tiles == longest && last_row == 0 && whole;
+  ok = ok && int(seen.size()) == order.items && first_tiles == longest && last_row == 0;
   report(ok, kCausal ? "causal items visit each tile once" : "items visit each tile once", seqlen_q, seqlen_k);
 }
 

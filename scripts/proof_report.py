@@ -119,18 +119,23 @@ def _fuzz(steps: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 def _sanitizers(steps: dict[str, dict[str, Any]]) -> Iterator[str]:
     planted = {o["tool"]: o["status"] for o in steps.get("planted", {}).get("report", [])}
-    rows = []
+    rows, names = [], []
     for tool in SANITIZERS:
         bug = {"found": "reported", None: "not run"}.get(planted.get(tool), "NOT REPORTED")
         step = steps.get(tool)
         missing = _missing(step)
         if missing is not None or step is None:
-            rows.append([tool, bug, missing or "", "", "", ""])
+            rows.append([tool, bug, missing or "", "", "", "", ""])
             continue
         for o in step["report"]:
+            kinds, unreached = o["kinds"], o["kinds_left_out"]
             counts = [str(o[name]) for name in ("kernels", "launches", "left_out")]
-            rows.append([tool, bug, o["status"], *counts])
-    yield from _table(["tool", "planted bug", "the kernels", "kernels", "launches", "left out for want of time"], rows)
+            rows.append([tool, bug, o["status"], f"{kinds} of {kinds + len(unreached)}", *counts])
+            names += [f"* {tool} reached no kernel of the kind of `{name}`" for name in unreached]
+    titles = ["tool", "planted bug", "the kernels", "kinds", "kernels", "launches", "left out for want of time"]
+    yield from _table(titles, rows)
+    if names:
+        yield from ("", *names)
 
 
 def _builds(steps: dict[str, dict[str, Any]]) -> Iterator[str]:

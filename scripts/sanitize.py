@@ -42,19 +42,23 @@ CLUSTERS = {"solo": 1, "split2": 2, "split4": 4}
 FOUND = 9  # exit status of compute-sanitizer when it has something to say
 PLANTED = ROOT / "tests" / "planted"
 PROGRAM_SECONDS = 120  # a planted barrier error may also hang
-_DONE = re.compile(r"^(\d+) launches of (\d+) kernels, (\d+) left out$", re.M)
+_DONE = re.compile(r"^(\d+) launches of (\d+) kernels of (\d+) kinds, (\d+) left out$", re.M)
+_KIND = re.compile(r"^no kernel of its kind: (\S+)$", re.M)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What a tool said: clean, found (its words in ``text``), or error where it did not run through. ``kernels`` ran
-    ``launches`` times, ``left_out`` did not for want of time."""
+    ``launches`` times, ``left_out`` did not for want of time. ``kinds`` is how many kinds of kernel ran; of each of the
+    others a kernel is named."""
 
     tool: str
     status: str
     kernels: int = 0
     launches: int = 0
     left_out: int = 0
+    kinds: int = 0
+    kinds_left_out: tuple[str, ...] = ()
     seconds: float = 0.0
     text: str = ""
 
@@ -179,13 +183,15 @@ def sanitise(tool: str, selection: Sequence[str], jobs: int) -> Outcome:
     with ThreadPoolExecutor(jobs) as pool:
         parts = list(pool.map(part, range(jobs)))
     counts = [match for _, text in parts for match in _DONE.findall(text)]
-    launches, kernels, left = (sum(int(match[i]) for match in counts) for i in range(3))
+    launches, kernels, kinds, left = (sum(int(match[i]) for match in counts) for i in range(4))
+    unreached = tuple(sorted(name for _, text in parts for name in _KIND.findall(text)))
     statuses = {status for status, _ in parts}
     status = next((s for s in ("found", "error") if s in statuses), "clean")
     if status == "clean" and (len(counts) != jobs or launches == 0):
         status = "error"
     text = "" if status == "clean" else "\n".join(text for s, text in parts if s != "clean" or not launches)
-    return Outcome(tool, status, kernels, launches, left, time.monotonic() - started, text)
+    seconds = time.monotonic() - started
+    return Outcome(tool, status, kernels, launches, left, kinds, unreached, seconds, text)
 
 
 def planted(tool: str, folder: Path) -> Outcome:
@@ -224,7 +230,12 @@ def main() -> int:
         number, parts = map(int, options.part.split("/"))
         kernels = chosen(options.profile, options.only, options.each)[number::parts]
         launches, left = run_problems(kernels, options.seconds)
-        print(f"{launches} launches of {len(kernels) - left} kernels, {left} left out")
+        kinds = {_id(k) for k in chosen(options.profile, options.only, True)}
+        late = [_id(k) for k in kernels[len(kernels) - left :] if _id(k) in kinds]
+        reached = sum(_id(k) in kinds for k in kernels) - len(late)
+        for name in late:
+            print(f"no kernel of its kind: {name}")
+        print(f"{launches} launches of {len(kernels) - left} kernels of {reached} kinds, {left} left out")
         return 0
     wanted = "found" if options.planted else "clean"
     outcomes = []
@@ -237,8 +248,13 @@ def main() -> int:
             outcomes.append(o)
             if o.status != wanted:
                 print(o.text, flush=True)
-            what = "its planted bug" if options.planted else f"{o.kernels} kernels, {o.launches} launches"
-            print(f"{tool}: {o.status}, {what}, {o.left_out} left out, {o.seconds:.0f} s", flush=True)
+            what = (
+                "its planted bug"
+                if options.planted
+                else f"{o.kernels} kernels of {o.kinds} kinds, {o.launches} launches"
+            )
+            unreached = f"{o.left_out} kernels and {len(o.kinds_left_out)} kinds left out"
+            print(f"{tool}: {o.status}, {what}, {unreached}, {o.seconds:.0f} s", flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(o) for o in outcomes], indent=1), encoding="utf-8")
     return 0 if all(o.status == wanted for o in outcomes) else 1

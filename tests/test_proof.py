@@ -55,6 +55,7 @@ def test_what_did_not_run_is_not_claimed() -> None:
 
 def test_what_ran_is_said() -> None:
     outcome = {"tool": "racecheck", "status": "found", "kernels": 3, "launches": 40, "left_out": 7}
+    outcome |= {"kinds": 2, "kinds_left_out": ["a kernel"]}
     finding = {"fault": "a barrier", "kernel": "k", "by": "tests", "caught": False, "said": "a | b", "seconds": 1.0}
     tests = {"counts": {"passed": 5, "skipped": 1}, "reasons": {"skipped: x": 1}, "failures": [], "builds": []}
     fuzz = {
@@ -73,7 +74,9 @@ def test_what_ran_is_said() -> None:
             step("fuzz", "failed", report=fuzz),
         )
     )
-    assert "| racecheck | reported | found | 3 | 40 | 7 |" in text and "| memcheck | NOT REPORTED | Left out." in text
+    assert "| racecheck | reported | found | 2 of 3 | 3 | 40 | 7 |" in text
+    assert "* racecheck reached no kernel of the kind of `a kernel`" in text
+    assert "| memcheck | NOT REPORTED | Left out." in text
     assert "| a barrier | k | NOT NOTICED | tests | a \\| b |" in text
     assert "5 passed, 1 skipped" in text and "| 1 | skipped: x |" in text and "| # | case |" in text
     assert "Seed 3, 9 cases in 5 s: 8 passed, 1 failed, 0 unserved. 1 kernels" in text and "* `again`" in text

@@ -30,7 +30,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tool
 
 
-RAN = "print('12 launches of 4 kernels, 1 left out')"
+RAN = "print('no kernel of its kind: x\\n12 launches of 4 kernels of 3 kinds, 1 left out')"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ RAN = "print('12 launches of 4 kernels, 1 left out')"
         (f"{RAN}; sys.exit(9 if '--part' in sys.argv and '1/2' in sys.argv else 0)", "found", (8, 24, 2)),
         (f"{RAN}; sys.exit(1)", "error", (8, 24, 2)),
         ("pass", "error", (0, 0, 0)),
-        ("print('0 launches of 0 kernels, 5 left out')", "error", (0, 0, 10)),
+        ("print('0 launches of 0 kernels of 0 kinds, 5 left out')", "error", (0, 0, 10)),
     ],
 )
 def test_what_a_tool_says(
@@ -50,6 +50,7 @@ def test_what_a_tool_says(
     monkeypatch.setenv("SAYS", says)
     outcome = sanitize.sanitise("racecheck", ["--each"], 2)
     assert (outcome.status, (outcome.kernels, outcome.launches, outcome.left_out)) == (status, counts)
+    assert (outcome.kinds, outcome.kinds_left_out) == ((6, ("x", "x")) if RAN in says else (0, ()))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@
 // A cluster of 4 CTAs splits the keys of an item and merges through distributed shared memory.
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "fp8cutlass/epilogue.cuh"
@@ -167,28 +168,31 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
     constexpr int turn = 0;
     const sm90::Item& item = control.next[turn % 2];  // read from shared memory: registers are few
     __syncwarp();
+    // Known to be the same in all lanes: else every copy would be issued by a loop over lanes that might differ.
+    const int tiles = sm90::uniform(item.tiles), first_tile = sm90::uniform(item.first_tile), kv_head = sm90::uniform(item.kv_head);
+    const int k_batch = sm90::uniform(item.batch * params.k_batch_step);
+    const int k_head = sm90::uniform((item.kv_head - item.batch * p.kv_heads) * params.k_head_step);
 #pragma unroll 1
-    for (int j = 0; j < item.tiles; ++j, stage = stage.next()) {
-      const int tile = item.first_tile + j, key = tile * kTileN, s = stage.slot;
+    for (int j = 0; j < tiles; ++j, stage = stage.next()) {
+      const int tile = first_tile + j, key = tile * kTileN, s = stage.slot;
       sm90::wait(control.k_empty[s], stage.parity ^ 1);
-      if (lane == 0) {
+      if (cute::elect_one_sync()) {
 #pragma unroll
         for (int b = 0; b < KTile::kBlocks; ++b)
-          Copy::copy(&params.k, &control.k_full[s], kHint, shared.k[s] + b * KTile::kBlockBytes, b * KTile::kWidth, key,
-                     (item.kv_head - item.batch * p.kv_heads) * params.k_head_step, item.batch * params.k_batch_step);
-        cute::SM90_BULK_COPY_G2S::copy(p.k_descale + int64_t(item.kv_head) * p.seqlen_k_padded + key, &control.k_full[s],
-                                       shared.k_descale[s], 4 * kTileN);
+          Copy::copy(&params.k, &control.k_full[s], kHint, shared.k[s] + b * KTile::kBlockBytes, b * KTile::kWidth, key, k_head, k_batch);
+        cute::SM90_BULK_COPY_G2S::copy(p.k_descale + int64_t(kv_head) * p.seqlen_k_padded + key, &control.k_full[s], shared.k_descale[s],
+                                       4 * kTileN);
         sm90::arrive_expect(control.k_full[s], KTile::kBytes + 4 * kTileN);
       }
       sm90::wait(control.v_empty[s], stage.parity ^ 1);
-      if (lane == 0) {
+      if (cute::elect_one_sync()) {
         sm90::arrive_expect(control.v_full[s], VTile::kRowBytes * kHeadDim);
 #pragma unroll
         for (int b = 0; b < VTile::kBlocks; ++b)
 #pragma unroll
           for (int part = 0; part < kParts; ++part)
             Copy::copy(&params.v, &control.v_full[s], kHint, shared.v[s] + b * VTile::kBlockBytes + value_row(part) * VTile::kWidth,
-                       key + b * VTile::kWidth, part * kPartColumns, item.kv_head);
+                       key + b * VTile::kWidth, part * kPartColumns, kv_head);
       }
     }
   }

@@ -11,6 +11,7 @@
 // The grid is persistent: loads run ahead into the next item while this one is finished.
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "fp8cutlass/epilogue.cuh"
@@ -116,11 +117,12 @@ constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NOR
 // An item and what its first copies go with, fetched while the item before is loaded.
 struct Ahead {
   sm90::Item item;
-  float2 descales;  // of K and V in the first tile
+  float2 descales;  // of K and V in the first 32 tiles, a lane each
 };
 
-__device__ __forceinline__ float2 tile_descales(const ForwardParams& p, int kv_head, int tile) {
-  const int block = tile * kTileN / kKeyBlock;
+// Of the tile that is this lane's, counted from `tile` on; past the last one it has the last one's.
+__device__ __forceinline__ float2 tile_descales(const ForwardParams& p, int kv_head, int tile, int last) {
+  const int block = min(tile + int(threadIdx.x), last) * kTileN / kKeyBlock;
   return make_float2(p.k_descale[int64_t(kv_head) * p.k_descale_head + block * p.k_descale_block],
                      p.v_descale[int64_t(kv_head) * p.v_descale_head + block * p.v_descale_block]);
 }
@@ -140,7 +142,7 @@ __device__ __forceinline__ sm90::Item item_of(const sm90::KernelParams& params, 
 __device__ __forceinline__ Ahead look_ahead(const sm90::KernelParams& params, const sm90::Item& item) {
   Ahead ahead;
   ahead.item = item;
-  ahead.descales = tile_descales(params.p, item.kv_head, item.first_tile);
+  ahead.descales = tile_descales(params.p, item.kv_head, item.first_tile, item.first_tile + item.tiles - 1);
   return ahead;
 }
 
@@ -177,34 +179,39 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
     sm90::wait_for_head(p, first.kv_head);
   }
   Ahead ahead = look_ahead(params, first);
+  unsigned drawn = sm90::draw_item(p, lane);  // for the next item: a tile ahead, as memory takes its time
   for (unsigned turn = 0; number < params.order.items; ++turn) {
     const sm90::Item& item = control.next[turn % 2];  // read from shared memory: registers are few
     __syncwarp();
-    const unsigned drawn = sm90::draw_item(p, lane);
+    // Known to be the same in all lanes: else every copy would be issued by a loop over lanes that might differ.
+    const int tiles = sm90::uniform(item.tiles), first_tile = sm90::uniform(item.first_tile), kv_head = sm90::uniform(item.kv_head);
+    const int k_batch = sm90::uniform(item.batch * params.k_batch_step);
+    const int k_head = sm90::uniform((item.kv_head - item.batch * p.kv_heads) * params.k_head_step);
     bool seen = true;  // K and V of the next item
     float2 descales = ahead.descales;
 #pragma unroll 1
-    for (int j = 0; j < item.tiles; ++j, stage = stage.next()) {
-      const int tile = item.first_tile + j, key = tile * kTileN, s = stage.slot;
+    for (int j = 0; j < tiles; ++j, stage = stage.next()) {
+      const int tile = first_tile + j, key = tile * kTileN, s = stage.slot;
       sm90::wait(control.k_empty[s], stage.parity ^ 1);
-      if (lane == 0) {
+      if (cute::elect_one_sync()) {
 #pragma unroll
         for (int b = 0; b < KTile::kBlocks; ++b)
-          Copy::copy(&params.k, &control.k_full[s], kHint, shared.k[s] + b * KTile::kBlockBytes, b * KTile::kWidth, key,
-                     (item.kv_head - item.batch * p.kv_heads) * params.k_head_step, item.batch * params.k_batch_step);
+          Copy::copy(&params.k, &control.k_full[s], kHint, shared.k[s] + b * KTile::kBlockBytes, b * KTile::kWidth, key, k_head, k_batch);
+      }
+      if (lane == j % 32) {
         control.descales[stage.ring()] = descales;
         sm90::arrive_expect(control.k_full[s], KTile::kBytes);
-        if (j + 1 < item.tiles) descales = tile_descales(p, item.kv_head, tile + 1);
       }
+      if (j % 32 == 31) descales = tile_descales(p, kv_head, tile + 1, first_tile + tiles - 1);
       sm90::wait(control.v_empty[s], stage.parity ^ 1);
-      if (lane == 0) {
+      if (cute::elect_one_sync()) {
         sm90::arrive_expect(control.v_full[s], VTile::kRowBytes * kHeadDim);
 #pragma unroll
         for (int b = 0; b < VTile::kBlocks; ++b)
 #pragma unroll
           for (int part = 0; part < kParts; ++part)
             Copy::copy(&params.v, &control.v_full[s], kHint, shared.v[s] + b * VTile::kBlockBytes + value_row(part) * VTile::kWidth,
-                       key + b * VTile::kWidth, part * kPartColumns, item.kv_head);
+                       key + b * VTile::kWidth, part * kPartColumns, kv_head);
       }
       if (j == 0) {
         number = sm90::next_item(p, number, drawn);
@@ -216,6 +223,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
         if (number >= params.order.items) ahead.item.tiles = 0;
         if (lane == 0) publish(control, ahead.item, turn + 1);
       }
+      if (j + 1 == tiles && number < params.order.items) drawn = sm90::draw_item(p, lane);
     }
     if (!seen) {  // its K and V were not there when this item began
       sm90::wait_for_head(p, ahead.item.kv_head);

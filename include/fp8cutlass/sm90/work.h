@@ -100,6 +100,9 @@ CUTE_HOST_DEVICE Item item_at(const ForwardParams& p, const Order& order, int n)
 }
 
 #ifdef __CUDACC__
+// The number of a warp's first lane, in all its lanes; of a shuffle the compiler knows that.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
 // Items are drawn from the launch's counter, so that whoever is done first takes the next; every gridDim.x-th is taken
 // where the launch has none. Lane 0 of a warp draws; nothing is done with the word until next_item, as the first that
 // is done with it waits for memory.

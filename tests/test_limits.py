@@ -104,18 +104,18 @@ def check_arrivals(text: str) -> None:
         assert one_lane(text, m.start()) == (m[1] in ("arrive_expect", "expect") or m[2] in alone), m[0]
     # What the loader's first lane wrote, the others read before they load.
     load = text[text.index("void load(") :]
-    assert "__syncwarp();" in load[: load.index("j < item.tiles")]
+    assert "__syncwarp();" in load[: load.index("uniform(item")]
 
 
 def one_lane(text: str, place: int) -> bool:
-    """Whether a place of a source is behind `if (lane == 0)`, in its block or its statement; or in a function that is
-    called from such places only."""
+    """Whether a place of a source is behind a condition that holds for one lane, in its block or its statement; or in a
+    function that is called from such places only."""
     for name in ("copy_query", "publish"):
         body = re.search(rf"void {name}\(.*?\n}}\n", text, re.S)
         if body is not None and body.start() <= place < body.end():
             calls = [m.start() for m in re.finditer(rf"(?<!void ){name}[<(]", text)]
             return all(one_lane(text, call) for call in calls)
-    lane = re.compile(r"\b(lane|thread) == 0")
+    lane = re.compile(r"\b(lane|thread) == 0|\blane == j % 32\b|\belect_one_sync\(\)")
     statement = text[max(text.rfind(c, 0, place) for c in ";{}") + 1 : place]
     if lane.search(statement):
         return True
@@ -155,6 +155,8 @@ def test_every_thread_arrives_for_itself() -> None:
         ),
         (check_arrivals, "      load(params, shared);", "      if (lane == 0) sm90::arrive(control.k_full[0]);"),
         (check_arrivals, "if (lane == 0) publish(", "publish("),
+        (check_arrivals, "if (cute::elect_one_sync()) {", "if (lane < 2) {"),
+        (check_arrivals, "if (lane == j % 32) {", "if (lane == j / 32) {"),
         (check_arrivals, "if (thread == 0) copy_query", "copy_query"),
         (check_arrivals, "sm90::init(control.q_full[i], sm90::kRowThreads)", "sm90::init(control.q_full[i], 1)"),
         (check_arrivals, "    __syncwarp();\n", ""),

@@ -13,7 +13,7 @@ import torch
 from fuzz_cases import CELLS, arguments, draw, inputs_of
 from kernel_gates import L2_EMULATOR, beyond_rounding
 from reference import attention64
-from tensor_core import cut_scores, scores
+from tensor_core import cut_products, scores, values
 
 from fp8cutlass.manifest import generated_dir, load_manifest
 
@@ -50,10 +50,35 @@ def test_errors_that_a_card_had(number: int, kernel: str, seen: float, monkeypat
     reference = attention64(*operands.real, case.softmax_scale, case.causal_offset)
     options = arguments(case, inputs, "cpu") | {"out_descale": 1.0}
     plain = fuzz_check._emulated(case, operands, variant, options, "cpu")
-    with cut_scores():
+    with cut_products(two_terms=False):
         cut = fuzz_check._emulated(case, operands, variant, options, "cpu")
     assert float((cut.lse - reference.lse).abs().max()) == pytest.approx(seen, abs=1e-5)
     assert float((plain.lse - reference.lse).abs().max()) < 1e-4
+
+
+def test_a_row_that_a_card_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst row of the z-test with P in two terms, whose own error is small beside the cuts of P V."""
+    monkeypatch.setattr(fuzz_check, "is_emulated", lambda variant: False)
+    case = draw(20, 11974, CELLS["cuda"])
+    kernel = "sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_overlap_solo"
+    inputs, variant = inputs_of(case), load_manifest(generated_dir()).find(kernel)
+    operands, _ = fuzz_check.operands_for(case, inputs, variant)
+    reference = attention64(*operands.real, case.softmax_scale, case.causal_offset)
+    worst = {}
+    for two_terms in (False, True):
+        with cut_products(two_terms=two_terms):
+            emulated = fuzz_check._emulated(case, operands, variant, {}, "cpu")
+        worst[two_terms] = fuzz_check._z_test(emulated.out, reference, variant, torch.bfloat16, 0.0).row_rms
+    assert worst[True] == pytest.approx(2.04, abs=0.005) and worst[False] < 0.9
+
+
+def test_values_in_two_terms() -> None:
+    p, v = torch.tensor([[[256.0, 1.125]]]), torch.tensor([[[2.0, -1.0], [1.0, 0.5]]])
+    out, total = values(p, v)
+    assert torch.equal(out, p @ v) and float(total) == 257.125, "nothing is cut: 1.125 is a term of two"
+    out, total = values(torch.tensor([[[256.0, 2.0**-6]]]), torch.tensor([[[256.0], [256.0]]]))
+    assert float(out) == 65536.0 and float(total) == 256.0, "below units of 8 and of 1/32"
+    assert float(values(torch.tensor([[[256.0, 0.0703125]]]), v)[1]) == 256.0625, "cut to a unit"
 
 
 @pytest.mark.parametrize("descale", [1.0, 0.37])

@@ -199,6 +199,11 @@ def _scores(q: torch.Tensor, k: torch.Tensor, accumulator: str, emulated_mma: bo
     return total
 
 
+def _values(p: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """P V of a tile, (G, R, D) of (G, R, N) and (G, N, D), and the sums of P, (G, R, 1)."""
+    return p @ v, p.sum(-1, keepdim=True)
+
+
 def _attend(
     chunk: _Chunk,
     variant: Variant,
@@ -237,7 +242,7 @@ def _attend(
         else:
             slope = (chunk.q_slope if k_per_token else chunk.q_slope * k_descale).clamp(MIN_SLOPE["exp2"], MAX_SLOPE)
         p, p_bytes, weight, exact = SOFTMAXES[variant.softmax](s, slope, return_lse)
-        tile_o = p @ chunk.v[:, part]
+        tile_o, tile_sum = _values(p, chunk.v[:, part])
         if diagnostics:
             kept.append((s, p_bytes, weight, tile_o[:, :, None]))
         if tile == 0:
@@ -249,7 +254,7 @@ def _attend(
         factor = beta if chunk.v_tile is None else beta * chunk.v_tile[:, tile, None, None]
         visited = start < seen  # an unvisited tile adds nothing, not even the NaN of 0 * NaN
         o = o * shrink + torch.where(visited, factor * tile_o, 0.0)
-        row_sum = row_sum * shrink + torch.where(visited, beta * p.sum(-1, keepdim=True), 0.0)
+        row_sum = row_sum * shrink + torch.where(visited, beta * tile_sum, 0.0)
         exact_sum = exact_sum * shrink + torch.where(visited, beta * exact, 0.0)
     # A row that saw no key is 0, even where a NaN in V met its zeros.
     o = torch.where(row_sum == 0, 0.0, o * ((1.0 if v_per_channel else chunk.v_column) / row_sum))

@@ -5,6 +5,7 @@ Regressions these catch: a fault that plants nothing since the kernels changed, 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,13 @@ def test_every_fault_is_planted(tmp_path: Path) -> None:
     assert changed == {fault.kernel for fault in broken.FAULTS}
     with pytest.raises(LookupError, match="has 0 times"):
         broken.broken_sources(generated)
+
+
+def test_tests_without_an_end_notice_only_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy host any tests may take long."""
+    monkeypatch.setattr(broken, "TESTS_END", 0.01)
+    hanging = {fault: broken._by_tests(fault, dict(os.environ))[0] for fault in broken.FAULTS if fault.by == "tests"}
+    assert hanging == {fault: fault.hangs for fault in hanging} and set(hanging.values()) == {True, False}
 
 
 def test_a_rule_that_is_switched_off_is_noticed(tmp_path: Path) -> None:

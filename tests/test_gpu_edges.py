@@ -132,8 +132,8 @@ def test_uniform_attention_and_constant_v(precision: str) -> None:
 def test_mean_of_values_at_length() -> None:
     """V ~ N(1, 1), 131,072 keys: a 13-bit accumulator over a whole row is off by half; bf16 rounding alone is 0.17%.
 
-    Over one tile it truncates the products of V and those of the ones alike, but for the negative values in V: that
-    leaves a bias, which grows with the keys of a tile.
+    Over one tile it cuts the products of V more than those of the ones, which have fewer bits: that leaves a bias. It
+    grows with the keys of a tile (docs/lab/sm90a.md).
     """
     q, k, v = qkv(1, 1, 1, 128, 131072, 64)
     v = (v.float() + 1).bfloat16()

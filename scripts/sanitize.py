@@ -102,6 +102,21 @@ def run_problems(kernels: Sequence[Any], seconds: float | None) -> tuple[int, in
     return launched, 0
 
 
+def run_part(profile: str, only: Sequence[str], each: bool, part: str, seconds: float | None) -> None:
+    """Runs the part "number/parts" of a selection, and says what ``sanitise`` reads."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "python")]
+    number, parts = map(int, part.split("/"))
+    kernels = chosen(profile, only, each)[number::parts]
+    launches, left = run_problems(kernels, seconds)
+    kinds = {_id(k) for k in chosen(profile, only, True)}
+    ran, late = kernels[: len(kernels) - left], kernels[len(kernels) - left :]
+    for kernel in late:
+        if _id(kernel) in kinds:
+            print(f"no kernel of its kind: {_id(kernel)}")
+    reached = sum(_id(kernel) in kinds for kernel in ran)
+    print(f"{launches} launches of {len(ran)} kernels of {reached} kinds, {left} left out")
+
+
 def run_variant(variant: Any) -> Iterator[None]:
     """Launches a forward kernel, once a turn. Operands are made on the CPU, so that initcheck sees them arrive."""
     import torch
@@ -226,16 +241,7 @@ def main() -> int:
     parser.add_argument("--part", default="0/1", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "python")]
-        number, parts = map(int, options.part.split("/"))
-        kernels = chosen(options.profile, options.only, options.each)[number::parts]
-        launches, left = run_problems(kernels, options.seconds)
-        kinds = {_id(k) for k in chosen(options.profile, options.only, True)}
-        late = [_id(k) for k in kernels[len(kernels) - left :] if _id(k) in kinds]
-        reached = sum(_id(k) in kinds for k in kernels) - len(late)
-        for name in late:
-            print(f"no kernel of its kind: {name}")
-        print(f"{launches} launches of {len(kernels) - left} kernels of {reached} kinds, {left} left out")
+        run_part(options.profile, options.only, options.each, options.part, options.seconds)
         return 0
     wanted = "found" if options.planted else "clean"
     outcomes = []
@@ -248,13 +254,10 @@ def main() -> int:
             outcomes.append(o)
             if o.status != wanted:
                 print(o.text, flush=True)
-            what = (
-                "its planted bug"
-                if options.planted
-                else f"{o.kernels} kernels of {o.kinds} kinds, {o.launches} launches"
-            )
-            unreached = f"{o.left_out} kernels and {len(o.kinds_left_out)} kinds left out"
-            print(f"{tool}: {o.status}, {what}, {unreached}, {o.seconds:.0f} s", flush=True)
+            ran = f"{o.kernels} kernels of {o.kinds} kinds, {o.launches} launches"
+            left = f"{o.left_out} kernels and {len(o.kinds_left_out)} kinds left out"
+            what = "its planted bug" if options.planted else f"{ran}, {left}"
+            print(f"{tool}: {o.status}, {what}, {o.seconds:.0f} s", flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(o) for o in outcomes], indent=1), encoding="utf-8")
     return 0 if all(o.status == wanted for o in outcomes) else 1

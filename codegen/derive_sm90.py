@@ -48,11 +48,11 @@ class Sm90Derived(Derived):
 
     halves: slots of shared memory that a tile of K, or of V, takes.
     key_slots, value_slots: how many there are.
-    value_stage: a slot of V with its ones rows.
+    value_stage: a slot of V with its rows for the row sums.
     parts, part_columns: P V is computed in this many products of so many columns, part 0 with ONES more.
     part_buffers: accumulators for the parts.
     tight: the warps that compute take so many registers that the loading warp has to do with the fewest.
-    prepares: a tile's softmax is prepared, and P V of the tile before added to O, ahead of its scores' maxima.
+    prepares: what a tile's softmax needs beside its scores is made ready before they are there.
     merge_bytes: what the CTAs of a cluster exchange, laid over the stages of K and V; 0 for one CTA alone.
     """
 

@@ -17,6 +17,19 @@ _SCHEDULE = {
 }
 
 
+# Keys of a tile above which V^T's rows for the row sums hold 1.5 instead of 1. The tensor core cuts the products of V,
+# with twice the bits of a product with 1, more than those, and with many keys that shows; with 1.5 it cuts both about
+# equally (docs/lab/sm90a.md, the bias).
+MANY_KEYS = 128
+# Four times 1, or 1.5 where keys are many.
+UNITS = {
+    (Dtype.E4M3, False): "0x38383838",
+    (Dtype.E4M3, True): "0x3C3C3C3C",
+    (Dtype.E5M2, False): "0x3C3C3C3C",
+    (Dtype.E5M2, True): "0x3E3E3E3E",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelView:
     symbol: str
@@ -44,7 +57,8 @@ class KernelView:
     mma_values: str
     mma_rest: str
     mma_comment: str
-    ones: str
+    unit: str
+    units: str
     out_policy: str
     k_granularity: str
     v_granularity: str
@@ -82,7 +96,8 @@ def kernel_view(v: Variant) -> KernelView:
         mma_values=f"MMA_64x{d.part_columns + ONES}x32_F32E4M3{operand}_RS_TN",
         mma_rest=f"MMA_64x{d.part_columns}x32_F32E4M3{operand}_RS_TN",
         mma_comment=f"{d.mma_per_tile} of these a warpgroup and KV tile",
-        ones="0x38383838" if v.dtype is Dtype.E4M3 else "0x3C3C3C3C",
+        unit="1.5f" if v.tile_n > MANY_KEYS else "1.f",
+        units=UNITS[v.dtype, v.tile_n > MANY_KEYS],
         out_policy=OUT_POLICY[v.out],
         k_granularity=grain.k,
         v_granularity=grain.v,

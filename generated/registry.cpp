@@ -639,10 +639,8 @@ extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_bf16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e5m2_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_e4m3_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_bf16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo;
@@ -663,8 +661,10 @@ extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_overlap_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2x2_overlap_solo;
@@ -676,6 +676,7 @@ extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_token_full_e4m3_fp16_ex
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_causal_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_causal_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_causal_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_causal_e5m2_bf16_exp2_serial_solo;
@@ -689,7 +690,6 @@ extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e5m2_bf16_ex
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_split2;
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo;
@@ -2699,16 +2699,10 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
-    {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo, 64, 128, 128, OutType::bf16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_e4m3_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_e4m3_exp2_pingpong_solo, 64, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo, 64, 128, 128, OutType::fp16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, true},
-    {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_bf16_exp2_pingpong_solo, 64, 128, 128, OutType::bf16,
@@ -2771,12 +2765,18 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_overlap_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_overlap_solo, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
+    {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2, 64, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
     {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
     {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_overlap_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_overlap_solo, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
+    {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2, 64, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
     {"sm90a_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2_overlap_solo, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, true, true},
@@ -2808,6 +2808,9 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
     {"sm90a_fwd_d64_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo, 64, 64, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, true},
+    {"sm90a_fwd_d64_m64n128w4_s3_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_causal_e4m3_e4m3_linear_serial_solo, 64, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
     {"sm90a_fwd_d64_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo, 64, 64, 128, OutType::fp16,
@@ -2849,9 +2852,6 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_split2", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_split2, 64, 64, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, false, false},
-    {"sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo, 64, 64, 256, OutType::e4m3,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true, true},
     {"sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo, 64, 64, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},

@@ -132,8 +132,8 @@ def test_uniform_attention_and_constant_v(precision: str) -> None:
 def test_mean_of_values_at_length() -> None:
     """V ~ N(1, 1), 131,072 keys: a 13-bit accumulator over a whole row is off by half; bf16 rounding alone is 0.17%.
 
-    Over one tile it cuts the products of V more than those of the ones, which have fewer bits: that leaves a bias. It
-    grows with the keys of a tile (docs/lab/sm90a.md).
+    Over one tile it cuts the products of V more than those of ones, which have fewer bits; that would leave a bias that
+    grows with the keys of a tile. So many keys have rows of 1.5 for the row sums (docs/lab/sm90a.md).
     """
     q, k, v = qkv(1, 1, 1, 128, 131072, 64)
     v = (v.float() + 1).bfloat16()
@@ -146,7 +146,7 @@ def test_mean_of_values_at_length() -> None:
     v8, descale = fp8cutlass.quantize(v, granularity="block", amax=256.0, block=block)
     real = dequantize(v8, descale, "block", block)
     fine = fp8cutlass.attention(q, k, v, out_dtype=torch.float16)
-    assert abs(float((fine.double() - attention64(q, k, real, 0.125).out).mean())) <= 4e-6 * block
+    assert abs(float((fine.double() - attention64(q, k, real, 0.125).out).mean())) <= 5e-4
 
 
 @pytest.mark.edge(15)

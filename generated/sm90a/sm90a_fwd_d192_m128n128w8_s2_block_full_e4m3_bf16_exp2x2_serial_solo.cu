@@ -50,9 +50,10 @@ constexpr int kLoaderRegisters = 40, kComputeRegisters = 232;
 
 // 22 of these a warpgroup and KV tile
 using Gmma = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>;  // S = Q K^T
-using GmmaValues = cute::SM90::GMMA::MMA_64x104x32_F32E4M3E4M3_RS_TN<>;  // P V, first part and, by 8 rows of ones in V^T, the row sums of P
+using GmmaValues = cute::SM90::GMMA::MMA_64x104x32_F32E4M3E4M3_RS_TN<>;  // P V, first part and, by 8 rows of kUnit in V^T, the row sums of P
 using GmmaRest = cute::SM90::GMMA::MMA_64x96x32_F32E4M3E4M3_RS_TN<>;  // P V, the other part
-constexpr uint32_t kOnes = 0x38383838;  // four times 1.0 in e4m3
+constexpr float kUnit = 1.f;            // of the row sums
+constexpr uint32_t kUnits = 0x38383838;  // four times in e4m3
 using Score = float;  // one float32 score
 constexpr int kScoreRegs = 4;  // per n8 block
 using Out = OutBf16;
@@ -62,7 +63,7 @@ using Out = OutBf16;
 using QTile = sm90::OperandTile<kTileM, kHeadDim>;
 using SourceTile = void;  // Q is always e4m3
 using KTile = sm90::OperandTile<kTileN, kHeadDim>;
-using VTile = sm90::OperandTile<kHeadDim + 8, kTileN>;  // V^T: the columns of the first part, 8 rows of ones, the columns of the other parts
+using VTile = sm90::OperandTile<kHeadDim + 8, kTileN>;  // V^T: the columns of the first part, 8 rows of kUnit, the columns of the other parts
 // Where in it the columns of a part begin.
 constexpr __host__ __device__ int value_row(int part) { return part * kPartColumns + (part > 0 ? 8 : 0); }
 constexpr int kVBytes = (VTile::kBytes + 1023) / 1024 * 1024;
@@ -334,29 +335,34 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 #pragma unroll
       for (int r = 0; r < 2; ++r) sum[r] = first ? beta[r] * t[kPartBlocks][2 * r] : fmaf(beta[r], t[kPartBlocks][2 * r], sum[r]);
   };
+  // O of a row, and its sums, relative to a reference that is 1 / x times as much.
+  const auto rescale = [&](int r, float x) {
+#pragma unroll
+    for (int n = 0; n < kDimBlocks; ++n) o[n][2 * r] *= x, o[n][2 * r + 1] *= x;
+    sum[r] *= x;
+    if (want_lse) (r == 0 ? exact_sums().item.x : exact_sums().item.y) *= x;
+  };
   // beta of the tile in `weight`; the reference of the item may move, O with it.
   const auto weigh_tile = [&](bool first) {
-    weigh(ref, weight, first, beta, [&](int r, float x) {
-#pragma unroll
-      for (int n = 0; n < kDimBlocks; ++n) o[n][2 * r] *= x, o[n][2 * r + 1] *= x;
-      sum[r] *= x;
-      if (want_lse) (r == 0 ? exact_sums().item.x : exact_sums().item.y) *= x;
-    });
+    weigh(ref, weight, first, beta, rescale);
     if (want_lse) {
       const float2 tile = exact_sums().tile, item = first ? make_float2(0.f, 0.f) : exact_sums().item;
       exact_sums().item = make_float2(fmaf(beta[0], tile.x, item.x), fmaf(beta[1], tile.y, item.y));
     }
   };
   const auto epilogue = [&](const sm90::Item& item) {
-    const int row = item.row + row_in_tile();
+    const int local = row_in_tile(), row = item.row + local;
     constexpr float* column_descale = nullptr;
-    clear_dead_rows(o, sum);
-    store_rows<Out, kSplit>(p, item.batch, item.head, row, o, sum, 1.f, column_descale, 1.f);
-    if (want_lse) {
-      const float2 exact = exact_sums().item;
-      store_lse(p, item.batch, item.head, row, {exact.x, exact.y}, ref);
+    // All that is seldom behind one jump; the vote keeps it uniform.
+    if (__any_sync(~0u, want_lse || p.amax != nullptr || sum[0] == 0.f || sum[1] == 0.f)) {
+      clear_dead_rows(o, sum);
+      if (want_lse) {
+        const float2 exact = exact_sums().item;
+        store_lse(p, item.batch, item.head, row, {exact.x, exact.y}, ref);
+      }
+      if (p.amax != nullptr) store_amax<kSplit>(p, row, o, sum, kUnit, column_descale);
     }
-    if (p.amax != nullptr) store_amax<kSplit>(p, row, o, sum, 1.f, column_descale);
+    store_rows<Out, kSplit>(p, item.out + local * p.o_stride_row, row, o, sum, kUnit, column_descale, 1.f);
   };
 
   // A tile is finished before the next is begun; what this warpgroup waits for, the others fill with their products.
@@ -442,11 +448,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
     }
     sm90::fence_init();
   }
-  // The rows of ones in V^T, which no copy ever overwrites.
-  constexpr int kOnesWords = 8 * VTile::kWidth / 4;
-  for (int i = threadIdx.x; i < kStages * VTile::kBlocks * kOnesWords; i += kThreads) {
-    uint8_t* block = shared.v[i / (VTile::kBlocks * kOnesWords)] + i / kOnesWords % VTile::kBlocks * VTile::kBlockBytes;
-    reinterpret_cast<uint32_t*>(block + kPartColumns * VTile::kWidth)[i % kOnesWords] = kOnes;
+  // The rows of V^T for the row sums, which no copy ever overwrites.
+  constexpr int kUnitWords = 8 * VTile::kWidth / 4;
+  for (int i = threadIdx.x; i < kStages * VTile::kBlocks * kUnitWords; i += kThreads) {
+    uint8_t* block = shared.v[i / (VTile::kBlocks * kUnitWords)] + i / kUnitWords % VTile::kBlocks * VTile::kBlockBytes;
+    reinterpret_cast<uint32_t*>(block + kPartColumns * VTile::kWidth)[i % kUnitWords] = kUnits;
   }
   sm90::fence_async();
   __syncthreads();

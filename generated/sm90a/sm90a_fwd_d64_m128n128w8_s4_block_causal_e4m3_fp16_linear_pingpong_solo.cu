@@ -51,8 +51,9 @@ constexpr int kLoaderRegisters = 40, kComputeRegisters = 232;
 
 // 6 of these a warpgroup and KV tile
 using Gmma = cute::SM90::GMMA::MMA_64x128x32_F16E4M3E4M3_SS_TN<>;  // S = Q K^T
-using GmmaValues = cute::SM90::GMMA::MMA_64x72x32_F32E4M3E4M3_RS_TN<>;  // P V and, by 8 rows of ones in V^T, the row sums of P
-constexpr uint32_t kOnes = 0x38383838;  // four times 1.0 in e4m3
+using GmmaValues = cute::SM90::GMMA::MMA_64x72x32_F32E4M3E4M3_RS_TN<>;  // P V and, by 8 rows of kUnit in V^T, the row sums of P
+constexpr float kUnit = 1.f;            // of the row sums
+constexpr uint32_t kUnits = 0x38383838;  // four times in e4m3
 using Score = uint32_t;  // two packed f16 scores
 constexpr int kScoreRegs = 2;  // per n8 block
 using Out = OutFp16;
@@ -62,7 +63,7 @@ using Out = OutFp16;
 using QTile = sm90::OperandTile<kTileM, kHeadDim>;
 using SourceTile = sm90::OperandTile<kTileM, 2 * kHeadDim>;  // Q in bf16 or fp16, before it is quantised
 using KTile = sm90::OperandTile<kTileN, kHeadDim>;
-using VTile = sm90::OperandTile<kHeadDim + 8, kTileN>;  // V^T: the columns of V, 8 rows of ones
+using VTile = sm90::OperandTile<kHeadDim + 8, kTileN>;  // V^T: the columns of V, 8 rows of kUnit
 // Where in it the columns of a part begin.
 constexpr __host__ __device__ int value_row(int part) { return part * kPartColumns + (part > 0 ? 8 : 0); }
 constexpr int kVBytes = (VTile::kBytes + 1023) / 1024 * 1024;
@@ -357,6 +358,14 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 #pragma unroll
       for (int r = 0; r < 2; ++r) sum[r] = fmaf(beta[r], t[kPartBlocks][2 * r], sum[r]);
   };
+  // O of a row, and its sums, relative to a reference that is 1 / x times as much.
+  const auto rescale = [&](int r, float x) {
+#pragma unroll
+    for (int n = 0; n < kDimBlocks; ++n) o[n][2 * r] *= x, o[n][2 * r + 1] *= x;
+    sum[r] *= x;
+    if (want_lse) (r == 0 ? exact_sums().item.x : exact_sums().item.y) *= x;
+  };
+  const auto begin_row = [&](int r) { ref[r] = weight[r], beta[r] = 1.f, sum[r] = 0.f; };
   // beta of the tile in `weight` against the reference of the item. Whatever else may have to be done between two tiles
   // lies behind one branch, as a jump costs a warp 20 to 40 cycles: `finish` is called before an item's first tile.
   const auto weigh_tile = [&](bool first, const auto& finish) {
@@ -366,6 +375,9 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       rise[r] = weight[r] - ref[r];
       beta[r] = exp2_approx(rise[r]);
     }
+    const auto move_row = [&](int r) {  // O moves to the new reference
+      if (rise[r] > kMaxRise) rescale(r, exp2_approx(-rise[r])), ref[r] = weight[r], beta[r] = 1.f;
+    };
     // The vote keeps the branch uniform, and with it the pipeline's state in uniform registers.
     if (first || want_lse || __any_sync(~0u, fmaxf(rise[0], rise[1]) > kMaxRise)) {
       if (first) {
@@ -375,19 +387,9 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 #pragma unroll
           for (int i = 0; i < 4; ++i) o[n][i] = 0.f;
         if (want_lse) exact_sums().item = make_float2(0.f, 0.f);
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (first) {
-          ref[r] = weight[r], beta[r] = 1.f, sum[r] = 0.f;
-        } else if (rise[r] > kMaxRise) {  // O moves to the new reference
-          const float x = exp2_approx(-rise[r]);
-#pragma unroll
-          for (int n = 0; n < kDimBlocks; ++n) o[n][2 * r] *= x, o[n][2 * r + 1] *= x;
-          sum[r] *= x;
-          if (want_lse) (r == 0 ? exact_sums().item.x : exact_sums().item.y) *= x;
-          ref[r] = weight[r], beta[r] = 1.f;
-        }
+        begin_row(0), begin_row(1);
+      } else {
+        move_row(0), move_row(1);
       }
       if (want_lse) {
         const float2 tile = exact_sums().tile, item = exact_sums().item;
@@ -396,15 +398,18 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     }
   };
   const auto epilogue = [&](const sm90::Item& item) {
-    const int row = item.row + row_in_tile();
+    const int local = row_in_tile(), row = item.row + local;
     constexpr float* column_descale = nullptr;
-    clear_dead_rows(o, sum);
-    store_rows<Out, kSplit>(p, item.batch, item.head, row, o, sum, 1.f, column_descale, 1.f);
-    if (want_lse) {
-      const float2 exact = exact_sums().item;
-      store_lse(p, item.batch, item.head, row, {exact.x, exact.y}, ref);
+    // All that is seldom behind one jump; the vote keeps it uniform.
+    if (__any_sync(~0u, want_lse || p.amax != nullptr || sum[0] == 0.f || sum[1] == 0.f)) {
+      clear_dead_rows(o, sum);
+      if (want_lse) {
+        const float2 exact = exact_sums().item;
+        store_lse(p, item.batch, item.head, row, {exact.x, exact.y}, ref);
+      }
+      if (p.amax != nullptr) store_amax<kSplit>(p, row, o, sum, kUnit, column_descale);
     }
-    if (p.amax != nullptr) store_amax<kSplit>(p, row, o, sum, 1.f, column_descale);
+    store_rows<Out, kSplit>(p, item.out + local * p.o_stride_row, row, o, sum, kUnit, column_descale, 1.f);
   };
 
   // The tiles of all items form one stream: the first Q K^T of an item is issued with the last P V of the item before,
@@ -444,9 +449,11 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     if (last) sm90::arrive(control.q_empty[turn % kQBuffers]);
     very_first = false;
     softmax(s, turn, j, stage, k_scale, masked);
-    pack_p(prob, s);
-    promote(t, 0, v_descale(previous));
+    // The wait is a jump, across which the assembler moves nothing: it would mix the products with O among those that
+    // make the codes, which costs up to 8% of the time (docs/lab/sm90a.md, row 39).
     sm90::wait(control.v_full[stage.slot], stage.parity);
+    promote(t, 0, v_descale(previous));
+    pack_p(prob, s);
     sm90::fence(prob);
 
     // This warpgroup's turn on the tensor cores: P V of this tile and Q K^T of the next, which is waited for when the
@@ -529,11 +536,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
     }
     sm90::fence_init();
   }
-  // The rows of ones in V^T, which no copy ever overwrites.
-  constexpr int kOnesWords = 8 * VTile::kWidth / 4;
-  for (int i = threadIdx.x; i < kStages * VTile::kBlocks * kOnesWords; i += kThreads) {
-    uint8_t* block = shared.v[i / (VTile::kBlocks * kOnesWords)] + i / kOnesWords % VTile::kBlocks * VTile::kBlockBytes;
-    reinterpret_cast<uint32_t*>(block + kPartColumns * VTile::kWidth)[i % kOnesWords] = kOnes;
+  // The rows of V^T for the row sums, which no copy ever overwrites.
+  constexpr int kUnitWords = 8 * VTile::kWidth / 4;
+  for (int i = threadIdx.x; i < kStages * VTile::kBlocks * kUnitWords; i += kThreads) {
+    uint8_t* block = shared.v[i / (VTile::kBlocks * kUnitWords)] + i / kUnitWords % VTile::kBlocks * VTile::kBlockBytes;
+    reinterpret_cast<uint32_t*>(block + kPartColumns * VTile::kWidth)[i % kUnitWords] = kUnits;
   }
   sm90::fence_async();
   __syncthreads();

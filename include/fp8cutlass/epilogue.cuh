@@ -46,21 +46,22 @@ __device__ __forceinline__ void clear_dead_rows(float (&o)[kBlocks][4], const fl
   }
 }
 
-// Writes the rows of one 16-row fragment. `row` is the query row of this lane's row 0 (row 1 is 8 below); rows at or
-// past seqlen_q are not written. `v_descale` multiplies every column, `column_descale` each its own (null: 1). Of
-// kShares CTAs that store the same rows, `rank` stores every kShares-th group of 32 columns.
+// Writes the rows of one 16-row fragment. `row` is the query row of this lane's row 0 (row 1 is 8 below), which begins
+// at element `begin` of O; rows at or past seqlen_q are not written. `v_descale` multiplies every column,
+// `column_descale` each its own (null: 1). Of kShares CTAs that store the same rows, `rank` stores every kShares-th
+// group of 32 columns.
 template <class Out, int kShares = 1, int kBlocks>
-__device__ __forceinline__ void store_rows(const ForwardParams& p, int batch, int head, int row,
-                                           const float (&o)[kBlocks][4], const float (&sum)[2], float v_descale,
-                                           const float* column_descale, float out_scale, int rank = 0) {
+__device__ __forceinline__ void store_rows(const ForwardParams& p, int64_t begin, int row, const float (&o)[kBlocks][4],
+                                           const float (&sum)[2], float v_descale, const float* column_descale,
+                                           float out_scale, int rank = 0) {
   const int t = threadIdx.x % 4;
+  uint8_t* const first = static_cast<uint8_t*>(p.o) + (begin + 8 * t) * Out::kBytes;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int i = row + 8 * r;
     if (i >= p.seqlen_q) continue;
     const float norm = normaliser(sum[r], v_descale);
-    const int64_t offset = batch * p.o_stride_batch + head * p.o_stride_head + i * p.o_stride_row + 8 * t;
-    uint8_t* const to = static_cast<uint8_t*>(p.o) + offset * Out::kBytes;
+    uint8_t* const to = first + r * (8 * Out::kBytes) * p.o_stride_row;
 #pragma unroll
     for (int g = 0; g < kBlocks / 4; ++g) {
       if (kShares > 1 && g % kShares != rank) continue;

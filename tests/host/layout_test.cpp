@@ -199,13 +199,14 @@ void check_schedule(int batch, int heads, int kv_heads, int seqlen_q, int seqlen
          kCausal ? "causal schedule visits each tile once" : "schedule visits each tile once", seqlen_q, seqlen_k);
 }
 
-// The same of sm90's items. Without a mask sections come one after the other; the first item is one of the longest, the
-// last one of the first rows.
+// The same of sm90's items. Without a mask, and of short sequences, sections come one after the other; the first item
+// is one of the longest, the last one of the first rows.
 template <int kTileM, int kTileN, int kHeadDim, bool kCausal>
 void check_items(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k) {
   ForwardParams p{};
   p.batch = batch, p.heads = heads, p.kv_heads = kv_heads, p.seqlen_q = seqlen_q, p.seqlen_k = seqlen_k;
   p.causal_offset = seqlen_k - seqlen_q;
+  p.o_stride_batch = 1'000'000'007, p.o_stride_head = 10'007, p.o_stride_row = 101;
   const sm90::Order order = sm90::work_order<kTileM, kHeadDim, kCausal>(p);
   const int row_tiles = (seqlen_q + kTileM - 1) / kTileM;
   std::set<std::vector<int>> seen;
@@ -223,7 +224,8 @@ void check_items(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k)
     longest = std::max(longest, item.tiles);
     last_row = item.row;
     seen.insert({head, item.row});
-    ok = ok && (kCausal || head / order.section >= section);  // none is gone back to
+    ok = ok && item.out == item.batch * p.o_stride_batch + item.head * p.o_stride_head + item.row * p.o_stride_row;
+    ok = ok && ((kCausal && row_tiles > 8) || head / order.section >= section);  // none is gone back to
     section = head / order.section;
   }
   ok = ok && int(seen.size()) == order.items && first_tiles == longest && last_row == 0;

@@ -13,6 +13,7 @@ struct alignas(16) Item {
   int row;         // first query row
   int batch, head;
   int kv_head;  // batch * kv_heads + head of K and V
+  int64_t out;  // the element of O where its first row begins
 };
 
 // Items are numbered phase by phase, in a phase section by section of heads, in a section row by row from the last one,
@@ -37,14 +38,15 @@ struct Order {
 // Without a mask there is one phase. With a causal mask items differ in length, and who draws a long one last is still
 // at it when the others have gone home. So rows are taken in phases, each over all sections and from its last rows to
 // its first: first the upper three quarters of the rows, and a quarter, a sixteenth of the work, for the end. Long
-// sequences have few items, all the longer: there, phases halve three times.
+// sequences have few items, all the longer: there, phases halve three times. Short ones have short items, and would
+// read K and V once more: there is one phase.
 template <bool kCausal>
 CUTE_HOST_DEVICE void add_phases(Order& order, int tiles, int heads) {
-  constexpr int kLongTiles = 32;
-  const bool is_long = tiles >= kLongTiles;
+  constexpr int kShortTiles = 8, kLongTiles = 32;
+  const bool is_short = !kCausal || tiles <= kShortTiles, is_long = tiles >= kLongTiles;
   int first_item = 0;
   for (int end = tiles; end > 0;) {
-    const int first_tile = !kCausal ? 0 : is_long ? (end > tiles / 8 ? end / 2 : 0) : end == tiles ? tiles / 4 : 0;
+    const int first_tile = is_short ? 0 : is_long ? (end > tiles / 8 ? end / 2 : 0) : end == tiles ? tiles / 4 : 0;
     order.phase[order.phases++] = {first_item, first_tile, end - first_tile, order.section * (end - first_tile)};
     first_item += (end - first_tile) * heads;
     end = first_tile;
@@ -53,11 +55,16 @@ CUTE_HOST_DEVICE void add_phases(Order& order, int tiles, int heads) {
 
 // K and V of a section stay in L2 while the CTAs that read them walk through. With a causal mask those are at different
 // places of it, so a section is as many heads as fit a third of the 50 MB of an H100 (two thirds where rows are wide
-// and many, 1 to 3% faster there); without a mask CTAs walk in step, and the heads that share K and V suffice. Sections
-// are about equally wide: a narrow last one would leave CTAs idle.
+// and many, 1 to 3% faster there), but no more than fit it with 2048 keys: short sequences are 2 to 10% faster so
+// (docs/lab/sm90a.md, row 42). Without a mask CTAs walk in step, and the heads that share K and V suffice. Sections are
+// about equally wide: a narrow last one would leave CTAs idle.
 template <int kTileM, int kHeadDim, bool kCausal>
 CUTE_HOST_DEVICE Order work_order(const ForwardParams& p) {
-  const int64_t l2_bytes = kHeadDim > 128 && p.seqlen_k >= 2048 ? 34'000'000 : 16'000'000;
+  constexpr int kShortKeys = 2048;
+  const int64_t third = 16'000'000;
+  const int64_t l2_bytes = p.seqlen_k < kShortKeys ? third * p.seqlen_k / kShortKeys
+                           : kHeadDim > 128        ? 34'000'000
+                                                   : third;
   const int64_t group = p.heads / p.kv_heads, heads = int64_t(p.batch) * p.heads;
   const int64_t head_bytes = int64_t(p.seqlen_k) * 2 * kHeadDim;
   const int64_t fit = kCausal && l2_bytes > head_bytes ? l2_bytes / head_bytes * group : group;
@@ -94,6 +101,7 @@ CUTE_HOST_DEVICE Item item_at(const ForwardParams& p, const Order& order, int n)
     const int64_t visible = int64_t(rows_end) + p.causal_offset;  // one past the last key that the last row sees
     keys = visible < keys ? visible : keys;
   }
+  item.out = item.batch * p.o_stride_batch + item.head * p.o_stride_head + item.row * p.o_stride_row;
   item.first_tile = 0;
   item.tiles = keys < 1 ? 1 : ceil_div(int(keys), kTileN);  // a tile where all is masked, if need be: no special case
   return item;

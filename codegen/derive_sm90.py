@@ -48,7 +48,7 @@ class Sm90Derived(Derived):
 
     halves: slots of shared memory that a tile of K, or of V, takes.
     key_slots, value_slots: how many there are.
-    value_stage: a slot of V with its rows for the row sums.
+    value_stage: a slot of V with its ones rows.
     parts, part_columns: P V is computed in this many products of so many columns, part 0 with ONES more.
     part_buffers: accumulators for the parts.
     tight: the warps that compute take so many registers that the loading warp has to do with the fewest.

@@ -133,7 +133,7 @@ def test_mean_of_values_at_length() -> None:
     """V ~ N(1, 1), 131,072 keys: a 13-bit accumulator over a whole row is off by half; bf16 rounding alone is 0.17%.
 
     Over one tile it cuts the products of V more than those of ones, which have fewer bits; that would leave a bias that
-    grows with the keys of a tile. So many keys have rows of 1.5 for the row sums (docs/lab/sm90a.md).
+    grows with the keys of a tile, and where they are many a part of it is given back (docs/lab/sm90a.md).
     """
     q, k, v = qkv(1, 1, 1, 128, 131072, 64)
     v = (v.float() + 1).bfloat16()

@@ -71,19 +71,18 @@ def test_more_tokens_than_32_bits_count(name: str) -> None:
 
 
 def check_fence(text: str) -> None:
-    """The rows for the row sums are what threads store into operands: then the fence for the asynchronous proxy, then a
-    barrier, then everything that reads. Nothing else is stored there by threads but the parts of a cluster, which
-    threads read.
+    """The rows of ones are what threads store into operands: then the fence for the asynchronous proxy, then a barrier,
+    then everything that reads. Nothing else is stored there by threads but the parts of a cluster, which threads read.
     """
     kernel = text[text.index("__global__ void") :]
-    order = ["= kUnits;", "sm90::fence_async();", "__syncthreads();", "work(params, shared, warpgroup)"]
+    order = ["= kOnes;", "sm90::fence_async();", "__syncthreads();", "work(params, shared, warpgroup)"]
     places = [kernel.find(piece) for piece in order]
     assert -1 not in places and places == sorted(places)
     work = re.search(r"void work\(.*?\n}\n", text, re.S)
     assert work is not None
     for reader in ("load(params, shared)", "compute(params, shared, warpgroup)"):
         assert text.count(reader) == work[0].count(reader) == 1
-    assert text.count("= kUnits;") == 1
+    assert text.count("= kOnes;") == 1
     assert re.findall(r"shared\.[qkv](?:\[[^\]]*\])+\s*=[^=]", text) == []
     casts = re.findall(r"reinterpret_cast<(\w+\*)>\(", text)
     assert set(casts) <= {"SharedStorage*", "uint32_t*", "Part*"} and casts.count("uint32_t*") == 1
@@ -181,7 +180,7 @@ def tools() -> Toolbox:
 
 @pytest.mark.edge(45)
 def test_the_machine_code_has_the_fence(tools: Toolbox, tmp_path: Path) -> None:
-    """Between the last store of the rows for the row sums and the first copy or product: the fence, then a barrier."""
+    """Between the last store of the rows of ones and the first copy or product: the fence, then a barrier."""
     variant = next(v for v in HOPPER if v.profile == "dev" and v.kind == "fwd")
     cubin = tmp_path / "kernel.cubin"
     compiling._run_nvcc(tools.command("sm90a", generated_dir() / variant.file, cubin), tools.environment)

@@ -50,10 +50,10 @@ constexpr int kLoaderRegisters = 40, kComputeRegisters = 232;
 
 // 14 of these a warpgroup and KV tile
 using Gmma = cute::SM90::GMMA::MMA_64x128x32_F32E5M2E5M2_SS_TN<>;  // S = Q K^T
-using GmmaValues = cute::SM90::GMMA::MMA_64x104x32_F32E4M3E5M2_RS_TN<>;  // P V, first part and, by 8 rows of kUnit in V^T, the row sums of P
+using GmmaValues = cute::SM90::GMMA::MMA_64x104x32_F32E4M3E5M2_RS_TN<>;  // P V, first part and, by 8 rows of ones in V^T, the row sums of P
 using GmmaRest = cute::SM90::GMMA::MMA_64x96x32_F32E4M3E5M2_RS_TN<>;  // P V, the other part
-constexpr float kUnit = 1.f;            // of the row sums
-constexpr uint32_t kUnits = 0x3C3C3C3C;  // four times in e5m2
+constexpr uint32_t kOnes = 0x3C3C3C3C;  // four times 1.0 in e5m2
+constexpr float kTruncation = 1.f;  // what the row sums keep over what P V keeps: the tensor core cuts longer products more
 using Score = float;  // one float32 score
 constexpr int kScoreRegs = 4;  // per n8 block
 using Out = OutBf16;
@@ -63,7 +63,7 @@ using Out = OutBf16;
 using QTile = sm90::OperandTile<kTileM, kHeadDim>;
 using SourceTile = void;  // Q is always e4m3
 using KTile = sm90::OperandTile<kTileN, kHeadDim>;
-using VTile = sm90::OperandTile<kHeadDim + 8, kTileN>;  // V^T: the columns of the first part, 8 rows of kUnit, the columns of the other parts
+using VTile = sm90::OperandTile<kHeadDim + 8, kTileN>;  // V^T: the columns of the first part, 8 rows of ones, the columns of the other parts
 // Where in it the columns of a part begin.
 constexpr __host__ __device__ int value_row(int part) { return part * kPartColumns + (part > 0 ? 8 : 0); }
 constexpr int kVBytes = (VTile::kBytes + 1023) / 1024 * 1024;
@@ -360,9 +360,9 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
         const float2 exact = exact_sums().item;
         store_lse(p, item.batch, item.head, row, {exact.x, exact.y}, ref);
       }
-      if (p.amax != nullptr) store_amax<kSplit>(p, row, o, sum, kUnit, column_descale);
+      if (p.amax != nullptr) store_amax<kSplit>(p, row, o, sum, kTruncation, column_descale);
     }
-    store_rows<Out, kSplit>(p, item.out + local * p.o_stride_row, row, o, sum, kUnit, column_descale, 1.f);
+    store_rows<Out, kSplit>(p, item.out + local * p.o_stride_row, row, o, sum, kTruncation, column_descale, 1.f);
   };
 
   // A tile is finished before the next is begun; what this warpgroup waits for, the others fill with their products.
@@ -448,11 +448,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
     }
     sm90::fence_init();
   }
-  // The rows of V^T for the row sums, which no copy ever overwrites.
-  constexpr int kUnitWords = 8 * VTile::kWidth / 4;
-  for (int i = threadIdx.x; i < kStages * VTile::kBlocks * kUnitWords; i += kThreads) {
-    uint8_t* block = shared.v[i / (VTile::kBlocks * kUnitWords)] + i / kUnitWords % VTile::kBlocks * VTile::kBlockBytes;
-    reinterpret_cast<uint32_t*>(block + kPartColumns * VTile::kWidth)[i % kUnitWords] = kUnits;
+  // The rows of ones in V^T, which no copy ever overwrites.
+  constexpr int kOnesWords = 8 * VTile::kWidth / 4;
+  for (int i = threadIdx.x; i < kStages * VTile::kBlocks * kOnesWords; i += kThreads) {
+    uint8_t* block = shared.v[i / (VTile::kBlocks * kOnesWords)] + i / kOnesWords % VTile::kBlocks * VTile::kBlockBytes;
+    reinterpret_cast<uint32_t*>(block + kPartColumns * VTile::kWidth)[i % kOnesWords] = kOnes;
   }
   sm90::fence_async();
   __syncthreads();

@@ -38,12 +38,12 @@ struct Order {
 // Without a mask there is one phase. With a causal mask items differ in length, and who draws a long one last is still
 // at it when the others have gone home. So rows are taken in phases, each over all sections and from its last rows to
 // its first: first the upper three quarters of the rows, and a quarter, a sixteenth of the work, for the end. Long
-// sequences have few items, all the longer: there, phases halve three times. Short ones have short items, and would
-// read K and V once more: there is one phase.
-template <bool kCausal>
+// sequences have few items, all the longer: there, phases halve three times. Short ones have many, which are short, and
+// a second phase would read K and V once more: there is one.
+template <bool kCausal, bool kWide>
 CUTE_HOST_DEVICE void add_phases(Order& order, int tiles, int heads) {
   constexpr int kShortTiles = 8, kLongTiles = 32;
-  const bool is_short = !kCausal || tiles <= kShortTiles, is_long = tiles >= kLongTiles;
+  const bool is_short = !kCausal || (tiles <= kShortTiles && !kWide), is_long = tiles >= kLongTiles;
   int first_item = 0;
   for (int end = tiles; end > 0;) {
     const int first_tile = is_short ? 0 : is_long ? (end > tiles / 8 ? end / 2 : 0) : end == tiles ? tiles / 4 : 0;
@@ -55,19 +55,24 @@ CUTE_HOST_DEVICE void add_phases(Order& order, int tiles, int heads) {
 
 // K and V of a section stay in L2 while the CTAs that read them walk through. With a causal mask those are at different
 // places of it, so a section is as many heads as fit a third of the 50 MB of an H100 (two thirds where rows are wide
-// and many, 1 to 3% faster there), but no more than fit it with 2048 keys: short sequences are 2 to 10% faster so
-// (docs/lab/sm90a.md, row 42). Without a mask CTAs walk in step, and the heads that share K and V suffice. Sections are
-// about equally wide: a narrow last one would leave CTAs idle.
+// and many, 1 to 3% faster there), but no more than would fit it with 2048 keys, which makes short sequences 2 to 10%
+// faster (docs/lab/sm90a.md, row 42), as long as those have two items an SM. Without a mask CTAs walk in step, and the
+// heads that share K and V suffice. Sections are about equally wide: a narrow last one would leave CTAs idle.
 template <int kTileM, int kHeadDim, bool kCausal>
 CUTE_HOST_DEVICE Order work_order(const ForwardParams& p) {
-  constexpr int kShortKeys = 2048;
-  const int64_t third = 16'000'000;
-  const int64_t l2_bytes = p.seqlen_k < kShortKeys ? third * p.seqlen_k / kShortKeys
-                           : kHeadDim > 128        ? 34'000'000
-                                                   : third;
+  constexpr int64_t kManyKeys = 2048;
+  constexpr bool kWide = kHeadDim > 128;
+  const int row_tiles = ceil_div(p.seqlen_q, kTileM);
   const int64_t group = p.heads / p.kv_heads, heads = int64_t(p.batch) * p.heads;
-  const int64_t head_bytes = int64_t(p.seqlen_k) * 2 * kHeadDim;
-  const int64_t fit = kCausal && l2_bytes > head_bytes ? l2_bytes / head_bytes * group : group;
+  const int64_t l2_bytes = kWide && p.seqlen_k >= kManyKeys ? 34'000'000 : 16'000'000;
+  const auto heads_in_l2 = [&](int64_t keys) { return l2_bytes / (keys * 2 * kHeadDim) * group; };
+  int64_t fit = heads_in_l2(p.seqlen_k);
+  if (p.seqlen_k < kManyKeys) {
+    const int64_t narrow = heads_in_l2(kManyKeys), fewest = ceil_div(2 * p.sm_count, row_tiles);
+    const int64_t wanted = narrow > fewest ? narrow : fewest;
+    fit = wanted < fit ? wanted : fit;
+  }
+  if (!kCausal || fit < group) fit = group;
   const int64_t sections = (heads + fit - 1) / fit;
   Order order{};
   order.items = int(work_items(p, kTileM));
@@ -77,7 +82,7 @@ CUTE_HOST_DEVICE Order work_order(const ForwardParams& p) {
   order.last_width = int(heads) - order.last_section;
   order.heads = p.heads;
   order.heads_per_kv = int(group);
-  add_phases<kCausal>(order, ceil_div(p.seqlen_q, kTileM), int(heads));
+  add_phases<kCausal, kWide>(order, row_tiles, int(heads));
   return order;
 }
 

@@ -14,7 +14,7 @@ from codegen.keys import PRECISIONS
 
 from . import plot as plotting
 from . import report
-from .commands import overhead, pack, regret, tune, ways
+from .commands import accuracy, overhead, pack, regret, tune, ways
 from .options import Wanted, commit_option, need_card, out_option, read_csv, results_folder, shape_options, stop
 from .results import FAILED, WRONG
 
@@ -165,7 +165,7 @@ def machine() -> None:
     click.echo(json.dumps(stamp(), indent=2))
 
 
-for command in (regret, overhead, pack, tune, ways):
+for command in (accuracy, regret, overhead, pack, tune, ways):
     cli.add_command(command)
 
 if __name__ == "__main__":

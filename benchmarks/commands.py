@@ -167,6 +167,37 @@ def ways(wanted: Wanted, quick: bool, budget: float, out: Path | None, commit: s
 
 
 @click.command()
+@out_option
+@commit_option
+def accuracy(out: Path | None, commit: str) -> None:
+    """Compare what calls of ours and the peers lose on the same inputs, and write CSV, table and plot."""
+    need_card("running the peers")
+    from . import accuracy, machine, plot
+    from .peers import PEERS
+
+    ours = accuracy.Calls()
+    if (reason := ours.available()) is not None:
+        stop(reason)
+    peers = [ours, *(PEERS[name] for name in accuracy.PEER_NAMES)]
+    stamp = machine.stamp(commit) | {peer.name: peer.version() for peer in peers if peer.available() is None}
+    losses = []
+    for case in accuracy.CASES:
+        losses += accuracy.measure(case, peers)
+        click.echo(f"{case.inputs}, {case.shape.label}: done")
+    folder = results_folder(out, stamp)
+    with (folder / "accuracy_peers.csv").open("w", encoding="utf-8", newline="") as file:
+        write_records(file, stamp, accuracy.Loss, losses)
+    text = accuracy.markdown(stamp, losses)
+    (folder / "accuracy_peers.md").write_text(text, encoding="utf-8")
+    try:
+        plot.draw_losses(stamp, losses, folder / "accuracy_peers.png")
+    except plot.PlotError as error:
+        click.echo(f"no plot: {error}")
+    click.echo(text)
+    sys.exit(1 if any(loss.status == FAILED for loss in losses) else 0)
+
+
+@click.command()
 @click.option("--arch", type=click.Choice(list(TARGETS)), default="sm90a", show_default=True)
 @click.option("--softmax", "softmaxes", type=click.Choice(SOFTMAXES), multiple=True, help="Default: both.")
 @click.option("--most", type=click.IntRange(min=0), default=0, help="Candidates of a cell, by the model; 0 takes all.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -35,13 +36,14 @@ class Data:
 
         NaN counts as infinite, so that it fails every limit.
         """
-        difference = norm = 0.0
-        for (batch, head), expected in zip(self.pairs, self.expected, strict=True):
-            got = out[batch, head].float()[self.rows] * descale
-            difference += float((got - expected).square().sum())
-            norm += float(expected.square().sum())
-        error = math.sqrt(difference / norm)
+        got, expected = self.sample(out, descale)
+        error = float((got - expected).norm() / expected.norm())
         return error if error == error else math.inf
+
+    def sample(self, out: torch.Tensor, descale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sampled rows of an output, times ``descale``, and what is expected there: (pairs, rows, D) float32."""
+        got = torch.stack([out[pair].float()[self.rows] for pair in self.pairs])
+        return got * descale, torch.stack(self.expected)
 
 
 def make_data(shape: Shape, device: torch.device | str = "cuda", seed: int = 0) -> Data:
@@ -52,15 +54,21 @@ def make_data(shape: Shape, device: torch.device | str = "cuda", seed: int = 0) 
         size = (shape.batch, heads, seqlen, shape.head_dim)
         return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
 
-    q, k, v = (
+    return with_operands(
+        shape,
         draw(shape.heads, shape.seqlen_q),
         draw(shape.kv_heads, shape.seqlen_k),
         draw(shape.kv_heads, shape.seqlen_k),
     )
+
+
+def with_operands(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, every_row: bool = False) -> Data:
+    """Data of given bf16 operands; with ``every_row`` the sample is the whole output."""
     scale = 1.0 / math.sqrt(shape.head_dim)
-    count = min(SAMPLED_ROWS, shape.seqlen_q)
-    rows = torch.linspace(0, shape.seqlen_q - 1, count, device=device).round().long()
-    pairs = tuple(dict.fromkeys([(0, 0), (shape.batch - 1, shape.heads - 1)]))
+    count = shape.seqlen_q if every_row else min(SAMPLED_ROWS, shape.seqlen_q)
+    rows = torch.linspace(0, shape.seqlen_q - 1, count, device=q.device).round().long()
+    ends = [(0, 0), (shape.batch - 1, shape.heads - 1)]
+    pairs = tuple(itertools.product(range(shape.batch), range(shape.heads)) if every_row else dict.fromkeys(ends))
     expected = tuple(_reference(shape, q, k, v, scale, rows, *pair) for pair in pairs)
     return Data(shape, q, k, v, scale, rows, pairs, expected)
 

@@ -17,7 +17,7 @@ from .data import ERROR_LIMIT, Data, make_data
 from .machine import Monitor
 from .peers import Contender, Peer, Refused
 from .report import brief
-from .results import FAILED, OK, UNAVAILABLE, WRONG, Row, Writer
+from .results import FAILED, OK, UNAVAILABLE, WRONG, Row, Writer, first_line
 from .shapes import Shape
 
 
@@ -43,11 +43,6 @@ class Settings:
 QUICK = Settings(target_us=1500.0, replays=10, most_us=200_000.0)
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]
-
-
 def _prepare(peers: Iterable[Peer], data: Data) -> tuple[list[Contender], list[Row]]:
     """The contenders that are ready, and a row for each peer that is not."""
     ready: list[Contender] = []
@@ -56,9 +51,9 @@ def _prepare(peers: Iterable[Peer], data: Data) -> tuple[list[Contender], list[R
         try:
             ready += peer.prepare(data)
         except Refused as refusal:
-            rows.append(Row(data.shape, peer.name, peer.precision, UNAVAILABLE, _first_line(refusal)))
+            rows.append(Row(data.shape, peer.name, peer.precision, UNAVAILABLE, first_line(refusal)))
         except Exception as error:  # a peer that breaks must not end the run
-            rows.append(Row(data.shape, peer.name, peer.precision, FAILED, _first_line(error)))
+            rows.append(Row(data.shape, peer.name, peer.precision, FAILED, first_line(error)))
     return ready, rows
 
 
@@ -84,7 +79,7 @@ def _record(contender: Contender, data: Data, settings: Settings) -> tuple[Row, 
         recorded = capture(contender.launch, settings.target_us)
         error = _check(contender, recorded, data)
     except Exception as failure:  # as in _prepare
-        return replace(row, status=FAILED, reason=_first_line(failure)), None
+        return replace(row, status=FAILED, reason=first_line(failure)), None
     row = replace(row, error=error)
     limit = ERROR_LIMIT[contender.precision]
     if error > limit:
@@ -100,7 +95,7 @@ def _with_quantisation(row: Row, contender: Contender, settings: Settings) -> Ro
         recorded = capture(contender.quantise, settings.quantise.target_us)
         (timing,) = interleave([recorded], settings.quantise.replays)
     except Exception as failure:  # as in _prepare; the kernel's own time stands
-        return replace(row, reason=f"quantisation was not timed: {_first_line(failure)}")
+        return replace(row, reason=f"quantisation was not timed: {first_line(failure)}")
     return replace(row, quantise_us=timing.median_us)
 
 

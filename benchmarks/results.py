@@ -58,6 +58,12 @@ _FLAGS = ("causal", "chosen")
 _COUNTS = ("launches", "replays", *(name for name in _SHAPE if name not in _FLAGS))
 
 
+def first_line(error: BaseException) -> str:
+    """What a row says of an error."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
+
+
 def _format(value: Any) -> str:
     if value is None:
         return ""

@@ -29,10 +29,9 @@ CONSUMER_REGISTERS = {1: 240, 2: 232, 3: 160}
 PRODUCER_REGISTERS = {1: 24, 2: 40, 3: 32}
 TIGHT_REGISTERS = (240, 24)  # those of two warpgroups where O alone takes half of them
 
-# Registers that may go through local memory, by head_dim, tile, softmax and schedule: two words of a tile, stored
-# behind the scores and read back under the products, and one of an item, the loader's, read back twice. Without a mask,
-# where 192 rows fill a wave and 128 do not, anything that fits takes 1.19 to 1.24 times as long: 12 heads of 2,048
-# rows, 3 of 8,192 (tuning/h200.csv). With one it is there for keys that were packed for it.
+# Registers that may go through local memory, by head_dim, tile, softmax and schedule: a few words of a tile, stored
+# behind the scores and read back under the products, and of an item. Where 192 rows fill a wave and 128 do not, all
+# that fits takes 1.19 to 1.24 times as long: without a mask 12 heads of 2,048 rows, 3 of 8,192 (tuning/h200.csv).
 SPILLED = {(64, Tile(m=192, n=192, warps=12), Softmax.LINEAR, Schedule.PINGPONG): 4}
 
 # Registers beside accumulators: row state, addresses, loop counters, and what the compiler wants for alignment.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from codegen.derive_sm90 import ITEM_SLOTS, ONES, derive
 from codegen.scaling import GRANULARITY, key_block
-from codegen.spec import Dtype, Schedule, Softmax, Variant
+from codegen.spec import Dtype, Out, Schedule, Softmax, Variant
 from codegen.view import OUT_POLICY, summary, symbol
 
 _SCHEDULE = {
@@ -19,7 +19,8 @@ _SCHEDULE = {
 
 # The tensor core cuts every product toward zero at 13 bits below the sum so far. One of P and 1 has four bits, one of P
 # and a value of V up to eight: with many keys a tile, P V loses more than the row sums that divide it, by nothing (V a
-# power of two) to 0.2% (V of one sign). Of that, 0.06% is given back (docs/lab/sm90a.md, the bias).
+# power of two) to 0.2% (V of one sign). Of that, 0.06% is given back (docs/lab/sm90a.md, the bias): less than bf16 and
+# e4m3 can show of a constant V. fp16 shows it, and would overflow with V near its end, so that it gets nothing back.
 MANY_KEYS = 128
 TRUNCATION = 1.0006
 
@@ -91,7 +92,7 @@ def kernel_view(v: Variant) -> KernelView:
         mma_rest=f"MMA_64x{d.part_columns}x32_F32E4M3{operand}_RS_TN",
         mma_comment=f"{d.mma_per_tile} of these a warpgroup and KV tile",
         ones="0x38383838" if v.dtype is Dtype.E4M3 else "0x3C3C3C3C",
-        truncation=f"{TRUNCATION}f" if v.tile_n > MANY_KEYS else "1.f",
+        truncation=f"{TRUNCATION}f" if v.tile_n > MANY_KEYS and v.out is not Out.FP16 else "1.f",
         out_policy=OUT_POLICY[v.out],
         k_granularity=grain.k,
         v_granularity=grain.v,

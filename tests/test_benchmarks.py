@@ -292,7 +292,9 @@ def test_a_long_launch_is_replayed_less_often() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 @pytest.mark.parametrize(
-    "command", [("grid",), ("regret",), ("overhead",), ("pack",), ("launch", "--head-dim", "64")], ids=lambda c: c[0]
+    "command",
+    [("grid",), ("accuracy",), ("regret",), ("overhead",), ("pack",), ("launch", "--head-dim", "64")],
+    ids=lambda c: c[0],
 )
 def test_what_needs_a_card_says_so(command: tuple[str, ...]) -> None:
     found = CliRunner().invoke(cli, command)

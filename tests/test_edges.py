@@ -123,6 +123,13 @@ def test_uniform_attention_over_a_constant(seqlen_k: int, precision: str) -> Non
         assert float((got / float(v[0, 0, 0, 0]) - 1).abs().max()) <= 2.0**-8
 
 
+@both
+def test_values_at_the_end_of_fp16(precision: str) -> None:
+    q, k = (randn(1, 2, 300, 64, seed=seed).half() for seed in range(2))
+    v = torch.full_like(k, 65504.0)
+    assert torch.equal(attention(q, k, v, precision=precision), v)
+
+
 @pytest.mark.edge(16)
 @both
 @pytest.mark.parametrize("seqlen_k", [32768, 131072, 163841])

@@ -128,6 +128,15 @@ def test_uniform_attention_and_constant_v(precision: str) -> None:
         assert float((fp8cutlass.attention(q, k, v, precision=precision) - 3).abs().max()) <= 3 * 2**-8
 
 
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+def test_values_at_the_end_of_fp16(head_dim: int) -> None:
+    """65,504 stays what it is: 0.03% more would be infinite."""
+    q, k, _ = (x.half() for x in qkv(1, 16, 16, 2048, 2048, head_dim))
+    v = torch.full_like(k, 65504.0)
+    for precision in ("fast", "accurate"):
+        assert bool((fp8cutlass.attention(q, k, v, precision=precision) == v).all())
+
+
 @pytest.mark.edge(16)
 def test_mean_of_values_at_length() -> None:
     """V ~ N(1, 1), 131,072 keys: a 13-bit accumulator over a whole row is off by half; bf16 rounding alone is 0.17%.

@@ -18,6 +18,7 @@ from reference import randn
 
 from codegen.gates import compile as compiling
 from codegen.gates.toolbox import Toolbox, ToolboxError, open_toolbox
+from codegen.view_sm90 import MANY_KEYS, TRUNCATION
 from fp8cutlass import UnsupportedError, attention, supports
 from fp8cutlass.manifest import generated_dir, load_manifest
 from fp8cutlass.memory import TENSOR_MAP_STRIDE, aligned
@@ -109,12 +110,12 @@ def check_arrivals(text: str) -> None:
 
 def one_lane(text: str, place: int) -> bool:
     """Whether a place of a source is behind a condition that holds for one lane, in its block or its statement; or in a
-    function that is called from such places only."""
-    for name in ("copy_query", "publish"):
-        body = re.search(rf"void {name}\(.*?\n}}\n", text, re.S)
+    function, or a lambda, that is called from such places only."""
+    for name in ("copy_query", "publish", "copy_keys", "copy_values"):
+        body = re.search(rf"void {name}\(.*?\n}}\n|( +)const auto {name} = .*?\n\1}};\n", text, re.S)
         if body is not None and body.start() <= place < body.end():
             calls = [m.start() for m in re.finditer(rf"(?<!void ){name}[<(]", text)]
-            return all(one_lane(text, call) for call in calls)
+            return bool(calls) and all(one_lane(text, call) for call in calls)
     lane = re.compile(r"\b(lane|thread) == 0|\blane == j % 32\b|\belect_one_sync\(\)")
     statement = text[max(text.rfind(c, 0, place) for c in ";{}") + 1 : place]
     if lane.search(statement):
@@ -128,6 +129,12 @@ def one_lane(text: str, place: int) -> bool:
                 return True
             depth = 0
     return False
+
+
+def test_what_is_given_back_does_not_make_fp16_overflow() -> None:
+    for variant in HOPPER:
+        gives = variant.tile_n > MANY_KEYS and variant.out != "fp16"
+        assert f"kTruncation = {f'{TRUNCATION}f' if gives else '1.f'};" in source(variant.file)
 
 
 @pytest.mark.edge(45)
@@ -155,7 +162,7 @@ def test_every_thread_arrives_for_itself() -> None:
         ),
         (check_arrivals, "      load(params, shared);", "      if (lane == 0) sm90::arrive(control.k_full[0]);"),
         (check_arrivals, "if (lane == 0) publish(", "publish("),
-        (check_arrivals, "if (cute::elect_one_sync()) {", "if (lane < 2) {"),
+        (check_arrivals, "if (cute::elect_one_sync()) copy_values", "if (lane < 2) copy_values"),
         (check_arrivals, "if (lane == j % 32) {", "if (lane == j / 32) {"),
         (check_arrivals, "if (thread == 0) copy_query", "copy_query"),
         (check_arrivals, "sm90::init(control.q_full[i], sm90::kRowThreads)", "sm90::init(control.q_full[i], 1)"),

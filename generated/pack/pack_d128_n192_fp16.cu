@@ -19,6 +19,7 @@ using packing::kThreads;
 using Source = packing::Fp16;
 
 constexpr int kHeadDim = 128;
+constexpr int kCtas = 1;   // that share a block of 192 keys
 constexpr int kRows = 192;
 constexpr int kLanes = 8;    // share a row
 constexpr int kChunks = 2;   // of 8 elements, that a lane owns of a row
@@ -66,10 +67,11 @@ __device__ void make_scales(const PackOperand& o, const Block& block, const uint
       if (thread < kRows) group_max = inverse[thread];
       break;
     case Granularity::block: {
-      const int groups = (o.tokens + kRows - 1) / kRows;
-      stores = thread == 0 && block.index < groups;  // V is padded to 128 keys, which may be a block more
-      group = int64_t{block.head} * groups + block.index;
-      group_max = X::low(packing::block_max(packing::largest_of(largest)));
+      const int groups = (o.tokens + kCtas * kRows - 1) / (kCtas * kRows), index = block.index / kCtas;
+      stores = thread == 0 && block.index % kCtas == 0 && index < groups;  // V is padded to 128 keys, which may be a block more
+      group = int64_t{block.head} * groups + index;
+      const uint32_t bits = packing::block_max(packing::largest_of(largest));
+      group_max = X::low(bits);
       break;
     }
     case Granularity::channel:
@@ -215,8 +217,8 @@ __global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : 0) ama
 int launch(const PackParams& params, CUstream_st* stream) {
   if (params.handover.ready != nullptr) return sm90::launch_delivery<Delivery, Source>(params, stream);
   if (params.k_mean != nullptr || params.hadamard)
-    return packing::launch<kRows, 1>(pack<true>, amax<true>, Stage::kBytes, Stage::kBytes, params, stream);
-  return packing::launch<kRows, 1>(pack<false>, amax<false>, Stage::kBytes, 0, params, stream);
+    return packing::launch<kRows, kCtas>(pack<true>, amax<true>, Stage::kBytes, Stage::kBytes, params, stream);
+  return packing::launch<kRows, kCtas>(pack<false>, amax<false>, Stage::kBytes, 0, params, stream);
 }
 
 }  // namespace

@@ -66,7 +66,8 @@ __device__ void make_scales(const PackOperand& o, const Block& block, const uint
       const int groups = (o.tokens + kCtas * kRows - 1) / (kCtas * kRows), index = block.index / kCtas;
       stores = thread == 0 && block.index % kCtas == 0 && index < groups;
       group = int64_t{block.head} * groups + index;
-      group_max = X::low(sm90::cluster_max<kCtas>(packing::block_max(packing::largest_of(largest))));
+      const uint32_t bits = packing::block_max(packing::largest_of(largest));
+      group_max = X::low(sm90::cluster_max<kCtas>(bits));
       break;
     }
     case Granularity::channel:

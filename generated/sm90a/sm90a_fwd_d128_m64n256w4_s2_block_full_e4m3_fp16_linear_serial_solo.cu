@@ -35,7 +35,8 @@ constexpr int kTileN = 256;
 constexpr int kWarps = 4;  // that compute
 constexpr int kWarpgroups = kWarps / 4;  // and one more that loads
 constexpr int kThreads = 256;
-constexpr int kStages = 2;
+constexpr int kSlotKeys = 256;    // of a slot of K, and of V
+constexpr int kKeySlots = 2, kValueSlots = 2;  // stages of the pipeline, each in a slot of shared memory
 constexpr int kQBuffers = 2;
 constexpr int kSplit = 1;         // CTAs that share an item
 constexpr int kItemSlots = 4;     // work items that are known at a time
@@ -52,7 +53,7 @@ constexpr int kPartBlocks = kPartColumns / 8;
 using Gmma = cute::SM90::GMMA::MMA_64x256x32_F16E4M3E4M3_SS_TN<>;  // S = Q K^T
 using GmmaValues = cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>;  // P V and, by 8 rows of ones in V^T, the row sums of P
 constexpr uint32_t kOnes = 0x38383838;  // four times 1.0 in e4m3
-constexpr float kTruncation = 1.0006f;  // what the row sums keep over what P V keeps: the tensor core cuts longer products more
+constexpr float kTruncation = 1.f;  // given back to O: the tensor core cuts P V more than the row sums (docs/lab/sm90a.md, the bias)
 using Score = uint32_t;  // two packed f16 scores
 constexpr int kScoreRegs = 2;  // per n8 block
 using Out = OutFp16;
@@ -61,8 +62,8 @@ using Out = OutFp16;
 
 using QTile = sm90::OperandTile<kTileM, kHeadDim>;
 using SourceTile = sm90::OperandTile<kTileM, 2 * kHeadDim>;  // Q in bf16 or fp16, before it is quantised
-using KTile = sm90::OperandTile<kTileN, kHeadDim>;
-using VTile = sm90::OperandTile<kHeadDim + 8, kTileN>;  // V^T: the columns of V, 8 rows of ones
+using KTile = sm90::OperandTile<kSlotKeys, kHeadDim>;
+using VTile = sm90::OperandTile<kHeadDim + 8, kSlotKeys>;  // V^T: the columns of V, 8 rows of ones
 // Where in it the columns of a part begin.
 constexpr __host__ __device__ int value_row(int part) { return part * kPartColumns + (part > 0 ? 8 : 0); }
 constexpr int kVBytes = (VTile::kBytes + 1023) / 1024 * 1024;
@@ -76,19 +77,19 @@ struct ExactSums {
 struct SharedStorage {
   alignas(1024) uint8_t q[kQBuffers][QTile::kBytes];
   alignas(1024) uint8_t source[SourceTile::kBytes];
-  alignas(1024) uint8_t k[kStages][KTile::kBytes];
-  alignas(1024) uint8_t v[kStages][kVBytes];
+  alignas(1024) uint8_t k[kKeySlots][KTile::kBytes];
+  alignas(1024) uint8_t v[kValueSlots][kVBytes];
   ExactSums exact[128 * kWarpgroups];
   float slope[kItemSlots][kTileM];  // with the items: softmax scale times Q's descale, as codes (1/8 octave) a score unit of K's descale
   struct alignas(1024) {
     sm90::Item next[2];  // of the loader: the item that it loads and the one after, for the warps that fetch Q
     sm90::Item items[kItemSlots];  // this item, the one before (its epilogue may still run) and those that are loaded ahead
-    float2 descales[2 * kStages];  // of K and of V, read until after the stages are loaded again, so twice as many
+    float2 descales[2 * kKeySlots];  // of K and of V, read until after the slots are loaded again, so twice as many
     sm90::Barrier q_full[kQBuffers], q_empty[kQBuffers];
     sm90::Barrier next_full[2], next_empty[2];
     sm90::Barrier source_full;
     int first;  // the number of this CTA's first item
-    sm90::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    sm90::Barrier k_full[kKeySlots], k_empty[kKeySlots], v_full[kValueSlots], v_empty[kValueSlots];
   } control;
 };
 
@@ -101,14 +102,7 @@ static_assert(((kTileN % 64) == 0) && (kTileN <= 256), "KEY-STEPS: V lies in sha
 static_assert((kScoreRegs == 2) || ((128 % kTileN) == 0), "EXP2-KEYS: FP8 operands come with descales for 128 keys, and what takes them must not straddle two");
 static_assert(int(sizeof(SharedStorage)) <= 232448, "SMEM: shared memory a block can have on sm_90a");
 
-// Where the pipeline stands: slot, and the parity of the barrier phase that fills it.
-struct Stage {
-  int slot = 0, parity = 0;
-  __device__ __forceinline__ Stage next() const {
-    return slot + 1 == kStages ? Stage{0, parity ^ 1} : Stage{slot + 1, parity};
-  }
-  __device__ __forceinline__ int ring() const { return slot + kStages * parity; }  // where twice as many are kept
-};
+using Stage = sm90::Stage<kKeySlots>;  // of K and of V: a tile has the same one of both
 
 // ---- the loader: one warp, of which one lane drives the copy engine for K and V ------------------------------------------------------------------
 
@@ -154,7 +148,7 @@ __device__ __forceinline__ void publish(decltype(SharedStorage::control)& contro
   sm90::arrive(control.next_full[turn % 2]);
 }
 
-// A tile of Q. `full` is held until it is there.
+// A tile of Q, for one lane. `full` is held until it is there.
 template <class Tile>
 __device__ __forceinline__ void copy_query(const sm90::KernelParams& params, const sm90::Item& item, sm90::Barrier& full, uint8_t* to) {
   sm90::expect(full, Tile::kBytes);
@@ -190,30 +184,33 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
     const int k_head = sm90::uniform((item.kv_head - item.batch * p.kv_heads) * params.k_head_step);
     bool seen = true;  // K and V of the next item
     float2 descales = ahead.descales;
+    // For one lane. The arrival for K, with the number of bytes, is left to the caller, as descales come with it.
+    const auto copy_keys = [&](int slot, int key) {
+#pragma unroll
+      for (int b = 0; b < KTile::kBlocks; ++b)
+        Copy::copy(&params.k, &control.k_full[slot], kHint, shared.k[slot] + b * KTile::kBlockBytes, b * KTile::kWidth, key, k_head, k_batch);
+    };
+    const auto copy_values = [&](int slot, int key) {
+      sm90::arrive_expect(control.v_full[slot], VTile::kRowBytes * kHeadDim);
+#pragma unroll
+      for (int b = 0; b < VTile::kBlocks; ++b)
+#pragma unroll
+        for (int part = 0; part < kParts; ++part)
+          Copy::copy(&params.v, &control.v_full[slot], kHint, shared.v[slot] + b * VTile::kBlockBytes + value_row(part) * VTile::kWidth,
+                     key + b * VTile::kWidth, part * kPartColumns, kv_head);
+    };
 #pragma unroll 1
     for (int j = 0; j < tiles; ++j, stage = stage.next()) {
       const int tile = first_tile + j, key = tile * kTileN, s = stage.slot;
       sm90::wait(control.k_empty[s], stage.parity ^ 1);
-      if (cute::elect_one_sync()) {
-#pragma unroll
-        for (int b = 0; b < KTile::kBlocks; ++b)
-          Copy::copy(&params.k, &control.k_full[s], kHint, shared.k[s] + b * KTile::kBlockBytes, b * KTile::kWidth, key, k_head, k_batch);
-      }
+      if (cute::elect_one_sync()) copy_keys(s, key);
       if (lane == j % 32) {
         control.descales[stage.ring()] = descales;
         sm90::arrive_expect(control.k_full[s], KTile::kBytes);
       }
       if (j % 32 == 31) descales = tile_descales(p, kv_head, tile + 1, first_tile + tiles - 1);
       sm90::wait(control.v_empty[s], stage.parity ^ 1);
-      if (cute::elect_one_sync()) {
-        sm90::arrive_expect(control.v_full[s], VTile::kRowBytes * kHeadDim);
-#pragma unroll
-        for (int b = 0; b < VTile::kBlocks; ++b)
-#pragma unroll
-          for (int part = 0; part < kParts; ++part)
-            Copy::copy(&params.v, &control.v_full[s], kHint, shared.v[s] + b * VTile::kBlockBytes + value_row(part) * VTile::kWidth,
-                       key + b * VTile::kWidth, part * kPartColumns, kv_head);
-      }
+      if (cute::elect_one_sync()) copy_values(s, key);
       if (j == 0) {
         number = sm90::next_item(p, number, drawn);
         if (number < params.order.items) {
@@ -315,7 +312,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   const auto issue_scores = [&](Scores& s, unsigned slot, int stage) {
     sm90::issue_scores<Gmma, QTile, KTile>(s, q_rows + slot * (QTile::kBytes / 16), k_tiles + stage * (KTile::kBytes / 16));
   };
-  const auto issue_values = [&](Product& t, int stage) { sm90::issue_values<GmmaValues, VTile>(t, prob, v_tiles + stage * (kVBytes / 16)); };
+  const auto issue_values = [&](Product& t, int stage) { sm90::issue_values<GmmaValues, VTile>(t, prob, {v_tiles + stage * (kVBytes / 16)}); };
 
   const auto k_descale = [&](const Stage& stage) { return control.descales[stage.ring()].x; };
   const auto v_descale = [&](const Stage& stage) { return control.descales[stage.ring()].y; };
@@ -475,15 +472,13 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
     for (int i = 0; i < 2; ++i) sm90::init(control.next_full[i], 1), sm90::init(control.next_empty[i], sm90::kRowThreads);
     sm90::init(control.source_full, 1);
     control.first = sm90::first_item(params.p);
-    for (int i = 0; i < kStages; ++i) {
-      sm90::init(control.k_full[i], 1), sm90::init(control.k_empty[i], kReaders);
-      sm90::init(control.v_full[i], 1), sm90::init(control.v_empty[i], kReaders);
-    }
+    for (int i = 0; i < kKeySlots; ++i) sm90::init(control.k_full[i], 1), sm90::init(control.k_empty[i], kReaders);
+    for (int i = 0; i < kValueSlots; ++i) sm90::init(control.v_full[i], 1), sm90::init(control.v_empty[i], kReaders);
     sm90::fence_init();
   }
   // The rows of ones in V^T, which no copy ever overwrites.
   constexpr int kOnesWords = 8 * VTile::kWidth / 4;
-  for (int i = threadIdx.x; i < kStages * VTile::kBlocks * kOnesWords; i += kThreads) {
+  for (int i = threadIdx.x; i < kValueSlots * VTile::kBlocks * kOnesWords; i += kThreads) {
     uint8_t* block = shared.v[i / (VTile::kBlocks * kOnesWords)] + i / kOnesWords % VTile::kBlocks * VTile::kBlockBytes;
     reinterpret_cast<uint32_t*>(block + kPartColumns * VTile::kWidth)[i % kOnesWords] = kOnes;
   }

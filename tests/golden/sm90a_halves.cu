@@ -33,8 +33,8 @@ constexpr int kTileN = 256;
 constexpr int kWarps = 8;  // that compute
 constexpr int kWarpgroups = kWarps / 4;  // and one more that loads
 constexpr int kThreads = 384;
-constexpr int kSlotKeys = 128;  // a tile of K, and of V, lies in two slots of this many keys
-constexpr int kKeySlots = 2, kValueSlots = 3;
+constexpr int kSlotKeys = 128;    // of a slot of K, and of V: a tile takes two
+constexpr int kKeySlots = 2, kValueSlots = 3;  // stages of the pipeline, each in a slot of shared memory
 constexpr int kQBuffers = 1;
 constexpr int kSplit = 1;         // CTAs that share an item
 constexpr int kItemSlots = 4;     // work items that are known at a time
@@ -53,7 +53,7 @@ using Gmma = cute::SM90::GMMA::MMA_64x128x32_F16E4M3E4M3_SS_TN<>;  // S = Q K^T
 using GmmaValues = cute::SM90::GMMA::MMA_64x72x32_F32E4M3E4M3_RS_TN<>;  // P V, first part and, by 8 rows of ones in V^T, the row sums of P
 using GmmaRest = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_RS_TN<>;  // P V, the other parts
 constexpr uint32_t kOnes = 0x38383838;  // four times 1.0 in e4m3
-constexpr float kTruncation = 1.0006f;  // what the row sums keep over what P V keeps: the tensor core cuts longer products more
+constexpr float kTruncation = 1.0006f;  // given back to O: the tensor core cuts P V more than the row sums (docs/lab/sm90a.md, the bias)
 using Score = uint32_t;  // two packed f16 scores
 constexpr int kScoreRegs = 2;  // per n8 block
 using Out = OutBf16;
@@ -82,7 +82,7 @@ struct SharedStorage {
   float slope[kItemSlots][kTileM];  // with the items: softmax scale times Q's descale, as codes (1/8 octave) a score unit of K's descale
   struct alignas(1024) {
     sm90::Item items[kItemSlots];  // this item, the one before (its epilogue may still run) and those that are loaded ahead
-    float2 descales[2 * kKeySlots];  // of K and of V: a tile's where its first half of K is, in this turn of the slots or the next
+    float2 descales[2 * kKeySlots];  // of K and of V, those of a tile in the place of its first half of K; read until after the slots are loaded again, so twice as many
     sm90::Barrier q_full[kQBuffers], q_empty[kQBuffers];
     sm90::Barrier k_full[kKeySlots], k_empty[kKeySlots], v_full[kValueSlots], v_empty[kValueSlots];
   } control;
@@ -97,15 +97,8 @@ static_assert(((kTileN % 64) == 0) && (kTileN <= 256), "KEY-STEPS: V lies in sha
 static_assert((kScoreRegs == 2) || ((128 % kTileN) == 0), "EXP2-KEYS: FP8 operands come with descales for 128 keys, and what takes them must not straddle two");
 static_assert(int(sizeof(SharedStorage)) <= 232448, "SMEM: shared memory a block can have on sm_90a");
 
-// Where the pipeline stands: slot, and the parity of the barrier phase that fills it.
-template <int kSlots>
-struct Ring {
-  int slot = 0, parity = 0;
-  __device__ __forceinline__ Ring next() const { return slot + 1 == kSlots ? Ring{0, parity ^ 1} : Ring{slot + 1, parity}; }
-  __device__ __forceinline__ int ring() const { return slot + kSlots * parity; }  // where twice as many are kept
-};
-using Stage = Ring<kKeySlots>;  // of K; where a tile begins it stands for the tile
-using ValueStage = Ring<kValueSlots>;
+using Stage = sm90::Stage<kKeySlots>;  // of K; where a tile begins it stands for the tile
+using ValueStage = sm90::Stage<kValueSlots>;
 
 // ---- the loader: one warp, of which one lane drives the copy engine ------------------------------------------------------------------
 
@@ -144,7 +137,17 @@ __device__ __forceinline__ Ahead look_ahead(const sm90::KernelParams& params, co
   return ahead;
 }
 
-// A tile of Q. `full` is held until it is there.
+// The slopes of an item's rows. All lanes arrive, as each publishes its own; the item goes with them.
+__device__ __forceinline__ void publish_slopes(const ForwardParams& p, SharedStorage& shared, const sm90::Item& item, unsigned turn) {
+#pragma unroll
+  for (int i = 0; i < kTileM / 32; ++i) {
+    const int row = threadIdx.x + 32 * i;
+    shared.slope[turn % kItemSlots][row] = row_descale(p, item, row) * unit_slope(p);
+  }
+  sm90::arrive(shared.control.q_full[turn % kQBuffers]);
+}
+
+// A tile of Q, for one lane. `full` is held until it is there.
 template <class Tile>
 __device__ __forceinline__ void copy_query(const sm90::KernelParams& params, const sm90::Item& item, sm90::Barrier& full, uint8_t* to) {
   sm90::expect(full, Tile::kBytes);
@@ -185,6 +188,21 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
     const int k_batch = sm90::uniform(item.batch * params.k_batch_step);
     const int k_head = sm90::uniform((item.kv_head - item.batch * p.kv_heads) * params.k_head_step);
     float2 descales = ahead.descales;
+    // For one lane. The arrival for K, with the number of bytes, is left to the caller, as descales come with it.
+    const auto copy_keys = [&](int slot, int key) {
+#pragma unroll
+      for (int b = 0; b < KTile::kBlocks; ++b)
+        Copy::copy(&params.k, &control.k_full[slot], kHint, shared.k[slot] + b * KTile::kBlockBytes, b * KTile::kWidth, key, k_head, k_batch);
+    };
+    const auto copy_values = [&](int slot, int key) {
+      sm90::arrive_expect(control.v_full[slot], VTile::kRowBytes * kHeadDim);
+#pragma unroll
+      for (int b = 0; b < VTile::kBlocks; ++b)
+#pragma unroll
+        for (int part = 0; part < kParts; ++part)
+          Copy::copy(&params.v, &control.v_full[slot], kHint, shared.v[slot] + b * VTile::kBlockBytes + value_row(part) * VTile::kWidth,
+                     key + b * VTile::kWidth, part * kPartColumns, kv_head);
+    };
 #pragma unroll 1
     for (int j = 0; j < tiles; ++j) {
       const int tile = first_tile + j;
@@ -192,12 +210,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
       for (int half = 0; half < 2; ++half, stage = stage.next()) {
         const int s = stage.slot;
         sm90::wait(control.k_empty[s], stage.parity ^ 1);
-        if (cute::elect_one_sync()) {
-#pragma unroll
-          for (int b = 0; b < KTile::kBlocks; ++b)
-            Copy::copy(&params.k, &control.k_full[s], kHint, shared.k[s] + b * KTile::kBlockBytes, b * KTile::kWidth,
-                       tile * kTileN + half * kSlotKeys, k_head, k_batch);
-        }
+        if (cute::elect_one_sync()) copy_keys(s, tile * kTileN + half * kSlotKeys);
         if (lane == j % 32) {
           if (half == 0) control.descales[stage.ring()] = descales;
           sm90::arrive_expect(control.k_full[s], KTile::kBytes);
@@ -205,25 +218,15 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
       }
       if (j % 32 == 31) descales = tile_descales(p, kv_head, tile + 1, first_tile + tiles - 1);
       if (j == 0) {
-        // The rows' slopes, under the first loads: fetched ahead they would take registers, which this loader lacks. All
-        // lanes arrive, as each publishes its own; the item goes with them. Before V, whose slots are free only when
-        // those who wait for this item have finished the one before.
-#pragma unroll
-        for (int i = 0; i < kTileM / 32; ++i)
-          shared.slope[turn % kItemSlots][lane + 32 * i] = row_descale(p, item, lane + 32 * i) * unit_slope(p);
-        sm90::arrive(control.q_full[slot]);
+        // Under the first loads: fetched ahead, the rows' descales would take registers, which this loader lacks. Before V,
+        // whose slots are free only when those who wait for this item have finished the one before.
+        publish_slopes(p, shared, item, turn);
       }
 #pragma unroll 1
       for (int half = 0; half < 2; ++half, value_stage = value_stage.next()) {
         const int s = value_stage.slot;
         sm90::wait(control.v_empty[s], value_stage.parity ^ 1);
-        if (cute::elect_one_sync()) {
-          sm90::arrive_expect(control.v_full[s], VTile::kRowBytes * kHeadDim);
-#pragma unroll
-          for (int part = 0; part < kParts; ++part)
-            Copy::copy(&params.v, &control.v_full[s], kHint, shared.v[s] + value_row(part) * VTile::kWidth,
-                       tile * kTileN + half * kSlotKeys, part * kPartColumns, kv_head);
-        }
+        if (cute::elect_one_sync()) copy_values(s, tile * kTileN + half * kSlotKeys);
       }
       if (j == 0) {
         number = sm90::next_item(p, number, drawn);

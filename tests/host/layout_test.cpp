@@ -199,13 +199,14 @@ void check_schedule(int batch, int heads, int kv_heads, int seqlen_q, int seqlen
          kCausal ? "causal schedule visits each tile once" : "schedule visits each tile once", seqlen_q, seqlen_k);
 }
 
-// The same of sm90's items. Without a mask, and of short sequences, sections come one after the other; the first item
-// is one of the longest, the last one of the first rows.
+// The same of sm90's items, on a card like an H200. Where there is one phase (without a mask, and of short sequences of
+// heads that are not wide), sections come one after the other; the first item is one of the longest, the last one of
+// the first rows. Short sections have an item for each SM and more, where there are so many.
 template <int kTileM, int kTileN, int kHeadDim, bool kCausal>
 void check_items(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k) {
   ForwardParams p{};
   p.batch = batch, p.heads = heads, p.kv_heads = kv_heads, p.seqlen_q = seqlen_q, p.seqlen_k = seqlen_k;
-  p.causal_offset = seqlen_k - seqlen_q;
+  p.causal_offset = seqlen_k - seqlen_q, p.sm_count = 132;
   p.o_stride_batch = 1'000'000'007, p.o_stride_head = 10'007, p.o_stride_row = 101;
   const sm90::Order order = sm90::work_order<kTileM, kHeadDim, kCausal>(p);
   const int row_tiles = (seqlen_q + kTileM - 1) / kTileM;
@@ -225,10 +226,13 @@ void check_items(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k)
     last_row = item.row;
     seen.insert({head, item.row});
     ok = ok && item.out == item.batch * p.o_stride_batch + item.head * p.o_stride_head + item.row * p.o_stride_row;
-    ok = ok && ((kCausal && row_tiles > 8) || head / order.section >= section);  // none is gone back to
+    ok = ok && (order.phases > 1 || head / order.section >= section);  // none is gone back to
     section = head / order.section;
   }
   ok = ok && int(seen.size()) == order.items && first_tiles == longest && last_row == 0;
+  ok = ok && (order.phases == 1) == (!kCausal || row_tiles < 4 || (row_tiles <= 8 && kHeadDim <= 128));
+  if (kCausal && seqlen_k < 2048 && kHeadDim <= 128)
+    ok = ok && order.section * row_tiles >= std::min(p.sm_count, order.items);
   report(ok, kCausal ? "causal items visit each tile once" : "items visit each tile once", seqlen_q, seqlen_k);
 }
 
@@ -243,6 +247,9 @@ void check_items_of() {
     }
   check_items<128, 128, 128, kCausal>(97, 7, 7, 512, 512);  // sections of several heads, the last one narrower
   check_items<128, 128, 256, kCausal>(5, 8, 2, 2048, 2048);
+  check_items<128, 128, 256, kCausal>(16, 8, 8, 1024, 1024);  // wide: two phases
+  check_items<128, 128, 128, kCausal>(1, 67, 67, 512, 512);   // no two sections of an item for each SM
+  check_items<128, 128, 128, kCausal>(1, 99, 99, 512, 512);
 }
 
 int main() {

@@ -1,5 +1,6 @@
-// Synchronisation that C++ has no name for: mbarriers (with memory clobbers, which CuTe's wrappers lack), named
-// barriers of two warpgroups, registers moved between warpgroups, and the wait for the grid before this one.
+// Where a pipeline stands, and synchronisation that C++ has no name for: mbarriers (with memory clobbers, which CuTe's
+// wrappers lack), named barriers of two warpgroups, registers moved between warpgroups, and the wait for the grid
+// before this one.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +11,16 @@
 namespace fp8cutlass::sm90 {
 
 using Barrier = uint64_t;
+
+// One of a ring of kSlots slots, and the parity of the barrier phase that fills it.
+template <int kSlots>
+struct Stage {
+  int slot = 0, parity = 0;
+  __device__ __forceinline__ Stage next() const {
+    return slot + 1 == kSlots ? Stage{0, parity ^ 1} : Stage{slot + 1, parity};
+  }
+  __device__ __forceinline__ int ring() const { return slot + kSlots * parity; }  // where twice as many are kept
+};
 
 __device__ __forceinline__ void init(Barrier& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)), "r"(arrivals));

@@ -35,28 +35,21 @@ __device__ __forceinline__ void issue_scores(Acc (&s)[kBlocks][kRegs], uint32_t 
                    KTile::complete(k + KTile::advance(0, step)));
 }
 
-// T = P V^T for the rows of V^T from `row` on, as many as the atom is wide; P comes from registers. It has as many
-// steps as V, or twice as many: two terms for the same keys, one after the other.
-template <class Atom, class VTile, int kBlocks, int kSteps>
-__device__ __forceinline__ void issue_values(float (&t)[kBlocks][4], const uint32_t (&p)[kSteps][4], uint32_t v,
-                                             int row = 0) {
-  static_assert(std::extent<typename Atom::CRegisters>::value <= kBlocks * 4);
-  constexpr int kTerms = kSteps / VTile::kSteps;
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step)
-    multiply<Atom>(&t[0][0], step == 0, p[step][0], p[step][1], p[step][2], p[step][3],
-                   VTile::complete(v + VTile::advance(row, step / kTerms)));
-}
-
-// The same for a V^T whose keys lie in several tiles.
+// T = P V^T for the rows of V^T from `row` on, as many as the atom is wide; P comes from registers, the keys of V^T lie
+// in one tile or in several. P has as many steps as V, or twice as many: two terms for the same keys, one after the
+// other.
 template <class Atom, class VTile, int kBlocks, int kSteps, int kTiles>
 __device__ __forceinline__ void issue_values(float (&t)[kBlocks][4], const uint32_t (&p)[kSteps][4],
                                              const uint32_t (&v)[kTiles], int row = 0) {
-  static_assert(kSteps == kTiles * VTile::kSteps);
+  static_assert(std::extent<typename Atom::CRegisters>::value <= kBlocks * 4);
+  constexpr int kTerms = kSteps / (kTiles * VTile::kSteps);
+  static_assert(kSteps == kTerms * kTiles * VTile::kSteps);
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step)
+  for (int step = 0; step < kSteps; ++step) {
+    const int keys = step / kTerms;
     multiply<Atom>(&t[0][0], step == 0, p[step][0], p[step][1], p[step][2], p[step][3],
-                   VTile::complete(v[step / VTile::kSteps] + VTile::advance(row, step % VTile::kSteps)));
+                   VTile::complete(v[keys / VTile::kSteps] + VTile::advance(row, keys % VTile::kSteps)));
+  }
 }
 
 // Registers that a wgmma reads or writes while it runs: no access may move across this point. Without it the compiler

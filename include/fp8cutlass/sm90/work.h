@@ -39,14 +39,14 @@ struct Order {
 // at it when the others have gone home. So rows are taken in phases, each over all sections and from its last rows to
 // its first: first the upper three quarters of the rows, and a quarter, a sixteenth of the work, for the end. Long
 // sequences have few items, all the longer: there, phases halve three times. Short ones have many, which are short, and
-// a second phase would read K and V once more: there is one.
+// a second phase would read K and V once more: there is one, but where rows are wide, which was not faster.
 template <bool kCausal, bool kWide>
 CUTE_HOST_DEVICE void add_phases(Order& order, int tiles, int heads) {
   constexpr int kShortTiles = 8, kLongTiles = 32;
-  const bool is_short = !kCausal || (tiles <= kShortTiles && !kWide), is_long = tiles >= kLongTiles;
+  const bool one = !kCausal || (tiles <= kShortTiles && !kWide), is_long = tiles >= kLongTiles;
   int first_item = 0;
   for (int end = tiles; end > 0;) {
-    const int first_tile = is_short ? 0 : is_long ? (end > tiles / 8 ? end / 2 : 0) : end == tiles ? tiles / 4 : 0;
+    const int first_tile = one ? 0 : is_long ? (end > tiles / 8 ? end / 2 : 0) : end == tiles ? tiles / 4 : 0;
     order.phase[order.phases++] = {first_item, first_tile, end - first_tile, order.section * (end - first_tile)};
     first_item += (end - first_tile) * heads;
     end = first_tile;
@@ -55,9 +55,9 @@ CUTE_HOST_DEVICE void add_phases(Order& order, int tiles, int heads) {
 
 // K and V of a section stay in L2 while the CTAs that read them walk through. With a causal mask those are at different
 // places of it, so a section is as many heads as fit a third of the 50 MB of an H100 (two thirds where rows are wide
-// and many, 1 to 3% faster there), but no more than would fit it with 2048 keys, which makes short sequences 2 to 10%
-// faster (docs/lab/sm90a.md, row 42), as long as those have two items an SM. Without a mask CTAs walk in step, and the
-// heads that share K and V suffice. Sections are about equally wide: a narrow last one would leave CTAs idle.
+// and many, 1 to 3% faster there). Short sequences are 2 to 10% faster with no more heads than would fit it with 2048
+// keys (docs/lab/sm90a.md, row 42), as long as these have about two items an SM. Without a mask CTAs walk in step, and
+// the heads that share K and V suffice. Sections are about equally wide: a narrow last one would leave CTAs idle.
 template <int kTileM, int kHeadDim, bool kCausal>
 CUTE_HOST_DEVICE Order work_order(const ForwardParams& p) {
   constexpr int64_t kManyKeys = 2048;
@@ -65,15 +65,17 @@ CUTE_HOST_DEVICE Order work_order(const ForwardParams& p) {
   const int row_tiles = ceil_div(p.seqlen_q, kTileM);
   const int64_t group = p.heads / p.kv_heads, heads = int64_t(p.batch) * p.heads;
   const int64_t l2_bytes = kWide && p.seqlen_k >= kManyKeys ? 34'000'000 : 16'000'000;
-  const auto heads_in_l2 = [&](int64_t keys) { return l2_bytes / (keys * 2 * kHeadDim) * group; };
-  int64_t fit = heads_in_l2(p.seqlen_k);
-  if (p.seqlen_k < kManyKeys) {
-    const int64_t narrow = heads_in_l2(kManyKeys), fewest = ceil_div(2 * p.sm_count, row_tiles);
-    const int64_t wanted = narrow > fewest ? narrow : fewest;
-    fit = wanted < fit ? wanted : fit;
+  const auto sections_of = [&](int64_t keys) {  // of which one fits in L2 with so many keys a head
+    const int64_t fit = kCausal ? l2_bytes / (keys * 2 * kHeadDim) * group : group;
+    return fit > group ? (heads + fit - 1) / fit : heads / group;
+  };
+  int64_t sections = sections_of(p.seqlen_k);
+  if (kCausal && p.seqlen_k < kManyKeys) {
+    const int64_t two_items = ceil_div(2 * p.sm_count, row_tiles);  // heads that have two for each SM
+    const int64_t narrow = sections_of(kManyKeys), most = (heads + two_items / 2) / two_items;
+    const int64_t wanted = narrow < most ? narrow : most;
+    sections = wanted > sections ? wanted : sections;
   }
-  if (!kCausal || fit < group) fit = group;
-  const int64_t sections = (heads + fit - 1) / fit;
   Order order{};
   order.items = int(work_items(p, kTileM));
   order.section = int((heads + sections - 1) / sections);

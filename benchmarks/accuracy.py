@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from fp8cutlass import attention
 from fp8cutlass.accuracy.inputs import INPUTS, Operands16, normal
 from fp8cutlass.accuracy.measures import max_error, relative_l2, rmse
 from fp8cutlass.accuracy.standard import LARGE, SMALL, STATED
 
 from .data import Data, with_operands
-from .peers import Contender, Peer, Refused
-from .peers.own import Own
+from .grid import absent, prepare
+from .peers import Contender, Peer
+from .peers.own import Own, whole_call
 from .report import BF16_PEERS, FP8_PEERS, OWN, heading, table
 from .results import FAILED, OK, UNAVAILABLE, first_line
 from .shapes import Shape, square
@@ -87,13 +87,7 @@ class Calls(Own):
     """``attention`` in each of MODES, from bf16 to bf16."""
 
     def prepare(self, data: Data) -> list[Contender]:
-        def contender(name: str, arguments: Mapping[str, Any]) -> Contender:
-            def launch() -> torch.Tensor:
-                return cast(torch.Tensor, attention(data.q, data.k, data.v, scale=data.scale, **arguments))
-
-            return Contender(name, self.precision, launch)
-
-        return [contender(name, arguments) for name, arguments in MODES.items()]
+        return [whole_call(data, name, **arguments) for name, arguments in MODES.items()]
 
 
 def _loss(case: Case, contender: Contender, data: Data) -> Loss:
@@ -107,22 +101,16 @@ def _loss(case: Case, contender: Contender, data: Data) -> Loss:
     return Loss(*name, OK, "", *losses)
 
 
-def measure(case: Case, peers: Iterable[Peer], device: torch.device | str = "cuda") -> list[Loss]:
+def measure(case: Case, peers: Sequence[Peer], device: torch.device | str = "cuda") -> list[Loss]:
     """The losses of one case. A peer that is not there, or does not serve it, has its reason."""
     q, k, v = (x.to(device) for x in case.draw())
     data = with_operands(case.shape, q, k, v, every_row=True)
-    found = []
-    for peer in peers:
-        try:
-            if (absent := peer.available()) is not None:
-                raise Refused(absent)
-            contenders = peer.prepare(data)
-        except Exception as error:  # as above
-            status = UNAVAILABLE if isinstance(error, Refused) else FAILED
-            found.append(Loss(case.inputs, case.shape.label, peer.name, status, first_line(error)))
-        else:
-            found += [_loss(case, contender, data) for contender in contenders]
-    return found
+    reasons = absent(peers)
+    ready, rows = prepare([peer for peer in peers if peer.name not in reasons], data)
+    missing = [(name, UNAVAILABLE, reason) for name, reason in reasons.items()]
+    missing += [(row.contender, row.status, row.reason) for row in rows]
+    found = [_loss(case, contender, data) for contender in ready]
+    return found + [Loss(case.inputs, case.shape.label, *why) for why in missing]
 
 
 def _cells(losses: Sequence[Loss], read: Callable[[Loss], float | None]) -> tuple[list[str], list[list[str]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import click
@@ -72,6 +73,13 @@ def regret(
     sys.exit(0 if met(judge(rows)) and not left else 1)
 
 
+def _save(folder: Path, name: str, stamp: Mapping[str, str], kind: type, records: Iterable[object], text: str) -> None:
+    """Write the CSV of a run and its tables."""
+    with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+        write_records(file, stamp, kind, records)
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+
+
 @click.command()
 @click.option("--shape", type=ShapeType(), default="1,1,64,64", show_default=True, help="Small: the card must keep up.")
 @click.option("--calls", type=click.IntRange(min=1), default=50, show_default=True, help="Between two waits.")
@@ -93,10 +101,8 @@ def overhead(shape: Shape, calls: int, batches: int, out: Path | None, commit: s
     modules = overhead.by_module(next(iter(todo.values())), calls * batches // 4 or 1)
     stamp = machine.stamp(commit)
     folder = results_folder(out, stamp)
-    with (folder / "overhead.csv").open("w", encoding="utf-8", newline="") as file:
-        write_records(file, stamp, overhead.HostTime, found)
     text = overhead.markdown(stamp, shape, found, failed, modules)
-    (folder / "overhead.md").write_text(text, encoding="utf-8")
+    _save(folder, "overhead", stamp, overhead.HostTime, found, text)
     click.echo(text)
     sys.exit(1 if failed else 0)
 
@@ -132,10 +138,8 @@ def pack(head_dims: tuple[int, ...], seqlen: str, quick: bool, out: Path | None,
         failed += wrong_forms
         click.echo(f"{time.monotonic() - begun:5.0f} s  {pack.brief(shape, rows)}")
     folder = results_folder(out, stamp)
-    with (folder / "pack.csv").open("w", encoding="utf-8", newline="") as file:
-        write_records(file, stamp, pack.PackTime, found)
     text = pack.markdown(stamp, found, failed)
-    (folder / "pack.md").write_text(text, encoding="utf-8")
+    _save(folder, "pack", stamp, pack.PackTime, found, text)
     click.echo(text)
     sys.exit(1 if failed or not found else 0)
 
@@ -185,10 +189,8 @@ def accuracy(out: Path | None, commit: str) -> None:
         losses += accuracy.measure(case, peers)
         click.echo(f"{case.inputs}, {case.shape.label}: done")
     folder = results_folder(out, stamp)
-    with (folder / "accuracy_peers.csv").open("w", encoding="utf-8", newline="") as file:
-        write_records(file, stamp, accuracy.Loss, losses)
     text = accuracy.markdown(stamp, losses)
-    (folder / "accuracy_peers.md").write_text(text, encoding="utf-8")
+    _save(folder, "accuracy_peers", stamp, accuracy.Loss, losses, text)
     try:
         plot.draw_losses(stamp, losses, folder / "accuracy_peers.png")
     except plot.PlotError as error:

@@ -43,7 +43,12 @@ class Settings:
 QUICK = Settings(target_us=1500.0, replays=10, most_us=200_000.0)
 
 
-def _prepare(peers: Iterable[Peer], data: Data) -> tuple[list[Contender], list[Row]]:
+def absent(peers: Iterable[Peer]) -> dict[str, str]:
+    """The peers that cannot run here, and why."""
+    return {peer.name: reason.splitlines()[0] for peer in peers if (reason := peer.available()) is not None}
+
+
+def prepare(peers: Iterable[Peer], data: Data) -> tuple[list[Contender], list[Row]]:
     """The contenders that are ready, and a row for each peer that is not."""
     ready: list[Contender] = []
     rows = []
@@ -78,7 +83,7 @@ def _record(contender: Contender, data: Data, settings: Settings) -> tuple[Row, 
     try:
         recorded = capture(contender.launch, settings.target_us)
         error = _check(contender, recorded, data)
-    except Exception as failure:  # as in _prepare
+    except Exception as failure:  # as in prepare
         return replace(row, status=FAILED, reason=first_line(failure)), None
     row = replace(row, error=error)
     limit = ERROR_LIMIT[contender.precision]
@@ -94,7 +99,7 @@ def _with_quantisation(row: Row, contender: Contender, settings: Settings) -> Ro
     try:
         recorded = capture(contender.quantise, settings.quantise.target_us)
         (timing,) = interleave([recorded], settings.quantise.replays)
-    except Exception as failure:  # as in _prepare; the kernel's own time stands
+    except Exception as failure:  # as in prepare; the kernel's own time stands
         return replace(row, reason=f"quantisation was not timed: {first_line(failure)}")
     return replace(row, quantise_us=timing.median_us)
 
@@ -117,7 +122,7 @@ def measure(shape: Shape, peers: Sequence[Peer], settings: Settings) -> list[Row
     gc.collect()  # not during a capture, where a graph that goes may call the driver
     torch.cuda.empty_cache()
     data = make_data(shape)
-    ready, rows = _prepare(peers, data)
+    ready, rows = prepare(peers, data)
     torch.cuda.synchronize()
     running: list[tuple[Contender, Row, Capture]] = []
     for contender in ready:
@@ -138,13 +143,13 @@ def measure(shape: Shape, peers: Sequence[Peer], settings: Settings) -> list[Row
 
 def run(shapes: Iterable[Shape], peers: Sequence[Peer], settings: Settings) -> Iterator[list[Row]]:
     """The rows of one shape after the other; a peer that cannot run here gives its reason for each."""
-    absent = {peer.name: reason for peer in peers if (reason := peer.available()) is not None}
-    present = [peer for peer in peers if peer.name not in absent]
+    reasons = absent(peers)
+    present = [peer for peer in peers if peer.name not in reasons]
     for shape in shapes:
         missing = [
-            Row(shape, peer.name, peer.precision, UNAVAILABLE, absent[peer.name].splitlines()[0])
+            Row(shape, peer.name, peer.precision, UNAVAILABLE, reasons[peer.name])
             for peer in peers
-            if peer.name in absent
+            if peer.name in reasons
         ]
         yield missing + measure(shape, present, settings)
 

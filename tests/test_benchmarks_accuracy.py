@@ -58,7 +58,8 @@ def test_losses_of_known_contenders() -> None:
         Fake("broken", error=RuntimeError("illegal")),
     ]
     case = Case(SHIFTED, Shape(64, False, 16, 300, 1, 2, 2))
-    exact, off, *others = accuracy.measure(case, peers, "cpu")
+    losses = {loss.contender: loss for loss in accuracy.measure(case, peers, "cpu")}
+    exact, off, *others = (losses[peer.name] for peer in peers)
     assert exact.status == OK and exact.relative_l2 == exact.rmse == exact.max_error == exact.bias == 0.0
     assert off.relative_l2 == pytest.approx(0.05, rel=1e-4) and off.bias == pytest.approx(0.05, rel=1e-4)
     assert [(x.status, x.reason) for x in others] == [

@@ -81,7 +81,8 @@ def test_a_row_that_a_card_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_tile_of_many_keys_loses() -> None:
     """In percent, of P V for V ~ N(1, 1) and of the sums of P: a product with 1 has four bits and is seldom cut, so the
-    sums lose less and the output would be too small, if the kernels did not give back a part (docs/lab/sm90a.md)."""
+    sums lose less and the output would be too small, if the kernels did not give back a part (docs/lab/sm90a.md). With
+    1.5 the sums would lose about as much."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(1, 600, 256, generator=generator)
     codes = (122 + 8 * 1.442695 * (logits - logits.amax(-1, keepdim=True))).clamp_min(0).round()
@@ -94,7 +95,7 @@ def test_what_a_tile_of_many_keys_loses() -> None:
         return 100 - 100 * float(sums / (p.double() @ columns.double().transpose(1, 2)).sum())
 
     ones = torch.ones(1, 1, 256)
-    assert [lost(v), lost(ones)] == pytest.approx([0.113, 0.021], abs=0.005)
+    assert [lost(v), lost(ones), lost(1.5 * ones)] == pytest.approx([0.113, 0.021, 0.091], abs=0.005)
     assert abs(lost(v) - lost(ones) - 100 * (TRUNCATION - 1)) < 0.05
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -45,6 +45,18 @@ def launcher(number: int, operands: Operands, out: torch.Tensor, scale: float) -
         return out
 
     return launch
+
+
+def whole_call(data: Data, name: str, serving: str = "", **arguments: Any) -> Contender:
+    """``attention`` as a program calls it, from bf16 tensors to the output, with these ``arguments`` beside what the
+    data say; ``serving`` is the kernel that is known to do it."""
+    shape = data.shape
+    arguments |= {"is_causal": shape.causal, "scale": data.scale, "enable_gqa": shape.heads != shape.kv_heads}
+
+    def launch() -> torch.Tensor:
+        return cast(torch.Tensor, attention(data.q, data.k, data.v, **arguments))
+
+    return Contender(name, Own.precision, launch, kernel=serving)
 
 
 class Own:
@@ -110,24 +122,8 @@ class Own:
         return [*contenders, self._whole(data, chosen)] if self._call else contenders
 
     def _whole(self, data: Data, chosen: Variant) -> Contender:
-        """``attention`` as a program calls it, from bf16 tensors to the output."""
-        shape = data.shape
-
-        def launch() -> torch.Tensor:
-            out = attention(
-                data.q,
-                data.k,
-                data.v,
-                is_causal=shape.causal,
-                scale=data.scale,
-                enable_gqa=shape.heads != shape.kv_heads,
-                scaling=self._scaling,
-                precision=self._asked,
-                kernel=self._kernel or None,
-            )
-            return cast(torch.Tensor, out)
-
-        return Contender(at_precision(CALL, self._asked), self.precision, launch, kernel=chosen.id)
+        asked = {"scaling": self._scaling, "precision": self._asked, "kernel": self._kernel or None}
+        return whole_call(data, at_precision(CALL, self._asked), chosen.id, **asked)
 
     def choose(self, data: Data, at: Target, kernel: str = "") -> tuple[Variant, int]:
         """The table's choice, or the pinned kernel, and its number; UnsupportedError where it does not serve."""

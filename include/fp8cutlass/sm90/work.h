@@ -43,10 +43,10 @@ struct Order {
 template <bool kCausal, bool kWide>
 CUTE_HOST_DEVICE void add_phases(Order& order, int tiles, int heads) {
   constexpr int kShortTiles = 8, kLongTiles = 32;
-  const bool one = !kCausal || (tiles <= kShortTiles && !kWide), is_long = tiles >= kLongTiles;
+  const bool one_phase = !kCausal || (tiles <= kShortTiles && !kWide), is_long = tiles >= kLongTiles;
   int first_item = 0;
   for (int end = tiles; end > 0;) {
-    const int first_tile = one ? 0 : is_long ? (end > tiles / 8 ? end / 2 : 0) : end == tiles ? tiles / 4 : 0;
+    const int first_tile = one_phase ? 0 : is_long ? (end > tiles / 8 ? end / 2 : 0) : end == tiles ? tiles / 4 : 0;
     order.phase[order.phases++] = {first_item, first_tile, end - first_tile, order.section * (end - first_tile)};
     first_item += (end - first_tile) * heads;
     end = first_tile;

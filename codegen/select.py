@@ -196,7 +196,8 @@ def _most(v: Variant) -> int:
 
 def _for_the_other_mask(emitted: Iterable[Variant], outranked: Mapping[str, Rejection]) -> list[Variant]:
     """What is missing beside ``emitted``: keys that were packed for a call without a causal mask are attended with one
-    as well, and the other way round, so that kernels of 16-bit output read a key block with both masks or neither."""
+    as well, and the other way round, so that kernels of 16-bit output read a key block with both masks or neither. A
+    cell of the table may choose such a kernel or not; for packed keys it is found all the same."""
     there = {(problem_class(v), key_block(v)) for v in emitted}
     missing: dict[tuple[object, ...], Variant] = {}
     for v in emitted:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from fp8cutlass.dispatch import Problem, decide
+from fp8cutlass.dispatch import Problem, decide, unchosen
 from fp8cutlass.errors import NoKernelError, UnsupportedError
 from fp8cutlass.manifest import Manifest, Variant, generated_dir
-from fp8cutlass.reading import KVForm, misfits
+from fp8cutlass.reading import KVForm, misfits, readable
 
 BATCHES = {"few": 1, "half": 32, "wave1": 66, "wave3": 190, "heavy": 300}  # of a head of 128 queries, on 132 SMs
 LENGTHS = (64, 300, 1000, 4000, 20_000)
@@ -94,6 +94,22 @@ def test_the_nearest_cell_serves_and_says_so() -> None:
     assert got in [choose(problem(batch=batch)) for batch in BATCHES.values()]
     assert f"{own.id} reads a descale per {own.key_block} keys, packed with one per 128" in decision.criterion
     assert decision.cost_us is None and decision.runner_up is None
+
+
+@pytest.mark.parametrize("precision", ["fast", "accurate", "high"])
+def test_a_kernel_that_no_cell_chooses_serves_and_says_so(manifest: Manifest, precision: str) -> None:
+    """As if the table had no other cell: what is left are all kernels of the call's kind, the fastest of them first."""
+    asked = problem(head_dim=64, causal=True, precision=precision)
+    own, _, decision = decide(generated_dir(), asked, "", None)
+    left = [manifest.find(str(other.variant)) for other in unchosen(manifest, asked, decision)]
+    assert own in left and left[0].cluster == "solo" and left[0].softmax == own.softmax
+    assert {(v.head_dim, v.causal, v.out, v.dtype) for v in left} == {(64, True, "bf16", "e4m3")}
+    for v in left:
+        if not misfits(own, form_of(v), "block"):
+            continue
+        got = readable(decision, (), unchosen(manifest, asked, decision), manifest, form_of(v), "block", False)
+        assert misfits(manifest.find(str(got.variant)), form_of(v), "block") == []
+        assert "chosen by no cell of the table: " + own.id in got.criterion and got.cost_us is None
 
 
 def test_without_a_linear_kernel_of_these_blocks_an_accurate_one_reads_them() -> None:

@@ -204,6 +204,24 @@ def pinned(manifest: Manifest, problem: Problem, kernel: str) -> Decision:
     return Decision(variant=kernel, criterion="pinned by the caller", evidence="none")
 
 
+def unchosen(manifest: Manifest, problem: Problem, chosen: Decision) -> Iterator[Decision]:
+    """The kernels of the chosen one's family that compute what the problem asks for, the fastest softmax first.
+
+    Some are there to read keys that were packed for a call with the other mask; no cell of the table need choose those.
+    """
+    family = manifest.find(str(chosen.variant)).family
+    wanted = family, "fwd", problem.head_dim, problem.dtype, problem.out, problem.causal
+    softmaxes = PRECISE_ENOUGH[problem.precision]
+    serving = [
+        v
+        for v in manifest.variants
+        if (v.family, v.kind, v.head_dim, v.dtype, v.out, v.causal) == wanted
+        and (problem.arch in v.targets and problem.scaling in v.scalings and v.softmax in softmaxes)
+    ]
+    for v in sorted(serving, key=lambda v: (softmaxes.index(v.softmax), v.cluster != "solo")):
+        yield Decision(variant=v.id, evidence="none")
+
+
 def _fits_blocks(variant: Variant, problem: Problem) -> bool:
     """False where the operands come with a descale for other groups of keys than the kernel reads."""
     return variant.key_block == KEY_BLOCK or not (problem.quantised and problem.scaling == "block")
@@ -235,7 +253,8 @@ def decide(
     if decision.variant is None:
         raise NoKernelError(refusal(problem.arch, manifest.profile, decision.reason))
     if form is not None:
-        decision = readable(decision, load_table(directory).near(key), manifest, form, problem.scaling, bool(kernel))
+        near, rest = load_table(directory).near(key), unchosen(manifest, key, decision)
+        decision = readable(decision, near, rest, manifest, form, problem.scaling, bool(kernel))
     if _logger is not None and (problem, decision) not in _logged:
         _logged.add((problem, decision))
         _logger.info("%s: %s; %s; evidence: %s", problem, decision.variant, decision.criterion, decision.evidence)

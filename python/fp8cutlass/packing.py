@@ -42,7 +42,8 @@ def pack_kv(
 
     What is packed depends on the kernel: on Hopper ``scaling="block"`` has a descale for 128, 192 or 256 keys, by the
     kernel's tile. The table chooses it for a query of ``query_shape``. A later query gets the kernel that the table has
-    for it if that one reads what was packed, else the nearest in the table that does; if there is none, it is refused.
+    for it if that one reads what was packed, else the nearest in the table that does, else any other that does; if
+    there is none, it is refused.
 
     Args:
         key, value: (B, Hkv, Sk, D), or (B, Sk, Hkv, D) with ``layout="bshd"``, bf16 or fp16, as in ``attention``.

@@ -37,9 +37,16 @@ def misfits(variant: Variant, form: KVForm, scaling: str) -> list[str]:
 
 
 def readable(
-    decision: Decision, near: Iterable[Decision], manifest: Manifest, form: KVForm, scaling: str, pinned: bool
+    decision: Decision,
+    near: Iterable[Decision],
+    unchosen: Iterable[Decision],
+    manifest: Manifest,
+    form: KVForm,
+    scaling: str,
+    pinned: bool,
 ) -> Decision:
-    """The decision itself where its kernel reads the form, else the first of ``near`` whose kernel does.
+    """The decision itself where its kernel reads the form, else the first of ``near`` whose kernel does, else of
+    ``unchosen``.
 
     UnsupportedError for a pinned kernel, NoKernelError where there is none.
     """
@@ -50,8 +57,9 @@ def readable(
     remedy = "pack key and value again with the query_shape, is_causal and out_dtype of this call, or its kernel"
     if pinned:
         raise UnsupportedError(f"key is a PackedKV that kernel={decision.variant!r} cannot read: {needs}", remedy)
-    for other in near:
-        if other.variant is not None and not misfits(manifest.find(other.variant), form, scaling):
-            why = f"reads the packed keys, near this cell of the table: {needs}"
-            return replace(other, criterion=why, cost_us=None, runner_up=None, runner_up_cost_us=None)
+    for where, others in (("near this cell of the table", near), ("chosen by no cell of the table", unchosen)):
+        for other in others:
+            if other.variant is not None and not misfits(manifest.find(other.variant), form, scaling):
+                why = f"reads the packed keys, {where}: {needs}"
+                return replace(other, criterion=why, cost_us=None, runner_up=None, runner_up_cost_us=None)
     raise NoKernelError(f"no kernel for this query reads the packed keys: {needs}", remedy)

@@ -101,13 +101,13 @@ def test_a_kernel_that_no_cell_chooses_serves_and_says_so(manifest: Manifest, pr
     """As if the table had no other cell: what is left are all kernels of the call's kind, the fastest of them first."""
     asked = problem(head_dim=64, causal=True, precision=precision)
     own, _, decision = decide(generated_dir(), asked, "", None)
-    left = [manifest.find(str(other.variant)) for other in unchosen(manifest, asked, decision)]
+    left = [manifest.find(str(other.variant)) for other in unchosen(manifest, asked, own.id)]
     assert own in left and left[0].cluster == "solo" and left[0].softmax == own.softmax
     assert {(v.head_dim, v.causal, v.out, v.dtype) for v in left} == {(64, True, "bf16", "e4m3")}
     for v in left:
         if not misfits(own, form_of(v), "block"):
             continue
-        got = readable(decision, (), unchosen(manifest, asked, decision), manifest, form_of(v), "block", False)
+        got = readable(decision, (), unchosen(manifest, asked, own.id), manifest, form_of(v), "block", False)
         assert misfits(manifest.find(str(got.variant)), form_of(v), "block") == []
         assert "chosen by no cell of the table: " + own.id in got.criterion and got.cost_us is None
 

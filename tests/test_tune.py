@@ -20,7 +20,7 @@ import fp8cutlass
 from fp8cutlass import UnsupportedError, dispatch, eager, explain, extension, tuned, tuner
 from fp8cutlass.cli import main
 from fp8cutlass.cli import tune as command
-from fp8cutlass.dispatch import Problem, decide
+from fp8cutlass.dispatch import Problem, decide, serving
 from fp8cutlass.manifest import generated_dir, load_manifest
 from fp8cutlass.plan import make_plan
 from fp8cutlass.request import Request
@@ -46,7 +46,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def rivals(problem: Problem) -> list[str]:
     """Other kernels than the table's for a problem."""
     default = decide(generated_dir(), dataclasses.replace(problem, card=""))[0].id
-    return tuner._rivals(load_manifest(generated_dir()), problem, default)
+    return [v.id for v in serving(load_manifest(generated_dir()), problem, default) if v.id != default]
 
 
 def row(problem: Problem = PROBLEM, kernel: str = "", **changes: Any) -> Row:

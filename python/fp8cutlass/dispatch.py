@@ -6,6 +6,7 @@ import math
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
@@ -204,21 +205,25 @@ def pinned(manifest: Manifest, problem: Problem, kernel: str) -> Decision:
     return Decision(variant=kernel, criterion="pinned by the caller", evidence="none")
 
 
-def unchosen(manifest: Manifest, problem: Problem, chosen: Decision) -> Iterator[Decision]:
-    """The kernels of the chosen one's family that compute what the problem asks for, the fastest softmax first.
+def serving(manifest: Manifest, problem: Problem, chosen: str) -> list[Variant]:
+    """Every kernel that serves the problem, of the family and the head_dim of the table's choice."""
+    first = manifest.find(chosen)
+    found = []
+    for variant in manifest.variants:
+        if (variant.family, variant.head_dim) == (first.family, first.head_dim) and problem.arch in variant.targets:
+            with suppress(UnsupportedError):
+                pinned(manifest, problem, variant.id)
+                found.append(variant)
+    return found
+
+
+def unchosen(manifest: Manifest, problem: Problem, chosen: str) -> Iterator[Decision]:
+    """Every kernel that serves the problem, the fastest softmax first, for keys that no kernel near in the table reads.
 
     Some are there to read keys that were packed for a call with the other mask; no cell of the table need choose those.
     """
-    family = manifest.find(str(chosen.variant)).family
-    wanted = family, "fwd", problem.head_dim, problem.dtype, problem.out, problem.causal
-    softmaxes = PRECISE_ENOUGH[problem.precision]
-    serving = [
-        v
-        for v in manifest.variants
-        if (v.family, v.kind, v.head_dim, v.dtype, v.out, v.causal) == wanted
-        and (problem.arch in v.targets and problem.scaling in v.scalings and v.softmax in softmaxes)
-    ]
-    for v in sorted(serving, key=lambda v: (softmaxes.index(v.softmax), v.cluster != "solo")):
+    fast = PRECISE_ENOUGH[problem.precision].index
+    for v in sorted(serving(manifest, problem, chosen), key=lambda v: (fast(v.softmax), v.cluster != "solo")):
         yield Decision(variant=v.id, evidence="none")
 
 
@@ -253,7 +258,7 @@ def decide(
     if decision.variant is None:
         raise NoKernelError(refusal(problem.arch, manifest.profile, decision.reason))
     if form is not None:
-        near, rest = load_table(directory).near(key), unchosen(manifest, key, decision)
+        near, rest = load_table(directory).near(key), unchosen(manifest, problem, decision.variant)
         decision = readable(decision, near, rest, manifest, form, problem.scaling, bool(kernel))
     if _logger is not None and (problem, decision) not in _logged:
         _logged.add((problem, decision))

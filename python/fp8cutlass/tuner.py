@@ -14,9 +14,9 @@ import torch
 from . import dispatch, eager, tuned
 from ._version import __version__
 from .api import attention
-from .dispatch import Problem, decide, pinned
+from .dispatch import Problem, decide, serving
 from .errors import UnsupportedError
-from .manifest import Manifest, load_manifest
+from .manifest import load_manifest
 from .operator import problem_of
 from .plan import make_plan
 from .request import Plan, Request
@@ -127,7 +127,8 @@ def _search(request: Request, plan: Plan, timer: Timer, save: bool) -> Tuning:
     )
     manifest = load_manifest(at.directory)
     default = decide(at.directory, replace(problem, card=""))[0].id  # what the table says, whatever was measured
-    found = _measure(request, [default, *_rivals(manifest, problem, default)], timer)
+    rivals = [v.id for v in serving(manifest, problem, default) if v.id != default]
+    found = _measure(request, [default, *rivals], timer)
     best = found[0]
     us = next(candidate for candidate in found if candidate.kernel == default)
     if us.timing is None:
@@ -139,22 +140,6 @@ def _search(request: Request, plan: Plan, timer: Timer, save: bool) -> Tuning:
         dispatch.forget()
         eager.forget()
     return Tuning(problem, default, best.kernel, tuple(found), path)
-
-
-def _rivals(manifest: Manifest, problem: Problem, default: str) -> list[str]:
-    """Every other built kernel that serves the problem, of the family and the head_dim of the table's choice."""
-    first = manifest.find(default)
-    found = []
-    for variant in manifest.variants:
-        same = (variant.family, variant.head_dim) == (first.family, first.head_dim)
-        if not same or variant.id == default or problem.arch not in variant.targets:
-            continue
-        try:
-            pinned(manifest, problem, variant.id)
-        except UnsupportedError:
-            continue
-        found.append(variant.id)
-    return found
 
 
 def _measure(request: Request, kernels: Sequence[str], timer: Timer) -> list[Candidate]:

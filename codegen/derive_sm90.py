@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from codegen.arch import FAMILIES
-from codegen.derived import Derived
+from codegen.derived import Derived, Unrolled
 from codegen.scaling import GRANULARITY
 from codegen.spec import Cluster, Dtype, Kind, Out, Schedule, Softmax, Tile, Variant
 
@@ -33,6 +33,11 @@ TIGHT_REGISTERS = (240, 24)  # those of two warpgroups where O alone takes half 
 # behind the scores and read back under the products, and of an item. Where 192 rows fill a wave and 128 do not, all
 # that fits takes 1.19 to 1.24 times as long: without a mask 12 heads of 2,048 rows, 3 of 8,192 (tuning/h200.csv).
 SPILLED = {(64, Tile(m=192, n=192, warps=12), Softmax.LINEAR, Schedule.PINGPONG): 4}
+
+# Where the tiles of an item are unrolled, by head_dim and keys a tile: the most keys of each form of the kernel
+# (docs/lab/sm90a.md, row 44).
+UNROLLED = {(64, 256): (512, 1024), (96, 256): (512,), (128, 192): (512, 1024)}
+LAST_KEYS = 64  # the last tile is multiplied in steps of so many keys
 
 # Registers beside accumulators: row state, addresses, loop counters, and what the compiler wants for alignment.
 STATE_OVERLAPPED = 22  # pingpong and overlap, where all accumulators live at once
@@ -151,6 +156,27 @@ def _prepares(v: Variant) -> bool:
     return v.schedule is Schedule.PINGPONG and v.softmax is Softmax.LINEAR and (v.head_dim, v.tile_n) == (128, 192)
 
 
+def _unrolled(v: Variant) -> tuple[Unrolled, ...]:
+    plain = v.kind is Kind.FWD and not v.causal and v.cluster is Cluster.SOLO and GRANULARITY[v.scaling].k != "token"
+    if not plain or v.schedule is not Schedule.PINGPONG or v.softmax is not Softmax.LINEAR:
+        return ()
+    forms = []
+    for most in UNROLLED.get((v.head_dim, v.tile_n), ()):
+        tiles = -(-most // v.tile_n)
+        before = (tiles - 1) * v.tile_n
+        last = _up(most - before, LAST_KEYS)
+        forms.append(
+            Unrolled(
+                least_keys=before + 1,
+                most_keys=most,
+                tiles=tiles,
+                last_keys=last,
+                products=tiles * -(-v.head_dim // 32) + (before + last) // 32,
+            )
+        )
+    return tuple(forms)
+
+
 @cache
 def derive(v: Variant) -> Sm90Derived:
     family = FAMILIES[v.family]
@@ -203,6 +229,7 @@ def derive(v: Variant) -> Sm90Derived:
         tight=tight,
         quantises_q=quantises_q,
         prepares=_prepares(v),
+        unrolled=_unrolled(v),
         merge_bytes=0 if v.cluster is Cluster.SOLO else 4 * v.tile_m * (v.head_dim + MERGE_STATE),
         stream_bytes=key_slots * v.tile_n // halves(v) * row_pitch(v.head_dim) + value_slots * value_stage,
         consumer_registers=consumer,

@@ -6,9 +6,25 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unrolled:
+    """A form of a kernel for KV lengths from `least_keys` to `most_keys`, in which the tiles of an item are unrolled.
+
+    tiles: of an item. last_keys: of the last one that are multiplied. products: matrix instructions that a warpgroup
+    issues for an item.
+    """
+
+    least_keys: int
+    most_keys: int
+    tiles: int
+    last_keys: int
+    products: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Derived:
     """registers: an estimate of what a thread of the main loop needs; register_limit: what it may have; spilled: how
-    many more it may keep in local memory; quantises_q: takes Q in 16 bits as well."""
+    many more it may keep in local memory; quantises_q: takes Q in 16 bits as well; unrolled: what forms it has beside
+    the one for any length."""
 
     threads: int
     rows_per_warp: int
@@ -22,6 +38,7 @@ class Derived:
     mma_in_loop: int  # of which so many stand in the main loop's code; fewer where the k steps of Q K^T are a loop
     spilled: int = 0
     quantises_q: bool = False
+    unrolled: tuple[Unrolled, ...] = ()
 
     @property
     def smem_sum(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from codegen.derive_sm90 import ITEM_SLOTS, ONES, derive
+from codegen.derived import Unrolled
 from codegen.scaling import GRANULARITY, key_block
 from codegen.spec import Dtype, Out, Schedule, Softmax, Variant
 from codegen.view import OUT_POLICY, summary, symbol
@@ -44,11 +45,13 @@ class KernelView:
     tight: bool
     quantises_q: bool
     prepares: bool
+    unrolled: tuple[Unrolled, ...]
     loader_registers: int
     compute_registers: int
     smem_sum: str
     smem_bytes: int
     mma_scores: str
+    mma_widths: tuple[tuple[int, str], ...]
     mma_values: str
     mma_rest: str
     mma_comment: str
@@ -65,6 +68,10 @@ def kernel_view(v: Variant) -> KernelView:
     grain = GRANULARITY[v.scaling]
     operand = "E4M3" if v.dtype is Dtype.E4M3 else "E5M2"
     score = "F16" if v.softmax is Softmax.LINEAR else "F32"
+
+    def mma_scores(keys: int) -> str:
+        return f"MMA_64x{keys}x32_{score}{operand}{operand}_SS_TN"
+
     return KernelView(
         symbol=symbol(v.id),
         summary=summary(v),
@@ -83,11 +90,13 @@ def kernel_view(v: Variant) -> KernelView:
         tight=d.tight,
         quantises_q=d.quantises_q,
         prepares=d.prepares,
+        unrolled=d.unrolled,
         loader_registers=d.producer_registers,
         compute_registers=d.consumer_registers,
         smem_sum=f"{d.smem_sum} bytes",
         smem_bytes=d.smem_bytes,
-        mma_scores=f"MMA_64x{v.tile_n // d.halves}x32_{score}{operand}{operand}_SS_TN",
+        mma_scores=mma_scores(v.tile_n // d.halves),
+        mma_widths=tuple((n, mma_scores(n)) for n in sorted({v.tile_n, *(u.last_keys for u in d.unrolled)})),
         mma_values=f"MMA_64x{d.part_columns + ONES}x32_F32E4M3{operand}_RS_TN",
         mma_rest=f"MMA_64x{d.part_columns}x32_F32E4M3{operand}_RS_TN",
         mma_comment=f"{d.mma_per_tile} of these a warpgroup and KV tile",

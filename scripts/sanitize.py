@@ -63,11 +63,14 @@ class Outcome:
     text: str = ""
 
 
-def problems(tile_m: int, tile_n: int, stages: int, cluster: str) -> tuple[tuple[int, int, int, int], ...]:
+def problems(
+    tile_m: int, tile_n: int, stages: int, cluster: str, unrolled: Sequence[int] = ()
+) -> tuple[tuple[int, int, int, int], ...]:
     """Heads, KV heads, queries, keys: every slot of the pipeline used more than twice by every CTA, with a tail; more
-    items than CTAs, of more than one tile; one full tile."""
+    items than CTAs, of more than one tile; one full tile; and more items than CTAs for each form of ``unrolled``."""
     share = (2 * stages + 1) * tile_n * CLUSTERS[cluster]
-    return (2, 1, tile_m + 6, share + 37), (600, 300, 70, tile_n + 6), (1, 1, tile_m, tile_n)
+    forms = [(300, 150, 70, most - 5) for most in unrolled]
+    return (2, 1, tile_m + 6, share + 37), (600, 300, 70, tile_n + 6), (1, 1, tile_m, tile_n), *forms
 
 
 def chosen(profile: str, only: Sequence[str], each: bool) -> list[Any]:
@@ -123,7 +126,7 @@ def run_variant(variant: Any) -> Iterator[None]:
 
     gpu, reference = importlib.import_module("gpu"), importlib.import_module("reference")
     for heads, kv_heads, seqlen_q, seqlen_k in problems(
-        variant.tile_m, variant.tile_n, variant.stages, variant.cluster
+        variant.tile_m, variant.tile_n, variant.stages, variant.cluster, variant.unrolled
     ):
         q = reference.randn(1, heads, seqlen_q, variant.head_dim, seed=1)
         k, v = (reference.randn(1, kv_heads, seqlen_k, variant.head_dim, seed=s) for s in (2, 3))

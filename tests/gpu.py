@@ -155,12 +155,13 @@ def out_descale_for(variant: Variant) -> torch.Tensor | None:
     return torch.tensor([0.02], device="cuda") if variant.out == "e4m3" else None
 
 
-def loop_form(variant: Variant) -> tuple[bool, int]:
-    """What tells the loops of kernels of one schedule apart: a softmax prepared ahead, tiles in halves."""
+def loop_form(variant: Variant) -> tuple[bool, int, bool]:
+    """What tells the loops of kernels of one schedule apart: a softmax prepared ahead, tiles in halves, forms with
+    unrolled tiles beside the loop."""
     if variant.family != "sm90a":
-        return False, 1
+        return False, 1, False
     derived = derive_sm90.derive(parse_id(variant.id))
-    return derived.prepares, derived.halves
+    return derived.prepares, derived.halves, bool(derived.unrolled)
 
 
 def run_kernel(

@@ -96,6 +96,17 @@ def test_dtypes_and_shared_heads(dtype: str, padding: str) -> None:
     assert ("softmax exp2" in output) == (dtype == "e4m3")
 
 
+@pytest.mark.parametrize(
+    ("keys", "form"), [(384, ""), (385, "385 to 512"), (512, "385 to 512"), (513, ""), (1000, "961 to 1024")]
+)
+def test_forms_with_unrolled_tiles(keys: int, form: str) -> None:
+    """Two tiles of 192 keys and one of 128; five and one of 64."""
+    kernel = "sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo"
+    said = run("--arch", "sm90a", "--shape", f"1,8,{keys},128", "--kernel", kernel).output
+    assert (f"schedule:  pingpong, cluster solo; tiles unrolled for {form} keys\n" in said) == bool(form)
+    assert ("tiles unrolled" in said) == bool(form)
+
+
 def test_a_pinned_kernel() -> None:
     kernel = chosen()
     output = run("--shape", "1,8,16,64", "--kernel", kernel, "--arch", "sm90a").output

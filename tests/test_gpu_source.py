@@ -75,6 +75,12 @@ class TestSameBits:
         for smooth_k in (False, True):  # smoothed keys are not handed over
             assert_same_bits(variant, operands, smooth_k=smooth_k)
 
+    def test_unrolled_tiles(self, variant: Variant) -> None:
+        """More items than CTAs, as heads arrive one by one."""
+        for most in variant.unrolled:
+            operands = halves(variant, torch.bfloat16, 240, 120, 133, most - 3, variant.head_dim)
+            assert_same_bits(variant, operands)
+
     def test_rows_that_are_not_finite(self, variant: Variant) -> None:
         """fp16, a negative scale, and rows of zeros, denormals, NaN, infinities, and nothing else."""
         q, k, v = halves(variant, torch.float16, 2, 2, variant.tile_m + 5, 300, variant.head_dim)

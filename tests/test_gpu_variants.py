@@ -133,6 +133,45 @@ def test_a_thousand_runs_give_the_same_bits(variant: Variant) -> None:
     assert int(differ) == 0
 
 
+UNROLLED = [(v, most) for v in VARIANTS for most in v.unrolled]
+
+
+@pytest.mark.parametrize(("variant", "most"), UNROLLED, ids=lambda x: x.id if isinstance(x, Variant) else str(x))
+class TestUnrolled:
+    """Forms for certain KV lengths: at both ends, on either side of them, where the loop runs, and in between."""
+
+    def test_ends(self, variant: Variant, most: int) -> None:
+        ends = variant.unrolled_for(most)
+        assert ends is not None and ends[1] == most
+        for seqlen_k in (ends[0] - 1, ends[0], most - 7, most, most + 1):
+            check(variant, Shape(2, 6, 3, 300, seqlen_k), variant.scaling)
+
+    def test_more_items_than_sms(self, variant: Variant, most: int) -> None:
+        """A thousand times the same bits, with the LSE and without."""
+        shape = Shape(1, 300, 150, 65, most - 3)
+        check(variant, shape, variant.scaling)
+        operands, out_descale = random_operands(variant, shape), out_descale_for(variant)
+        first, _, _ = run_kernel(operands, variant, scale=0.1, out_descale=out_descale)
+        differ = torch.zeros((), dtype=torch.int64, device="cuda")
+        for i in range(1000):
+            out, _, _ = run_kernel(operands, variant, scale=0.1, out_descale=out_descale, return_lse=i % 2 == 0)
+            differ += (out.view(torch.uint8) != first.view(torch.uint8)).any()
+        assert int(differ) == 0
+
+    @pytest.mark.parametrize("scale", (1.0, 100.0))
+    def test_a_reference_that_moves(self, variant: Variant, most: int, scale: float) -> None:
+        """Each tile outweighs those before it, by more than 2^16 with the larger scale. Scores have one product each,
+        so that both sides have the same."""
+        q, k = (torch.zeros(1, 4, n, variant.head_dim, device="cuda").bfloat16() for n in (200, most))
+        q[..., 0], k[..., 0] = 1, torch.linspace(-4, 4, most, device="cuda")
+        operands = operands_of(variant, q, k, randn(1, 4, most, variant.head_dim, seed=3, device="cuda"))
+        options = {"scale": 8 * scale, "out_descale": out_descale_for(variant)}
+        out, lse, _ = run_kernel(operands, variant, **options)
+        emulated = emulate(*operands.fp8, *operands.descales, variant=variant, **options)
+        assert relative_l2(out.float(), emulated.out.float()) <= emulator_limit(variant)
+        assert float((lse - emulated.lse).abs().max()) <= 1e-3 * float(emulated.lse.abs().max())
+
+
 SOFTMAXES = one_of_each("family", "head_dim", "tile_n", "schedule", "softmax")
 
 

@@ -434,6 +434,31 @@ def test_what_follows_from_an_sm90a_variant(changes: dict[str, Any], expected: d
     assert {name: getattr(d, name) for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "keys", "forms"),
+    [
+        (64, 256, [(257, 512, 2, 256, 2 * 2 + 16), (769, 1024, 4, 256, 4 * 2 + 32)]),
+        (96, 256, [(257, 512, 2, 256, 2 * 3 + 16)]),
+        (128, 192, [(385, 512, 3, 128, 3 * 4 + 16), (961, 1024, 6, 64, 6 * 4 + 32)]),
+        (128, 128, []),
+    ],
+)
+def test_forms_with_unrolled_tiles(head_dim: int, keys: int, forms: list[tuple[int, ...]]) -> None:
+    """Two tiles of 256 keys; two of 192 and one of 128; five of 192 and one of 64."""
+    v = replace(
+        HOPPER,
+        head_dim=head_dim,
+        tile=tile(128, keys, 8),
+        schedule=Schedule.PINGPONG,
+        softmax=Softmax.LINEAR,
+        causal=False,
+    )
+    found = derive_sm90.derive(v).unrolled
+    assert [(u.least_keys, u.most_keys, u.tiles, u.last_keys, u.products) for u in found] == forms
+    for other in ({"causal": True}, {"softmax": Softmax.EXP2}, {"scaling": Scaling.TOKEN}, {"kind": Kind.DIAG}):
+        assert derive_sm90.derive(replace(v, **other)).unrolled == ()
+
+
 @pytest.mark.parametrize("warpgroups", [1, 2, 3])
 def test_the_registers_of_all_roles_fit_an_sm(warpgroups: int) -> None:
     d = derive_sm90.derive(replace(HOPPER, tile=tile(64 * warpgroups, 64, 4 * warpgroups)))

@@ -128,7 +128,7 @@ def _count(opcode: str) -> Callable[[Kernel, Measured], str | None]:
         if m.listing.loop is None:
             return "no loop around matrix instructions"
         if (have := m.listing.loop.counts.get(opcode, 0)) != kernel.mma_in_loop:
-            return f"{have} {opcode} in the main loop, the tile takes {kernel.mma_in_loop}"
+            return f"{have} {opcode} in the main loop, the generator counts {kernel.mma_in_loop}"
         return None
 
     return check
@@ -217,7 +217,7 @@ GATES = (
     ),
     Gate(
         name="QGMMA-COUNT",
-        why="the main loop has exactly the FP8 warpgroup products that the generator counts for a tile",
+        why="the main loop has exactly the FP8 warpgroup products that the generator counts for a tile, or for an item",
         native_only=True,
         check=_count("QGMMA"),
         families=("sm90a",),

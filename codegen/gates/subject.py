@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from codegen.arch import FAMILIES, TARGETS
@@ -11,6 +11,8 @@ from codegen.derive import derive
 from codegen.outputs import kernel_path
 from codegen.render import environment, render_kernel
 from codegen.spec import Variant
+
+ATTENTION = "9attention"  # in a mangled name, with its length in front
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,29 +125,36 @@ def write_source(path: Path, text: str) -> None:
 
 
 def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kernel]:
-    """A Kernel for each target and variant chosen for it. Writes the sources that `folder` does not have like that."""
+    """A Kernel for each target, variant chosen for it, and form of the variant with unrolled tiles. Writes the sources
+    that `folder` does not have like that."""
     env = environment()
-    kernels = []
+    kernels: list[Kernel] = []
     for v in dict.fromkeys(v for variants in chosen.values() for v in variants):
         source = folder / kernel_path(v)
         write_source(source, render_kernel(v, env))
         d = derive(v)
         family = FAMILIES[v.family]
         for target in (t for t, variants in chosen.items() if v in variants):
-            kernels.append(
-                Kernel(
-                    id=v.id,
-                    target=target,
-                    family=v.family,
-                    source=source,
-                    emulated=target in family.emulated,
-                    head_dim=v.head_dim,
-                    threads=d.threads,
-                    ctas_per_sm=d.ctas_per_sm,
-                    smem_bytes=d.smem_bytes,
-                    smem_limit=min(family.smem_per_block, TARGETS[target].smem_per_block),
-                    mma_in_loop=d.mma_in_loop,
-                    spilled=d.spilled,
-                )
+            plain = Kernel(
+                id=v.id,
+                target=target,
+                family=v.family,
+                source=source,
+                emulated=target in family.emulated,
+                head_dim=v.head_dim,
+                threads=d.threads,
+                ctas_per_sm=d.ctas_per_sm,
+                smem_bytes=d.smem_bytes,
+                smem_limit=min(family.smem_per_block, TARGETS[target].smem_per_block),
+                mma_in_loop=d.mma_in_loop,
+                spilled=d.spilled,
+                entry=f"{ATTENTION}ILi0E" if d.unrolled else "",
             )
+            forms = (
+                replace(
+                    plain, id=f"{v.id}.keys{u.most_keys}", entry=f"{ATTENTION}ILi{u.most_keys}E", mma_in_loop=u.products
+                )
+                for u in d.unrolled
+            )
+            kernels += [plain, *forms]
     return sorted(kernels, key=lambda k: (k.target, k.id))

@@ -9,6 +9,7 @@
 // bf16 or fp16; three of its warps quantise it then, each row by its own maximum.
 // Schedule pingpong: warpgroups take turns on the tensor cores; while one multiplies, the others do their softmax.
 // The grid is persistent: loads run ahead into the next item while this one is finished.
+// For 257 to 512 and 769 to 1024 keys there are forms of the kernel in which an item's tiles are unrolled.
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
 #include <cute/arch/cluster_sm90.hpp>
@@ -20,6 +21,7 @@
 #include "fp8cutlass/sm90/launch.cuh"
 #include "fp8cutlass/sm90/operand.h"
 #include "fp8cutlass/sm90/query.cuh"
+#include "fp8cutlass/sm90/unrolled.cuh"
 #include "fp8cutlass/sm90/wgmma.cuh"
 #include "fp8cutlass/sm90/work.h"
 #include "fp8cutlass/softmax.cuh"
@@ -55,6 +57,14 @@ using Gmma = cute::SM90::GMMA::MMA_64x256x32_F16E4M3E4M3_SS_TN<>;  // S = Q K^T
 using GmmaValues = cute::SM90::GMMA::MMA_64x72x32_F32E4M3E4M3_RS_TN<>;  // P V and, by 8 rows of ones in V^T, the row sums of P
 constexpr uint32_t kOnes = 0x38383838;  // four times 1.0 in e4m3
 constexpr float kTruncation = 1.0006f;  // given back to O: the tensor core cuts P V more than the row sums (docs/lab/sm90a.md, the bias)
+// Forms of the kernel, by the most keys that they serve; 0 stands for any number.
+template <int kMostKeys>
+using Unrolled = sm90::Unrolled<kMostKeys, kTileN>;
+static_assert(Unrolled<512>::kTiles == 2 && Unrolled<512>::kLastKeys == 256, "20 products an item");
+static_assert(Unrolled<1024>::kTiles == 4 && Unrolled<1024>::kLastKeys == 256, "40 products an item");
+template <int kKeys>  // of a tile
+struct ScoresOf;
+template <> struct ScoresOf<256> { using Gmma = cute::SM90::GMMA::MMA_64x256x32_F16E4M3E4M3_SS_TN<>; };
 using Score = uint32_t;  // two packed f16 scores
 constexpr int kScoreRegs = 2;  // per n8 block
 using Out = OutBf16;
@@ -286,6 +296,7 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
 
 // ---- a warpgroup that computes -----------------------------------------------------------------------------------------------------
 
+template <int kMostKeys>
 __device__ __forceinline__ void compute(const sm90::KernelParams& params, SharedStorage& shared, int warpgroup) {
   const ForwardParams& p = params.p;
   auto& control = shared.control;
@@ -310,22 +321,24 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   float ref[2] = {}, sum[2] = {};
   float weight[2], beta[2] = {};   // of a tile, see softmax.cuh
 
-  const auto issue_scores = [&](Scores& s, unsigned slot, int stage) {
+  const auto issue_scores = [&](auto& s, unsigned slot, int stage) {
+    using Gmma = typename ScoresOf<8 * std::extent_v<std::remove_reference_t<decltype(s)>>>::Gmma;
     sm90::issue_scores<Gmma, QTile, KTile>(s, q_rows + slot * (QTile::kBytes / 16), k_tiles + stage * (KTile::kBytes / 16));
   };
-  const auto issue_values = [&](Product& t, int stage) { sm90::issue_values<GmmaValues, VTile>(t, prob, {v_tiles + stage * (kVBytes / 16)}); };
+  const auto issue_values = [&](Product& t, const auto& prob, int stage) { sm90::issue_values<GmmaValues, VTile>(t, prob, {v_tiles + stage * (kVBytes / 16)}); };
 
   const auto k_descale = [&](const Stage& stage) { return control.descales[stage.ring()].x; };
   const auto v_descale = [&](const Stage& stage) { return control.descales[stage.ring()].y; };
 
   // Whether a row of this warpgroup does not see all keys of a tile. Asked before the scores are there.
   const auto is_masked = [&](const sm90::Item& item, int tile) {
+    if (Unrolled<kMostKeys>::is_whole(tile)) return false;
     int last = p.seqlen_k - 1;  // that the first row sees
     if (kCausal) last = min(last, item.row + 64 * warpgroup + p.causal_offset);
     return last < tile * kTileN + kTileN - 1;
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
-  const auto softmax = [&](Scores& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
+  const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
     const sm90::Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
     if (masked) {
@@ -430,8 +443,74 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   cute::warpgroup_arrive();
   issue_scores(s, 0, 0);
   cute::warpgroup_commit_batch();
+  if constexpr (kMostKeys > 0) {
+    // An item's tiles one after the other, each by the steps of the loop below. What depends on a tile's number is decided
+    // when this is compiled; only the last tile may have to be masked, and it is multiplied no further than keys may be.
+    using Tiles = Unrolled<kMostKeys>;
+    constexpr bool kNarrow = Tiles::kLastKeys < kTileN;
+    Score last_s[Tiles::kLastKeys / 8][kScoreRegs];
+    uint32_t last_prob[Tiles::kLastKeys / 32][4];
+    const auto pick = [](auto is_last, auto& last, auto& other) -> auto& {
+      if constexpr (kNarrow && decltype(is_last)::value) return last; else return other;
+    };
+    const auto tile = [&](auto number) {
+      constexpr int kNumber = decltype(number)::value;
+      constexpr bool kFirst = kNumber == 0, kLast = kNumber + 1 == Tiles::kTiles;
+      auto& s_here = pick(std::bool_constant<kLast>(), last_s, s);
+      auto& s_next = pick(std::bool_constant<kNumber + 2 == Tiles::kTiles>(), last_s, s);
+      auto& p_here = pick(std::bool_constant<kLast>(), last_prob, prob);
+      const bool masked = is_masked(control.items[turn % kItemSlots], kNumber);
+      const float k_scale = k_descale(stage);
+      const Stage next = stage.next();
+      cute::warpgroup_wait<0>();
+      sm90::fence(s_here);  // scores of this tile
+      sm90::fence(t);       // P V of the tile before
+      const bool k_ready = sm90::poll(control.k_full[next.slot], next.parity);
+      sm90::arrive(control.k_empty[stage.slot]);
+      if constexpr (kFirst) {
+        sm90::arrive_if(control.v_empty[previous.slot], turn > 0);
+      } else {
+        sm90::arrive(control.v_empty[previous.slot]);
+      }
+      if constexpr (kLast) sm90::arrive(control.q_empty[turn % kQBuffers]);
+      softmax(s_here, turn, kNumber, stage, k_scale, masked);
+      sm90::wait(control.v_full[stage.slot], stage.parity);  // a jump: keeps the additions to O in one run
+      promote(t, 0, v_descale(previous));
+      pack_p(p_here, s_here);
+      sm90::fence(p_here);
+
+      sm90::wait_turn(warpgroup);
+      cute::warpgroup_arrive();
+      issue_values(t, p_here, stage.slot);
+      if constexpr (kLast) {
+        ++turn;
+        sm90::wait(control.q_full[turn % kQBuffers], turn / kQBuffers & 1);
+        tiles = control.items[turn % kItemSlots].tiles;
+        sm90::wait_unless(k_ready || tiles == 0, control.k_full[next.slot], next.parity);
+      } else {
+        sm90::wait_unless(k_ready, control.k_full[next.slot], next.parity);
+      }
+      cute::warpgroup_arrive();
+      issue_scores(s_next, turn % kQBuffers, next.slot);
+      cute::warpgroup_commit_batch();
+      sm90::pass_turn((warpgroup + 1) % kWarpgroups);
+
+      weigh_tile(kFirst, [&] {
+        if (turn > 0) epilogue(control.items[(turn - 1) % kItemSlots]);  // the item before this tile's
+      });
+      if (kLast && tiles == 0) return;  // `stage` is the last tile's
+      previous = stage;
+      stage = next;
+    };
 #pragma unroll 1
-  while (true) {
+    while (tiles > 0) {
+      // Said here, so that the slots of all tiles are known.
+      if constexpr (Tiles::kTiles % kKeySlots == 0) stage.slot = 0;
+      sm90::for_each(tile, std::make_integer_sequence<int, Tiles::kTiles>());
+    }
+  }
+#pragma unroll 1
+  while (kMostKeys == 0) {  // the form for any length
     const bool masked = is_masked(control.items[turn % kItemSlots], j);
     const float k_scale = k_descale(stage);
     const bool first = j == 0, last = j + 1 == tiles, finishes = first && turn > 0;
@@ -457,7 +536,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     // tensor cores have something to do.
     sm90::wait_turn(warpgroup);
     cute::warpgroup_arrive();
-    issue_values(t, stage.slot);
+    issue_values(t, prob, stage.slot);
     ++j;
     if (last) {
       ++turn, j = 0;
@@ -488,6 +567,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 // ---- the kernel --------------------------------------------------------------------------------------------------------------------
 
 // What each warpgroup does, until nothing is left.
+template <int kMostKeys>
 __device__ __forceinline__ void work(const sm90::KernelParams& params, SharedStorage& shared, int warpgroup) {
   if (warpgroup < 0) {
     sm90::give_registers<kLoaderRegisters>();
@@ -498,7 +578,7 @@ __device__ __forceinline__ void work(const sm90::KernelParams& params, SharedSto
     }
   } else {
     sm90::take_registers<kComputeRegisters>();
-    compute(params, shared, warpgroup);
+    compute<kMostKeys>(params, shared, warpgroup);
   }
 }
 
@@ -513,6 +593,7 @@ __device__ __forceinline__ void leave(const ForwardParams& p) {
   }
 }
 
+template <int kMostKeys>
 __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__ sm90::KernelParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
@@ -540,13 +621,18 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
   sm90::fence_async();
   __syncthreads();
   // A CTA that found room so late that the others have taken everything has nothing to do but to leave.
-  if (control.first < params.order.items) work(params, shared, warpgroup);
+  if (control.first < params.order.items) work<kMostKeys>(params, shared, warpgroup);
   if (threadIdx.x < 32) leave(params.p);
 #endif
 }
 
 int launch(const ForwardParams& params, CUstream_st* stream) {
-  return sm90::launch<SourceTile, QTile, KTile, VTile, kParts, kSplit, kCausal>(attention, kThreads, int(sizeof(SharedStorage)), params, stream);
+  const auto launch = [&](auto kernel) {
+    return sm90::launch<SourceTile, QTile, KTile, VTile, kParts, kSplit, kCausal>(kernel, kThreads, int(sizeof(SharedStorage)), params, stream);
+  };
+  if (Unrolled<512>::serves(params.seqlen_k)) return launch(attention<512>);
+  if (Unrolled<1024>::serves(params.seqlen_k)) return launch(attention<1024>);
+  return launch(attention<0>);
 }
 
 }  // namespace

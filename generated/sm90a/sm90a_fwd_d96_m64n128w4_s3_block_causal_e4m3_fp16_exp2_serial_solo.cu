@@ -312,7 +312,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   const auto issue_scores = [&](Scores& s, unsigned slot, int stage) {
     sm90::issue_scores<Gmma, QTile, KTile>(s, q_rows + slot * (QTile::kBytes / 16), k_tiles + stage * (KTile::kBytes / 16));
   };
-  const auto issue_values = [&](Product& t, int stage) { sm90::issue_values<GmmaValues, VTile>(t, prob, {v_tiles + stage * (kVBytes / 16)}); };
+  const auto issue_values = [&](Product& t, const auto& prob, int stage) { sm90::issue_values<GmmaValues, VTile>(t, prob, {v_tiles + stage * (kVBytes / 16)}); };
 
   const auto k_descale = [&](const Stage& stage) { return control.descales[stage.ring()].x; };
   const auto v_descale = [&](const Stage& stage) { return control.descales[stage.ring()].y; };
@@ -324,7 +324,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     return last < tile * kTileN + kTileN - 1;
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
-  const auto softmax = [&](Scores& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
+  const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
     const sm90::Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
     if (masked) {
@@ -420,7 +420,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       sm90::wait(control.v_full[stage.slot], stage.parity);
       sm90::fence(prob);
       cute::warpgroup_arrive();
-      issue_values(t, stage.slot);
+      issue_values(t, prob, stage.slot);
       cute::warpgroup_commit_batch();
       weigh_tile(j == 0);
       cute::warpgroup_wait<0>();

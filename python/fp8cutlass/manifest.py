@@ -60,9 +60,18 @@ class Variant:
     ctas_per_sm: int
     smem_bytes: int
     quantises_q: bool  # takes Q in bf16 and fp16, too, with a scale for each row
+    unrolled: tuple[int, ...]  # the most keys of each of its forms in which an item's tiles are unrolled
     targets: tuple[str, ...]  # architectures that it is compiled for
     file: str
     sha256: str
+
+    def unrolled_for(self, seqlen_k: int) -> tuple[int, int] | None:
+        """The least and the most keys of the form that runs for so many; None for the one that takes any number."""
+        for most in self.unrolled:
+            least = (most - 1) // self.tile_n * self.tile_n + 1
+            if least <= seqlen_k <= most:
+                return least, most
+        return None
 
 
 @dataclass(frozen=True)

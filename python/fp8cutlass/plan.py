@@ -162,7 +162,9 @@ def describe(request: Request) -> str:
     if request.packed is not None:
         lines.append(f"keys:      packed with amax {request.packed.amax:g} for {request.packed.kernel}")
     if variant.schedule != "multistage":
-        lines.append(f"schedule:  {variant.schedule}, cluster {variant.cluster}")
+        form = variant.unrolled_for(plan.k.shape[2])
+        tiles = "" if form is None else f"; tiles unrolled for {form[0]} to {form[1]} keys"
+        lines.append(f"schedule:  {variant.schedule}, cluster {variant.cluster}{tiles}")
     if variant.head_dim != plan.q.shape[3]:
         lines.append(f"padding:   head_dim {plan.q.shape[3]} to {variant.head_dim}")
     return "\n".join([*lines, built])

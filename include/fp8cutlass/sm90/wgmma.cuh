@@ -36,14 +36,14 @@ __device__ __forceinline__ void issue_scores(Acc (&s)[kBlocks][kRegs], uint32_t 
 }
 
 // T = P V^T for the rows of V^T from `row` on, as many as the atom is wide; P comes from registers, the keys of V^T lie
-// in one tile or in several. P has as many steps as V, or twice as many: two terms for the same keys, one after the
-// other.
+// in one tile or in several. P has as many steps as V; or twice as many, two terms for the same keys one after the
+// other; or fewer, and the keys behind are not multiplied.
 template <class Atom, class VTile, int kBlocks, int kSteps, int kTiles>
 __device__ __forceinline__ void issue_values(float (&t)[kBlocks][4], const uint32_t (&p)[kSteps][4],
                                              const uint32_t (&v)[kTiles], int row = 0) {
   static_assert(std::extent<typename Atom::CRegisters>::value <= kBlocks * 4);
-  constexpr int kTerms = kSteps / (kTiles * VTile::kSteps);
-  static_assert(kSteps == kTerms * kTiles * VTile::kSteps);
+  constexpr int kMost = kTiles * VTile::kSteps, kTerms = kSteps > kMost ? 2 : 1;
+  static_assert(kSteps <= kMost || kSteps == kTerms * kMost);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int keys = step / kTerms;

@@ -64,7 +64,7 @@ class Outcome:
 
 
 def problems(
-    tile_m: int, tile_n: int, stages: int, cluster: str, unrolled: Sequence[int] = ()
+    tile_m: int, tile_n: int, stages: int, cluster: str, unrolled: Sequence[int]
 ) -> tuple[tuple[int, int, int, int], ...]:
     """Heads, KV heads, queries, keys: every slot of the pipeline used more than twice by every CTA, with a tail; more
     items than CTAs, of more than one tile; one full tile; and more items than CTAs for each form of ``unrolled``."""

@@ -26,6 +26,7 @@ QUERIES = 128  # of SHIFTED, where each attends to all keys
 # What a caller can ask of `attention`, the default first.
 MODES: Mapping[str, Mapping[str, Any]] = {
     OWN: {},
+    f"{OWN}, balanced": {"precision": "balanced"},
     f"{OWN}, smooth K and Hadamard": {"smooth_k": True, "hadamard": True},
     f"{OWN}, token, smooth K and Hadamard": {"scaling": "token", "smooth_k": True, "hadamard": True},
     f"{OWN}, high": {"precision": "high"},

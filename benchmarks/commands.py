@@ -201,7 +201,7 @@ def accuracy(out: Path | None, commit: str) -> None:
 
 @click.command()
 @click.option("--arch", type=click.Choice(list(TARGETS)), default="sm90a", show_default=True)
-@click.option("--softmax", "softmaxes", type=click.Choice(SOFTMAXES), multiple=True, help="Default: both.")
+@click.option("--softmax", "softmaxes", type=click.Choice(SOFTMAXES), multiple=True, help="Repeatable; default all.")
 @click.option("--most", type=click.IntRange(min=0), default=0, help="Candidates of a cell, by the model; 0 takes all.")
 @click.option("--plan", "plan_only", is_flag=True, help="Say what would be built and timed, and stop.")
 @click.option("--build-only", is_flag=True, help="Build the candidates, which needs no card, and stop.")

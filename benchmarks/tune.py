@@ -17,6 +17,7 @@ import torch
 from codegen import evidence as measurements
 from codegen.arch import CARDS, FAMILIES
 from codegen.evidence import Class
+from codegen.keys import precision_of
 from codegen.spec import Softmax, parse_id
 from fp8cutlass import attention, extension
 from fp8cutlass.accuracy.measures import relative_l2
@@ -91,7 +92,7 @@ def choices(directory: Path, arch: str, of: Class, shapes: Iterable[Shape]) -> d
             out="bf16",
             scaling="block",
             causal=shape.causal,
-            precision="fast" if of[2] is Softmax.LINEAR else "accurate",
+            precision=precision_of(of[2]),
             sm_count=CARD.sms,
         )
         variant = decide(directory, problem)[0]

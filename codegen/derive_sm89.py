@@ -8,7 +8,7 @@ from functools import cache
 from codegen.arch import FAMILIES, REGISTERS_PER_SM, REGISTERS_PER_THREAD, SMEM_RESERVED_PER_CTA
 from codegen.derived import Derived
 from codegen.scaling import GRANULARITY
-from codegen.spec import Softmax, Variant
+from codegen.spec import Variant
 
 MAX_CTAS_PER_SM = 3  # a fourth adds no overlap that three do not have, and takes registers from all
 STEPS_AT_ONCE = 4  # k steps of Q K^T unrolled where Q comes from shared memory
@@ -36,14 +36,14 @@ def estimate_registers(v: Variant, fragments: int, q_in_registers: bool, rows_in
     The gates hold the compiler to the launch bound, not to this.
     """
     output = fragments * v.head_dim // 2
-    scores = fragments * v.tile_n // (4 if v.softmax is Softmax.LINEAR else 2)
+    scores = fragments * v.tile_n // (4 if v.softmax.by_code else 2)
     prob = fragments * v.tile_n // 8 * v.terms
     product = fragments * 8  # two n8 blocks of P V in flight
     q = fragments * v.head_dim // 8 if q_in_registers else fragments * 4
     state = fragments * (14 if rows_in_registers else 2)  # reference, sums, slopes, factors
     # From 96 accumulators on, the compiler needs slack for the alignment of fragments: without it spills were seen.
     slack = 46 if output >= 96 else 0
-    addresses = 56 if v.softmax is Softmax.LINEAR else 36  # the code domain keeps more maxima and offsets in flight
+    addresses = 56 if v.softmax.by_code else 36  # the code domain keeps more maxima and offsets in flight
     # P overwrites S piece by piece, so only the larger of (S) and (P + product) counts beside O and Q.
     return output + max(scores + prob // 2, prob + product) + q + state + addresses + slack
 

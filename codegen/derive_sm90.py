@@ -34,9 +34,9 @@ TIGHT_REGISTERS = (240, 24)  # those of two warpgroups where O alone takes half 
 # that fits takes 1.19 to 1.24 times as long: without a mask 12 heads of 2,048 rows, 3 of 8,192 (tuning/h200.csv).
 SPILLED = {(64, Tile(m=192, n=192, warps=12), Softmax.LINEAR, Schedule.PINGPONG): 4}
 
-# Where the tiles of an item are unrolled, by head_dim and keys a tile: the most keys of each form of the kernel
-# (docs/lab/sm90a.md, row 44).
-UNROLLED = {(64, 256): (512, 1024), (96, 256): (512,), (128, 192): (512, 1024)}
+# Where the tiles of an item are unrolled, by head_dim and keys a tile: the most keys of each form of the kernel, two
+# tiles or more (docs/lab/sm90a.md, row 44).
+UNROLLED = {(64, 256): (512, 1024), (96, 256): (512,), (128, 192): (512, 640, 1024)}
 LAST_KEYS = 64  # the last tile is multiplied in steps of so many keys
 
 # Registers beside accumulators: row state, addresses, loop counters, and what the compiler wants for alignment.
@@ -108,7 +108,7 @@ def estimate_registers(v: Variant) -> int:
     """Registers a thread that computes needs in the main loop."""
     output = v.head_dim // 2
     product = (v.head_dim // parts(v) + ONES) // 2
-    scores = v.tile_n // (4 if v.softmax is Softmax.LINEAR else 2)
+    scores = v.tile_n // (4 if v.softmax.by_code else 2)
     prob = v.tile_n // 8 * v.terms
     token = STATE_TOKEN if GRANULARITY[v.scaling].k == "token" else 0
     if halves(v) > 1:  # P and a part of P V lie where the scores were
@@ -152,8 +152,9 @@ def _quantises_q(v: Variant) -> bool:
 
 
 def _prepares(v: Variant) -> bool:
-    """Where it is faster at the lengths that a kernel is for, among those tried (docs/lab/sm90a.md, row 29)."""
-    return v.schedule is Schedule.PINGPONG and v.softmax is Softmax.LINEAR and (v.head_dim, v.tile_n) == (128, 192)
+    """Where it is faster at the lengths that a kernel is for, among those tried with `linear` (docs/lab/sm90a.md, row
+    29)."""
+    return v.schedule is Schedule.PINGPONG and v.softmax.by_code and (v.head_dim, v.tile_n) == (128, 192)
 
 
 def _unrolled(v: Variant) -> tuple[Unrolled, ...]:

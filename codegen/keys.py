@@ -22,8 +22,14 @@ SOFTMAXES = {
     "fast": (Softmax.LINEAR, Softmax.EXP2),
     "accurate": (Softmax.EXP2,),
     "high": (Softmax.EXP2X2,),
+    "balanced": (Softmax.QUADRATIC, Softmax.EXP2),  # last, as callers of `lookup` name a precision by its position
 }
 PRECISIONS = tuple(SOFTMAXES)
+
+
+def precision_of(softmax: Softmax) -> str:
+    """What a caller asks for who prefers a softmax to all others."""
+    return next(precision for precision, softmaxes in SOFTMAXES.items() if softmaxes[0] is softmax)
 
 
 @dataclass(frozen=True, kw_only=True)

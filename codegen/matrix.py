@@ -119,7 +119,7 @@ MATRICES = (
         causal=(False, True),
         dtype=(Dtype.E4M3, Dtype.E5M2),
         out=(Out.BF16, Out.FP16, Out.E4M3),
-        softmax=(Softmax.EXP2, Softmax.LINEAR, Softmax.EXP2X2),
+        softmax=(Softmax.EXP2, Softmax.LINEAR, Softmax.QUADRATIC, Softmax.EXP2X2),
         schedule=tuple(s for s in Schedule if s is not Schedule.MULTISTAGE),
         cluster=(Cluster.SOLO, Cluster.SPLIT2, Cluster.SPLIT4),
     ),
@@ -134,7 +134,7 @@ MATRICES = (
         causal=(True,),
         dtype=(Dtype.E4M3,),
         out=(Out.BF16,),
-        softmax=(Softmax.EXP2, Softmax.LINEAR),
+        softmax=(Softmax.EXP2, Softmax.LINEAR, Softmax.QUADRATIC),
         schedule=(Schedule.SERIAL,),
         cluster=(Cluster.SOLO,),
     ),
@@ -193,6 +193,8 @@ def _sm89_profile(v: Variant) -> str:
 
 
 def _sm90a_profile(v: Variant) -> str:
+    if v.softmax is Softmax.QUADRATIC:
+        return "ci" if _default_mode(v) and v.head_dim in (64, 256) else "release"
     if _default_mode(v) and v.head_dim in (64, 128):
         return "dev"
     # Other outputs with a mask, other scalings and operands without: every value once.

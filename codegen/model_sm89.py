@@ -22,14 +22,14 @@ MUFU_PER_CYCLE = 16
 ISSUE_PER_CYCLE = 4 * 32  # thread instructions an SM issues a cycle
 
 # Thread instructions for one element of S, read off the SASS of the sm_89 kernels: scale, maximum, exponential or code,
-# conversion.
-ELEMENT_INSTRUCTIONS = {Softmax.EXP2: 4.5, Softmax.LINEAR: 2.0, Softmax.EXP2X2: 7.25}
+# conversion. `quadratic`, of which there is none, by its source.
+ELEMENT_INSTRUCTIONS = {Softmax.EXP2: 4.5, Softmax.LINEAR: 2.0, Softmax.QUADRATIC: 4.0, Softmax.EXP2X2: 7.25}
 
 
 def cost(v: Variant, shape: Shape, card: Card) -> Cost:
     d = derive(v)
     elements = v.tile_m * v.tile_n
-    score_rate = card.fp8_f16 if v.softmax is Softmax.LINEAR else card.fp8_f32
+    score_rate = card.fp8_f16 if v.softmax.by_code else card.fp8_f32
     tensor = 2 * elements * v.head_dim / score_rate + 2 * elements * v.terms * (v.head_dim + 8) / card.fp8_f32
     tile_bytes = v.tile_n * v.head_dim
     reads = v.warps * 2 * tile_bytes + (0 if d.q_in_registers else v.tile_m * v.head_dim)
@@ -39,7 +39,7 @@ def cost(v: Variant, shape: Shape, card: Card) -> Cost:
     matrix = d.mma_per_tile * v.warps * 32 * 1.5  # with the ldmatrix that feed them
     per_row = 40 * v.tile_m * 4  # maxima, weights: four lanes share a row
     issue = (elements * per_element + promotion + matrix + per_row) / ISSUE_PER_CYCLE
-    mufu = 0.0 if v.softmax is Softmax.LINEAR else elements / MUFU_PER_CYCLE
+    mufu = 0.0 if v.softmax.by_code else elements / MUFU_PER_CYCLE
     l2 = 2 * tile_bytes / L2_BYTES_PER_CYCLE
     busy = max(tensor, smem, issue, mufu, l2)
 

@@ -23,7 +23,7 @@ ISSUE_PER_CYCLE = 128  # thread instructions an SM issues a cycle
 ALONE_CYCLES = 14  # by which a matrix instruction is late when no other warpgroup issues any
 
 # Thread instructions for one element of S: scale, maximum, exponential or code, conversion.
-ELEMENT_INSTRUCTIONS = {Softmax.EXP2: 6.5, Softmax.LINEAR: 3.6, Softmax.EXP2X2: 9.25}
+ELEMENT_INSTRUCTIONS = {Softmax.EXP2: 6.5, Softmax.LINEAR: 3.6, Softmax.QUADRATIC: 5.6, Softmax.EXP2X2: 9.25}
 TOKEN_INSTRUCTIONS = 1.0
 MASK_INSTRUCTIONS = 4.0
 
@@ -50,14 +50,14 @@ def _visited(tile_m: int, tile_n: int, shape: Shape) -> float:
 def cost(v: Variant, shape: Shape, card: Card) -> Cost:
     d = derive(v)
     elements = v.tile_m * v.tile_n
-    score_rate = card.fp8_f16 if v.softmax is Softmax.LINEAR else card.fp8_f32
+    score_rate = card.fp8_f16 if v.softmax.by_code else card.fp8_f32
     tensor = 2 * elements * v.head_dim / score_rate + 2 * elements * v.terms * (v.head_dim + ONES) / card.fp8_f32
     if d.warpgroups == 1:
         tensor += ALONE_CYCLES * d.mma_per_tile
     per_element = ELEMENT_INSTRUCTIONS[v.softmax] + (TOKEN_INSTRUCTIONS if v.scaling is Scaling.TOKEN else 0.0)
     promotion = v.tile_m * (v.head_dim + ONES)  # one FMA for each element of O
     issue = (elements * per_element + promotion) / ISSUE_PER_CYCLE
-    mufu = 0.0 if v.softmax is Softmax.LINEAR else elements / MUFU_PER_CYCLE
+    mufu = 0.0 if v.softmax.by_code else elements / MUFU_PER_CYCLE
     l2 = 2 * v.tile_n * v.head_dim / L2_BYTES_PER_CYCLE
     softmax = max(issue, mufu)
     exposed = 1.0 if v.schedule is Schedule.SERIAL and d.warpgroups == 1 else EXPOSED[v.schedule]

@@ -87,7 +87,7 @@ def _manifest(request: Request, packs: tuple[Pack, ...], kernels: dict[str, str]
                 "ctas_per_sm": d.ctas_per_sm,
                 "smem_bytes": d.smem_bytes,
                 "quantises_q": d.quantises_q,
-                "unrolled": [u.most_keys for u in d.unrolled],
+                "unrolled": [[u.least_keys, u.most_keys] for u in d.unrolled],
                 "mma_per_tile": d.mma_per_tile,
                 "mma_in_loop": d.mma_in_loop,
                 "targets": list(targets_of(v, request.archs)),

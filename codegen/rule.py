@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from codegen.arch import FAMILIES
 from codegen.derived import Derived
 from codegen.expr import Env, Expr, Symbol
-from codegen.spec import Dtype, Out, Scaling, Softmax, Variant
+from codegen.spec import Dtype, Out, Scaling, Variant
 
 FP16_MAX = 65_504
 QK_AMAX = 14  # = 448 / 32, so the largest element stays exact in e4m3; d * 14 * 14 must fit f16
@@ -33,7 +33,7 @@ def environment(v: Variant, d: Derived) -> Env:
         "rows_per_warp": d.rows_per_warp,
         "ctas_per_sm": d.ctas_per_sm,
         "smem_bytes": d.smem_bytes,
-        "score_regs": 2 if v.softmax is Softmax.LINEAR else 4,
+        "score_regs": 2 if v.softmax.by_code else 4,
     }
 
 
@@ -87,16 +87,16 @@ REGISTERS = Rule(
 LINEAR_E5M2 = Rule(
     name="LINEAR-E5M2",
     why="e5m2 operands arrive with any range; their f16 scores could overflow",
-    refuses=lambda v, d: v.softmax is Softmax.LINEAR and v.dtype is Dtype.E5M2,
-    explain=lambda v, d: "linear softmax needs f16 scores, e5m2 reaches 57,344",
+    refuses=lambda v, d: v.softmax.by_code and v.dtype is Dtype.E5M2,
+    explain=lambda v, d: f"{v.softmax} softmax needs f16 scores, e5m2 reaches 57,344",
     of_choice=True,
 )
 
 LINEAR_TOKEN = Rule(
     name="LINEAR-TOKEN",
-    why="the code is linear in one score with one slope a row; a K descale for each key would need f32 scores",
-    refuses=lambda v, d: v.softmax is Softmax.LINEAR and v.scaling is Scaling.TOKEN,
-    explain=lambda v, d: "linear softmax has one slope a row and tile, token scaling one a key",
+    why="a code comes from one f16 score by one slope a row; a K descale for each key would need f32 scores",
+    refuses=lambda v, d: v.softmax.by_code and v.scaling is Scaling.TOKEN,
+    explain=lambda v, d: f"{v.softmax} softmax has one slope a row and tile, token scaling one a key",
     of_choice=True,
 )
 

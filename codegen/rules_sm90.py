@@ -29,9 +29,13 @@ from codegen.spec import Cluster, Dtype, Kind, Out, Scaling, Schedule, Softmax, 
 HEAD_DIM_CHOICES = (64, 96, 128, 192, 256)  # rows that TMA swizzles over 64 or 128 bytes
 SPLIT_ROWS = (64, 128)  # a split serves problems with few rows
 SPLIT_SCHEDULES = (Schedule.SERIAL,)
+# The head_dim from which the few registers that `quadratic` takes beside `linear` make ptxas serialise the products of
+# column parts (C7511).
+QUADRATIC_COLUMNS = 256
 
 # What the estimate admits and nvcc 13.0 was seen to spill (None: any): accumulators of wgmma are whole blocks of
-# neighbouring registers, and at the limit the blocks leave gaps. The gates find what is missing here. Since the LSE
+# neighbouring registers, and at the limit the blocks leave gaps; `quadratic` takes no fewer registers than the `linear`
+# that stands here. The gates find what is missing. Since the LSE
 # sums left the hot path only the one of head_dim 192 spills; the others wait for somebody to time them.
 SPILLS: tuple[tuple[int, Tile, Softmax, Schedule, Out | None], ...] = (
     (96, Tile(m=128, n=256, warps=8), Softmax.LINEAR, Schedule.PINGPONG, Out.E4M3),
@@ -55,7 +59,8 @@ def _split_refused(v: Variant) -> bool:
 
 
 def _columns_offered(v: Variant) -> bool:
-    return v.head_dim > WIDE_HEAD_DIM and v.softmax is Softmax.LINEAR and v.warpgroups == 2
+    room = v.softmax is Softmax.LINEAR or (v.softmax is Softmax.QUADRATIC and v.head_dim < QUADRATIC_COLUMNS)
+    return v.head_dim > WIDE_HEAD_DIM and room and v.warpgroups == 2
 
 
 SM90A_RULES = (
@@ -116,7 +121,10 @@ SM90A_RULES = (
             "parts, and what a warpgroup waits for, a second one fills"
         ),
         refuses=lambda v, d: v.schedule is Schedule.COLUMNS and not _columns_offered(v),
-        explain=lambda v, d: f"column parts are for two warpgroups, linear softmax and head_dim > {WIDE_HEAD_DIM}",
+        explain=lambda v, d: (
+            f"column parts are for two warpgroups, head_dim > {WIDE_HEAD_DIM} and softmax linear, or quadratic below "
+            f"head_dim {QUADRATIC_COLUMNS}"
+        ),
     ),
     Rule(
         name="HALVED-SLOTS",
@@ -145,7 +153,9 @@ SM90A_RULES = (
         name="SPILLS",
         why="the compiler was seen to spill it",
         refuses=lambda v, d: any(
-            (v.head_dim, v.tile, v.softmax, v.schedule) == seen[:4] and seen[4] in (None, v.out) for seen in SPILLS
+            (v.head_dim, v.tile, Softmax.LINEAR if v.softmax.by_code else v.softmax, v.schedule) == seen[:4]
+            and seen[4] in (None, v.out)
+            for seen in SPILLS
         ),
         explain=lambda v, d: f"about {d.registers} registers a thread fit, but the blocks of accumulators do not",
     ),

@@ -16,7 +16,7 @@ from codegen.matrix import MATRICES, Matrix, in_profile
 from codegen.model import cost
 from codegen.rules import Rejection, check
 from codegen.scaling import key_block
-from codegen.spec import Dtype, Kind, Out, Scaling, Variant
+from codegen.spec import Dtype, Kind, Out, Scaling, Softmax, Variant
 
 # A class gets one kernel, or two where the second makes the cells more than 6% faster on average: each costs build time
 # and size, and the model is not exact to 6% either.
@@ -190,7 +190,11 @@ def _modelled(v: Variant) -> Variant:
 
 def _most(v: Variant) -> int:
     """How many kernels the class of a variant may get: fewer in the modes that few calls have."""
-    rare = v.terms > 1 or (v.family == "sm90a" and (v.dtype is Dtype.E5M2 or v.out is Out.E4M3))
+    rare = (
+        v.terms > 1
+        or v.softmax is Softmax.QUADRATIC
+        or (v.family == "sm90a" and (v.dtype is Dtype.E5M2 or v.out is Out.E4M3))
+    )
     return MOST_RARE if rare else MOST_MEASURED
 
 

@@ -42,6 +42,12 @@ class Softmax(Name):
     EXP2 = "exp2"  # f32 scores, P = e4m3(2^x)
     EXP2X2 = "exp2x2"  # the same with P as the sum of two e4m3 numbers, each multiplied by V
     LINEAR = "linear"  # f16 scores, P by its e4m3 code
+    QUADRATIC = "quadratic"  # the same, with the code bent inside an octave as 2^x is
+
+    @property
+    def by_code(self) -> bool:
+        """Whether P comes from f16 scores by its e4m3 code."""
+        return self in (Softmax.LINEAR, Softmax.QUADRATIC)
 
 
 class Schedule(Name):
@@ -133,7 +139,7 @@ class Variant:
     @property
     def score(self) -> str:
         """Accumulator of Q K^T: the code-domain softmax works on f16 pairs, the exact ones on f32."""
-        return "f16" if self.softmax is Softmax.LINEAR else "f32"
+        return "f16" if self.softmax.by_code else "f32"
 
     @property
     def terms(self) -> int:

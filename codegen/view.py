@@ -18,6 +18,7 @@ def summary(v: Variant) -> str:
     mask = "causal mask" if v.causal else "no mask"
     softmax = {
         Softmax.LINEAR: "code-domain softmax on f16 scores",
+        Softmax.QUADRATIC: "code-domain softmax on f16 scores, bent inside an octave",
         Softmax.EXP2: "exponential softmax on float32 scores",
         Softmax.EXP2X2: "exponential softmax on float32 scores, P in two terms",
     }[v.softmax]

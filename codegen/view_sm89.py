@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from codegen.derive_sm89 import STEPS_AT_ONCE, derive, descale_slots
 from codegen.scaling import GRANULARITY, key_block
-from codegen.spec import Dtype, Softmax, Variant
+from codegen.spec import Dtype, Variant
 from codegen.view import OUT_POLICY, summary, symbol
 
 
@@ -40,7 +40,7 @@ def kernel_view(v: Variant) -> KernelView:
     d = derive(v)
     grain = GRANULARITY[v.scaling]
     operand = "E4M3" if v.dtype is Dtype.E4M3 else "E5M2"
-    score = "F16" if v.softmax is Softmax.LINEAR else "F32"
+    score = "F16" if v.softmax.by_code else "F32"
     return KernelView(
         symbol=symbol(v.id),
         summary=summary(v),

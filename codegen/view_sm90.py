@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from codegen.derive_sm90 import ITEM_SLOTS, ONES, derive
 from codegen.derived import Unrolled
 from codegen.scaling import GRANULARITY, key_block
-from codegen.spec import Dtype, Out, Schedule, Softmax, Variant
+from codegen.spec import Dtype, Out, Schedule, Variant
 from codegen.view import OUT_POLICY, summary, symbol
 
 _SCHEDULE = {
@@ -67,7 +67,7 @@ def kernel_view(v: Variant) -> KernelView:
     d = derive(v)
     grain = GRANULARITY[v.scaling]
     operand = "E4M3" if v.dtype is Dtype.E4M3 else "E5M2"
-    score = "F16" if v.softmax is Softmax.LINEAR else "F32"
+    score = "F16" if v.softmax.by_code else "F32"
 
     def mma_scores(keys: int) -> str:
         return f"MMA_64x{keys}x32_{score}{operand}{operand}_SS_TN"

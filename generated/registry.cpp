@@ -390,18 +390,23 @@ extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_token_full_e4m3_fp16_exp2
 extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_token_full_e4m3_fp16_exp2x2;
 extern const LaunchFn kLaunch_sm90a_diag_d128_m128n64w8_s2_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d128_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_diag_d128_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d128_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d192_m128n64w8_s2_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d192_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_diag_d192_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d192_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d256_m128n64w8_s2_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d256_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_diag_d256_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d256_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d64_m128n64w8_s2_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d64_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_diag_d64_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d64_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d96_m128n64w8_s2_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d96_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_diag_d96_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_diag_d96_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_e4m3_exp2_serial_solo;
@@ -419,14 +424,20 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_full_e4m3_bf16_
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_e4m3_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_e4m3_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_e4m3_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_fp16_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_fp16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_fp16_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_block_causal_e4m3_bf16_exp2x2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_block_causal_e4m3_fp16_exp2x2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m128n64w8_s2_block_full_e4m3_bf16_exp2x2_pingpong_solo;
@@ -451,24 +462,34 @@ extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_l
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_bf16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_e4m3_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_fp16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e5m2_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_bf16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_e4m3_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_fp16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e5m2_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_bf16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_fp16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_bf16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_e4m3_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_fp16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n64w4_s2_block_causal_e4m3_fp16_exp2x2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d128_m64n64w4_s2_block_full_e4m3_bf16_exp2x2_overlap_solo;
@@ -503,28 +524,42 @@ extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_token_full_e4m3_fp16_
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s2_token_full_e4m3_fp16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_quadratic_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_e4m3_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_token_causal_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_token_causal_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_token_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_bf16_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_bf16_quadratic_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_e4m3_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_fp16_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_fp16_quadratic_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_bf16_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_bf16_quadratic_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_e4m3_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_e4m3_quadratic_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_fp16_linear_columns_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_fp16_quadratic_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_bf16_quadratic_serial_split2;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_e4m3_quadratic_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_fp16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_fp16_quadratic_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_quadratic_serial_split2;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_e4m3_quadratic_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_quadratic_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_token_causal_e4m3_bf16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_token_causal_e4m3_fp16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n128w4_s2_token_full_e4m3_bf16_exp2x2_serial_solo;
@@ -550,10 +585,16 @@ extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_causal_e4m3_fp16_
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_full_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d192_m64n64w4_s3_block_full_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_e4m3_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_e4m3_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_quadratic_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_e4m3_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_causal_e4m3_bf16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_causal_e4m3_fp16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_bf16_linear_columns_solo;
@@ -581,10 +622,13 @@ extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_causal_e4m3_fp16
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_quadratic_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_e4m3_quadratic_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_quadratic_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e5m2_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e5m2_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_token_causal_e4m3_bf16_exp2_serial_split4;
@@ -593,10 +637,13 @@ extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_token_full_e4m3_bf16_e
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s2_token_full_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_bf16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_e4m3_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_e4m3_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_fp16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e5m2_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_full_e4m3_bf16_exp2_serial_solo;
@@ -644,11 +691,17 @@ extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_e
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_bf16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_e4m3_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_e4m3_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_bf16_linear_pingpong_solo;
@@ -656,15 +709,20 @@ extern const LaunchFn kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_full_e4m3_fp16_
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_quadratic_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2x2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_quadratic_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_quadratic_serial_split2;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_e4m3_quadratic_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_quadratic_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2x2_overlap_solo;
@@ -690,8 +748,11 @@ extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e5m2_bf16_ex
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n128w4_s3_block_full_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_split2;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_quadratic_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_e4m3_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_split2;
+extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_split4;
 extern const LaunchFn kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo;
@@ -713,6 +774,7 @@ extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_bf16
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e5m2_bf16_exp2_pingpong_solo;
@@ -722,15 +784,20 @@ extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_e
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_bf16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e5m2_fp16_exp2_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_bf16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_bf16_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_fp16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_fp16_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_bf16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_bf16_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_fp16_linear_pingpong_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_fp16_quadratic_pingpong_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split4;
@@ -764,11 +831,17 @@ extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_full_e4m3_fp16_li
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_full_e5m2_bf16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n128w4_s3_block_full_e5m2_fp16_exp2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_bf16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_e4m3_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_fp16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_bf16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_e4m3_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_quadratic_serial_solo;
 extern const PackFn kPack_d32_n128_bf16;
 extern const PackFn kPack_d32_n128_fp16;
 extern const PackFn kPack_d64_n128_bf16;
@@ -1952,6 +2025,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_diag_d128_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_diag_d128_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo, 128, 128, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, true,
      128, true, true, false},
+    {"sm90a_diag_d128_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_diag_d128_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo, 128, 128, 64, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, true,
+     128, true, true, false},
     {"sm90a_diag_d128_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_diag_d128_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo, 128, 128, 64, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, true,
      128, false, true, false},
@@ -1959,6 +2035,9 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, true,
      128, true, true, false},
     {"sm90a_diag_d192_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_diag_d192_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo, 192, 128, 64, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, true,
+     128, true, true, false},
+    {"sm90a_diag_d192_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_diag_d192_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo, 192, 128, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, true,
      128, true, true, false},
     {"sm90a_diag_d192_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_diag_d192_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo, 192, 128, 64, OutType::bf16,
@@ -1970,6 +2049,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_diag_d256_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_diag_d256_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo, 256, 128, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, true,
      128, true, true, false},
+    {"sm90a_diag_d256_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_diag_d256_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo, 256, 128, 64, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, true,
+     128, true, true, false},
     {"sm90a_diag_d256_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_diag_d256_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo, 256, 128, 64, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, true,
      128, false, true, false},
@@ -1979,6 +2061,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_diag_d64_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_diag_d64_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo, 64, 128, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, true,
      128, true, true, false},
+    {"sm90a_diag_d64_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_diag_d64_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo, 64, 128, 64, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, true,
+     128, true, true, false},
     {"sm90a_diag_d64_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_diag_d64_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo, 64, 128, 64, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, true,
      128, false, true, false},
@@ -1986,6 +2071,9 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, true,
      128, true, true, false},
     {"sm90a_diag_d96_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_diag_d96_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo, 96, 128, 64, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, true,
+     128, true, true, false},
+    {"sm90a_diag_d96_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_diag_d96_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo, 96, 128, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, true,
      128, true, true, false},
     {"sm90a_diag_d96_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo", kLaunch_sm90a_diag_d96_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo, 96, 128, 64, OutType::bf16,
@@ -2039,6 +2127,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo, 128, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
+    {"sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_e4m3_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_e4m3_quadratic_pingpong_solo, 128, 128, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, true},
     {"sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo, 128, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
@@ -2048,19 +2139,34 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_e4m3_linear_pingpong_solo, 128, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
+    {"sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_e4m3_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_e4m3_quadratic_pingpong_solo, 128, 128, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, true},
     {"sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo, 128, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
     {"sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo, 128, 128, 192, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      192, true, true, true},
+    {"sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_quadratic_pingpong_solo, 128, 128, 192, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     192, true, true, true},
     {"sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo, 128, 128, 192, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     192, true, true, true},
+    {"sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_fp16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_fp16_quadratic_pingpong_solo, 128, 128, 192, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      192, true, true, true},
     {"sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo, 128, 128, 192, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      192, true, true, true},
+    {"sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_quadratic_pingpong_solo, 128, 128, 192, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     192, true, true, true},
     {"sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_fp16_linear_pingpong_solo, 128, 128, 192, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     192, true, true, true},
+    {"sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_fp16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_fp16_quadratic_pingpong_solo, 128, 128, 192, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      192, true, true, true},
     {"sm90a_fwd_d128_m128n64w8_s2_block_causal_e4m3_bf16_exp2x2_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n64w8_s2_block_causal_e4m3_bf16_exp2x2_pingpong_solo, 128, 128, 64, OutType::bf16,
@@ -2135,13 +2241,22 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_bf16_linear_serial_solo, 128, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
+    {"sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_bf16_quadratic_serial_solo, 128, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, true},
     {"sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo, 128, 64, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, true},
+    {"sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_e4m3_quadratic_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_e4m3_quadratic_serial_solo, 128, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
     {"sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo, 128, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
     {"sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_fp16_linear_serial_solo, 128, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, true},
+    {"sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_fp16_quadratic_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e4m3_fp16_quadratic_serial_solo, 128, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
     {"sm90a_fwd_d128_m64n128w4_s3_block_causal_e5m2_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_causal_e5m2_bf16_exp2_serial_solo, 128, 64, 128, OutType::bf16,
@@ -2156,6 +2271,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_bf16_linear_serial_solo, 128, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
+    {"sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_bf16_quadratic_serial_solo, 128, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, true},
     {"sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_e4m3_exp2_serial_solo, 128, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
@@ -2163,6 +2281,9 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
     {"sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_fp16_linear_serial_solo, 128, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, true},
+    {"sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_fp16_quadratic_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e4m3_fp16_quadratic_serial_solo, 128, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
     {"sm90a_fwd_d128_m64n128w4_s3_block_full_e5m2_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m64n128w4_s3_block_full_e5m2_bf16_exp2_serial_solo, 128, 64, 128, OutType::bf16,
@@ -2174,19 +2295,34 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo, 128, 64, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
+    {"sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_bf16_quadratic_serial_solo, 128, 64, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
     {"sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo, 128, 64, 256, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
     {"sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo, 128, 64, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
+    {"sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_fp16_quadratic_serial_solo", kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_causal_e4m3_fp16_quadratic_serial_solo, 128, 64, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
     {"sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo, 128, 64, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
+    {"sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_bf16_quadratic_serial_solo, 128, 64, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
     {"sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo, 128, 64, 256, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
+    {"sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_e4m3_quadratic_serial_solo", kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_e4m3_quadratic_serial_solo, 128, 64, 256, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
     {"sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_fp16_linear_serial_solo, 128, 64, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
+    {"sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_fp16_quadratic_serial_solo", kLaunch_sm90a_fwd_d128_m64n256w4_s2_block_full_e4m3_fp16_quadratic_serial_solo, 128, 64, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
     {"sm90a_fwd_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo", kLaunch_sm90a_fwd_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo, 128, 64, 64, OutType::bf16,
@@ -2291,10 +2427,19 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_linear_serial_solo, 192, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
+    {"sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_bf16_quadratic_serial_solo, 192, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, false},
+    {"sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_e4m3_quadratic_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_e4m3_quadratic_serial_solo, 192, 128, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, false},
     {"sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_columns_solo, 192, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
     {"sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_linear_serial_solo, 192, 128, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, false},
+    {"sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_quadratic_serial_solo", kLaunch_sm90a_fwd_d192_m128n128w8_s3_block_causal_e4m3_fp16_quadratic_serial_solo, 192, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
     {"sm90a_fwd_d192_m128n128w8_s3_token_causal_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d192_m128n128w8_s3_token_causal_e4m3_bf16_exp2_serial_split4, 192, 128, 128, OutType::bf16,
@@ -2312,19 +2457,34 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_bf16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_bf16_linear_columns_solo, 192, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, false},
+    {"sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_bf16_quadratic_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_bf16_quadratic_columns_solo, 192, 128, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
     {"sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_e4m3_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_e4m3_linear_columns_solo, 192, 128, 256, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, false},
     {"sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_fp16_linear_columns_solo, 192, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, false},
+    {"sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_fp16_quadratic_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_causal_e4m3_fp16_quadratic_columns_solo, 192, 128, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
     {"sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_bf16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_bf16_linear_columns_solo, 192, 128, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
+    {"sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_bf16_quadratic_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_bf16_quadratic_columns_solo, 192, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, false},
     {"sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_e4m3_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_e4m3_linear_columns_solo, 192, 128, 256, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, false},
+    {"sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_e4m3_quadratic_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_e4m3_quadratic_columns_solo, 192, 128, 256, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
     {"sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_fp16_linear_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_fp16_linear_columns_solo, 192, 128, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, false},
+    {"sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_fp16_quadratic_columns_solo", kLaunch_sm90a_fwd_d192_m128n256w8_s4_block_full_e4m3_fp16_quadratic_columns_solo, 192, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, false},
     {"sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_serial_solo, 192, 64, 128, OutType::bf16,
@@ -2333,10 +2493,19 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2, 192, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
+    {"sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_bf16_quadratic_serial_split2", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_bf16_quadratic_serial_split2, 192, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
+    {"sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_e4m3_quadratic_serial_split2", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_e4m3_quadratic_serial_split2, 192, 64, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
     {"sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_fp16_exp2x2_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_fp16_exp2x2_serial_solo, 192, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
     {"sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2, 192, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
+    {"sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_fp16_quadratic_serial_split2", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_causal_e4m3_fp16_quadratic_serial_split2, 192, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
     {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_exp2x2_serial_solo, 192, 64, 128, OutType::bf16,
@@ -2348,6 +2517,12 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4, 192, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
+    {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_quadratic_serial_split2", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_bf16_quadratic_serial_split2, 192, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
+    {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_e4m3_quadratic_serial_split2", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_e4m3_quadratic_serial_split2, 192, 64, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
     {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_exp2x2_serial_solo, 192, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
@@ -2355,6 +2530,9 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
     {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4, 192, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
+    {"sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_quadratic_serial_split2", kLaunch_sm90a_fwd_d192_m64n128w4_s2_block_full_e4m3_fp16_quadratic_serial_split2, 192, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
     {"sm90a_fwd_d192_m64n128w4_s2_token_causal_e4m3_bf16_exp2x2_serial_solo", kLaunch_sm90a_fwd_d192_m64n128w4_s2_token_causal_e4m3_bf16_exp2x2_serial_solo, 192, 64, 128, OutType::bf16,
@@ -2432,16 +2610,34 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_linear_serial_solo, 256, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
+    {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo, 256, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, false},
     {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_e4m3_linear_serial_solo, 256, 128, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, false},
+    {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_e4m3_quadratic_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_e4m3_quadratic_serial_solo, 256, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
     {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_linear_serial_solo, 256, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
+    {"sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_quadratic_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_causal_e4m3_fp16_quadratic_serial_solo, 256, 128, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, false},
     {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo, 256, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
+    {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_bf16_quadratic_serial_solo, 256, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, false},
+    {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_e4m3_quadratic_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_e4m3_quadratic_serial_solo, 256, 128, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, false},
     {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_serial_solo, 256, 128, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, false},
+    {"sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_quadratic_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_quadratic_serial_solo, 256, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
     {"sm90a_fwd_d256_m128n256w8_s3_block_causal_e4m3_bf16_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_causal_e4m3_bf16_linear_columns_solo, 256, 128, 256, OutType::bf16,
@@ -2525,7 +2721,13 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split4, 256, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
+    {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_quadratic_serial_split2", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_bf16_quadratic_serial_split2, 256, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
     {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_e4m3_exp2_serial_split4, 256, 64, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
+    {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_e4m3_quadratic_serial_split2", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_e4m3_quadratic_serial_split2, 256, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
     {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4, 256, 64, 128, OutType::fp16,
@@ -2535,6 +2737,9 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
     {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split4, 256, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
+    {"sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_quadratic_serial_split2", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e4m3_fp16_quadratic_serial_split2, 256, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
     {"sm90a_fwd_d256_m64n128w4_s2_block_full_e5m2_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d256_m64n128w4_s2_block_full_e5m2_bf16_exp2_serial_split4, 256, 64, 128, OutType::bf16,
@@ -2561,16 +2766,25 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_bf16_linear_serial_solo, 256, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
+    {"sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_bf16_quadratic_serial_solo, 256, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, false},
     {"sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_e4m3_exp2_serial_solo, 256, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
     {"sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_e4m3_linear_serial_solo, 256, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
+    {"sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_e4m3_quadratic_serial_solo", kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_e4m3_quadratic_serial_solo, 256, 64, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, false},
     {"sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_fp16_exp2_serial_solo, 256, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
     {"sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_fp16_linear_serial_solo, 256, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, false},
+    {"sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_fp16_quadratic_serial_solo", kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e4m3_fp16_quadratic_serial_solo, 256, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false},
     {"sm90a_fwd_d256_m64n128w4_s3_block_causal_e5m2_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d256_m64n128w4_s3_block_causal_e5m2_bf16_exp2_serial_solo, 256, 64, 128, OutType::bf16,
@@ -2714,19 +2928,37 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo, 64, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
+    {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_quadratic_pingpong_solo, 64, 128, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_linear_pingpong_solo, 64, 128, 256, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
+    {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_e4m3_quadratic_pingpong_solo, 64, 128, 256, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo, 64, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
+    {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_quadratic_pingpong_solo, 64, 128, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo, 64, 128, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
+    {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_quadratic_pingpong_solo, 64, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_e4m3_linear_pingpong_solo, 64, 128, 256, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
+    {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_e4m3_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_e4m3_quadratic_pingpong_solo, 64, 128, 256, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo, 64, 128, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
+    {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_quadratic_pingpong_solo, 64, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
     {"sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_bf16_linear_pingpong_solo, 64, 192, 192, OutType::bf16,
@@ -2750,6 +2982,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
+    {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_quadratic_serial_split2", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_quadratic_serial_split2, 64, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
     {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2_serial_split4, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
@@ -2757,6 +2992,9 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
     {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear_serial_split2, 64, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
+    {"sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_quadratic_serial_split2", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_quadratic_serial_split2, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
     {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2_serial_split4, 64, 64, 128, OutType::bf16,
@@ -2768,6 +3006,12 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_linear_serial_split2, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
+    {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_quadratic_serial_split2", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_quadratic_serial_split2, 64, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
+    {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_e4m3_quadratic_serial_split2", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_e4m3_quadratic_serial_split2, 64, 64, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
     {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2_serial_split4, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
@@ -2775,6 +3019,9 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
     {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_linear_serial_split2, 64, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false},
+    {"sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_quadratic_serial_split2", kLaunch_sm90a_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_quadratic_serial_split2, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, false, false},
     {"sm90a_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2_overlap_solo", kLaunch_sm90a_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2_overlap_solo, 64, 64, 128, OutType::bf16,
@@ -2852,12 +3099,21 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_split2", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_split2, 64, 64, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, false, false},
+    {"sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_bf16_quadratic_serial_solo, 64, 64, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
+    {"sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_e4m3_quadratic_serial_solo", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_e4m3_quadratic_serial_solo, 64, 64, 256, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
     {"sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo, 64, 64, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
     {"sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_split2", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_split2, 64, 64, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, false, false},
+    {"sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_quadratic_serial_solo", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_causal_e4m3_fp16_quadratic_serial_solo, 64, 64, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
     {"sm90a_fwd_d64_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d64_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo, 64, 64, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
@@ -2921,6 +3177,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo, 96, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
+    {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_e4m3_quadratic_pingpong_solo, 96, 128, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, true},
     {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo, 96, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
@@ -2948,6 +3207,9 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_linear_pingpong_solo, 96, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
+    {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_e4m3_quadratic_pingpong_solo, 96, 128, 128, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, true},
     {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_exp2_overlap_solo, 96, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true},
@@ -2966,13 +3228,25 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_bf16_linear_pingpong_solo, 96, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
+    {"sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_bf16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_bf16_quadratic_pingpong_solo, 96, 128, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
     {"sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_fp16_linear_pingpong_solo, 96, 128, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
+    {"sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_fp16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_fp16_quadratic_pingpong_solo, 96, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
     {"sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_bf16_linear_pingpong_solo, 96, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
+    {"sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_bf16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_bf16_quadratic_pingpong_solo, 96, 128, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
     {"sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_fp16_linear_pingpong_solo, 96, 128, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
+    {"sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_fp16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_fp16_quadratic_pingpong_solo, 96, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
     {"sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo", kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo, 96, 64, 128, OutType::bf16,
@@ -3074,23 +3348,41 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_bf16_linear_serial_solo, 96, 64, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
+    {"sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_bf16_quadratic_serial_solo, 96, 64, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
     {"sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_e4m3_linear_serial_solo, 96, 64, 256, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
+    {"sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_e4m3_quadratic_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_e4m3_quadratic_serial_solo, 96, 64, 256, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
     {"sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_fp16_linear_serial_solo, 96, 64, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
+    {"sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_fp16_quadratic_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_causal_e4m3_fp16_quadratic_serial_solo, 96, 64, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
     {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo, 96, 64, 256, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
+    {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_bf16_quadratic_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_bf16_quadratic_serial_solo, 96, 64, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
     {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_e4m3_linear_serial_solo, 96, 64, 256, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
+    {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_e4m3_quadratic_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_e4m3_quadratic_serial_solo, 96, 64, 256, OutType::e4m3,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
     {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_linear_serial_solo, 96, 64, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true},
+    {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_quadratic_serial_solo", kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_quadratic_serial_solo, 96, 64, 256, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     256, true, true, true},
 };
-const int kVariantCount = 764;
+const int kVariantCount = 837;
 
 const PackEntry kPacks[] = {
     {"pack_d32_n128_bf16", kPack_d32_n128_bf16, 32, 128, SourceType::bf16, false},

@@ -64,12 +64,12 @@ class Outcome:
 
 
 def problems(
-    tile_m: int, tile_n: int, stages: int, cluster: str, unrolled: Sequence[int]
+    tile_m: int, tile_n: int, stages: int, cluster: str, unrolled: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, int, int, int], ...]:
     """Heads, KV heads, queries, keys: every slot of the pipeline used more than twice by every CTA, with a tail; more
     items than CTAs, of more than one tile; one full tile; and more items than CTAs for each form of ``unrolled``."""
     share = (2 * stages + 1) * tile_n * CLUSTERS[cluster]
-    forms = [(300, 150, 70, most - 5) for most in unrolled]
+    forms = [(300, 150, 70, most - 5) for _, most in unrolled]
     return (2, 1, tile_m + 6, share + 37), (600, 300, 70, tile_n + 6), (1, 1, tile_m, tile_n), *forms
 
 

@@ -98,7 +98,7 @@ def call_of(
         out_descale,
         OUT_DTYPES[variant.out],
         scaling or variant.scaling,
-        "fast" if variant.softmax == "linear" else "accurate",
+        {"linear": "fast", "quadratic": "balanced"}.get(variant.softmax, "accurate"),
         variant.causal,
         causal_offset,
         scale,

@@ -55,7 +55,8 @@ class Problem:
 
 def kernel(softmax: str, scaling: str = "block") -> Variant:
     """The first bf16 forward kernel of head_dim 64 of the smaller profiles, without a mask."""
-    wanted = {"family": "sm89", "kind": "fwd", "head_dim": HEAD_DIM, "softmax": softmax, "scaling": scaling}
+    family = "sm90a" if softmax == "quadratic" else "sm89"
+    wanted = {"family": family, "kind": "fwd", "head_dim": HEAD_DIM, "softmax": softmax, "scaling": scaling}
     wanted |= {"dtype": "e4m3", "out": "bf16", "causal": False}
     variants = load_manifest(generated_dir()).variants
     return next(v for v in variants if all(getattr(v, name) == value for name, value in wanted.items()))

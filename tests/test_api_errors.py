@@ -48,7 +48,7 @@ SHARED = bf16()
 REFUSED = [
     # options
     (call(layout="sbhd"), ["layout", "bhsd, bshd", "'sbhd'"]),
-    (call(precision="best"), ["precision", "fast, accurate", "'best'"]),
+    (call(precision="best"), ["precision", "fast, balanced, accurate", "'best'"]),
     (call(scaling="row"), ["scaling", "tensor", "head", "block", "token", "'row'"]),
     (call(scaling=["block"]), ["scaling", "['block']"]),
     (call(causal_alignment="middle"), ["causal_alignment", "top_left, bottom_right", "'middle'"]),

@@ -102,7 +102,7 @@ CHANGES: dict[str, Any] = {
     ),
     "layout": among("bhsd", "bshd", "sbhd"),
     "scaling": among("tensor", "token", "row"),
-    "precision": among("fast", "accurate", "best"),
+    "precision": among("fast", "balanced", "accurate", "best"),
     "out_dtype": among(*DTYPES),
     "causal_alignment": among("top_left", "bottom_right"),
     "kernel": among("", "sm89_fwd"),
@@ -145,7 +145,7 @@ def objections(call: dict[str, Any]) -> list[str]:
         wrong.append("heads")
     for name in FLAGS:
         wrong += [name] * (not isinstance(get(name, False), bool))
-    wrong += ["precision"] * (not is_one_of(get("precision", "fast"), "fast", "accurate"))
+    wrong += ["precision"] * (not is_one_of(get("precision", "fast"), "fast", "balanced", "accurate"))
     wrong += ["causal_alignment"] * (not is_one_of(get("causal_alignment", "top_left"), "top_left", "bottom_right"))
     wrong += ["bottom_right"] * (get("causal_alignment") == "bottom_right" and get("is_causal") is not True)
     scale = get("scale")

@@ -498,7 +498,9 @@ def test_our_operands_are_what_the_kernels_read(
     assert [r.quantise_us for r in rows] == [5.0] + [None] * (len(rows) - 1)
 
 
-@pytest.mark.parametrize(("precision", "softmax"), [("fast", "linear"), ("accurate", "exp2"), ("high", "exp2x2")])
+@pytest.mark.parametrize(
+    ("precision", "softmax"), [("fast", "linear"), ("balanced", "quadratic"), ("accurate", "exp2"), ("high", "exp2x2")]
+)
 def test_a_precision_is_asked_of_the_table_and_of_the_call(
     precision: str, softmax: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

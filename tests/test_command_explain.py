@@ -107,6 +107,18 @@ def test_forms_with_unrolled_tiles(keys: int, form: str) -> None:
     assert ("tiles unrolled" in said) == bool(form)
 
 
+@pytest.mark.parametrize(
+    ("arch", "dtype", "softmax"), [("sm90a", "bf16", "quadratic"), ("sm90a", "e4m3", "exp2"), ("sm89", "bf16", "exp2")]
+)
+def test_balanced(arch: str, dtype: str, softmax: str) -> None:
+    """FP8 operands may not fit f16 scores, and sm89 has no such kernel: both get what `accurate` gets."""
+    problem = ("--arch", arch, "--shape", "1,8,512,64", "--dtype", dtype)
+    said = run(*problem, "--precision", "balanced").output
+    assert f"numerics:  softmax {softmax}, " in said
+    if softmax == "exp2":
+        assert said == run(*problem, "--precision", "accurate").output
+
+
 def test_a_pinned_kernel() -> None:
     kernel = chosen()
     output = run("--shape", "1,8,16,64", "--kernel", kernel, "--arch", "sm90a").output

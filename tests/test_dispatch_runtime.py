@@ -20,6 +20,7 @@ from fp8cutlass.dispatch import CPU_SM_COUNT, PRECISE_ENOUGH, Problem, decide, l
 from fp8cutlass.errors import NoKernelError
 from fp8cutlass.manifest import KEY_BLOCK, PACKAGE_DIR, Manifest, Variant, generated_dir, load_manifest
 from fp8cutlass.target import target
+from fp8cutlass.validate import F16_SCORES
 
 BASE = Problem(
     arch="sm89",
@@ -69,8 +70,8 @@ def test_the_chosen_kernel_fits_the_problem(manifest: Manifest) -> None:
                             assert {name: getattr(variant, name) for name in wanted} == wanted
                             assert scaling in variant.scalings and arch in variant.targets
                             assert variant.softmax in softmaxes
-                            # FP8 operands never run fast, so theirs are blocks of 128 keys
-                            assert precision == "fast" or variant.key_block == KEY_BLOCK
+                            # FP8 operands never have f16 scores, so theirs are blocks of 128 keys
+                            assert precision in F16_SCORES or variant.key_block == KEY_BLOCK
     assert found > 200
 
 
@@ -133,8 +134,13 @@ def test_a_pinned_kernel_is_run(manifest: Manifest) -> None:
     assert not torch.equal(fast, accurate)
     assert torch.equal(accurate, attention(q, k, v, precision="accurate", kernel=ids["exp2"]))
     assert ids["linear"] in explain(q, k, v, kernel=ids["linear"])
-    with pytest.raises(UnsupportedError, match=f"kernel='{ids['linear']}' has softmax='linear'.*precision='accurate'"):
-        attention(q, k, v, precision="accurate", kernel=ids["linear"])
+    bent = attention(q, k, v, kernel=ids["quadratic"])
+    assert torch.equal(bent, attention(q, k, v, precision="balanced", kernel=ids["quadratic"]))
+    assert not torch.equal(bent, fast) and not torch.equal(bent, accurate)
+    for precision, softmax in (("accurate", "linear"), ("balanced", "linear"), ("accurate", "quadratic")):
+        message = f"kernel='{ids[softmax]}' has softmax='{softmax}'.*precision='{precision}'"
+        with pytest.raises(UnsupportedError, match=message):
+            attention(q, k, v, precision=precision, kernel=ids[softmax])
 
 
 def test_a_pinned_kernel_that_does_not_fit_is_refused(manifest: Manifest) -> None:

@@ -254,6 +254,6 @@ def test_reported_kernels_run_fp8_instructions(target: str, loop: str) -> None:
     titles = next(line.split() for line in lines if re.match(r"kernel\s", line))
     rows = {line.split()[0]: dict(zip(titles, line.split(), strict=True)) for line in lines if line.startswith(target)}
     native = [v for v in load_manifest(generated_dir()).variants if v.family == target]
-    forms = {f"{v.id}.keys{most}" for v in native for most in v.unrolled}
+    forms = {f"{v.id}.keys{most}" for v in native for _, most in v.unrolled}
     assert {v.id for v in native} | forms == set(rows)
     assert all(int(row[loop]) > 0 and int(row.get("hmma", 0)) == 0 for row in rows.values())

@@ -60,7 +60,7 @@ def test_every_small_variant(variant: Variant) -> None:
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "head"])
-@pytest.mark.parametrize("softmax", ["linear", "exp2"])
+@pytest.mark.parametrize("softmax", ["linear", "quadratic", "exp2"])
 def test_a_kernel_of_scaling_block_takes_coarser_descales(softmax: str, scaling: str) -> None:
     """As a descale per block that repeats them, bit for bit."""
     variant = pick(family="sm90a", head_dim=64, softmax=softmax, causal=False)
@@ -131,10 +131,11 @@ def test_what_the_user_loses_on_outliers() -> None:
     assert loss["tensor"] > loss["head"] > loss["block"] > loss["token"]
 
 
-@pytest.mark.parametrize("softmax", ["linear", "exp2"])
+@pytest.mark.parametrize("softmax", ["linear", "quadratic", "exp2"])
 def test_mutants_of_the_kernel_die(softmax: str) -> None:
     """A dropped KV tile, a mask off by one, V's descales of the wrong block."""
-    variant = pick(head_dim=64, softmax=softmax, causal=True)
+    family = "sm90a" if softmax == "quadratic" else "sm89"
+    variant = pick(family=family, head_dim=64, softmax=softmax, causal=True, key_block=KEY_BLOCK)
     x = operands_of(variant, *(randn(1, 2, s, 64, seed=s) for s in (130, 400, 400)))
     want = attention64(*x.real, 0.125, 270)
 
@@ -280,4 +281,4 @@ def test_manifest_covers_all_softmaxes_and_scalings(manifest: Manifest) -> None:
     """The parametrisation above is worth nothing if the profiles shrink."""
     assert {(v.softmax, v.scaling) for v in SMALL} >= {("linear", s) for s in ("tensor", "head", "block")} | {
         ("exp2", s) for s in manifest.scaling
-    } | {("exp2x2", s) for s in ("block", "token")}
+    } | {("exp2x2", s) for s in ("block", "token")} | {("quadratic", "block")}

@@ -49,7 +49,7 @@ def test_explain_errors(arguments: tuple[str, ...], message: str) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "seqlen", "batch", "heads"), [(64, 100, 1, 8), (128, 4096, 4, 32), (256, 64, 2, 2)]
 )
-@pytest.mark.parametrize("precision", ["fast", "accurate"])
+@pytest.mark.parametrize("precision", ["fast", "balanced", "accurate"])
 def test_explain_names_what_the_table_holds(
     arch: str, head_dim: int, seqlen: int, batch: int, heads: int, precision: str
 ) -> None:

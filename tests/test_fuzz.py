@@ -92,6 +92,7 @@ def test_everything_is_drawn() -> None:
     assert {order for c in cases for order in c.orders} == set(ORDERS)
     assert {c.alignment for c in cases} == {None, "top_left", "bottom_right"}
     assert {c.scaling for c in cases} == {"tensor", "head", "block", "token"}
+    assert {c.precision for c in cases} == {"fast", "balanced", "accurate"}
     for flag in ("smooth_k", "hadamard", "lse", "half"):
         assert {getattr(c, flag) for c in cases} == {True, False}
     assert {c.out for c in cases} == {None, "bf16", "fp16", "e4m3"}

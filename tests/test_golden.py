@@ -76,6 +76,10 @@ def _sm90a_unrolled(v: Variant) -> bool:
     return len(derive(v).unrolled) > 1 and v.head_dim == 128 and v.out is Out.BF16
 
 
+def _sm90a_quadratic(v: Variant) -> bool:
+    return v.softmax is Softmax.QUADRATIC and v.head_dim == 64 and v.schedule is Schedule.PINGPONG and v.causal
+
+
 def _sm90a_split(v: Variant) -> bool:
     return v.family == "sm90a" and v.cluster is not Cluster.SOLO and v.softmax is Softmax.LINEAR
 
@@ -96,6 +100,7 @@ QUERIES: dict[str, Callable[[Variant], bool]] = {
     "sm90a_two_terms.cu": _sm90a_two_terms,
     "sm90a_prepared.cu": _sm90a_prepared,
     "sm90a_unrolled.cu": _sm90a_unrolled,
+    "sm90a_quadratic.cu": _sm90a_quadratic,
     "sm90a_split.cu": _sm90a_split,
     "sm90a_diagnostic.cu": _sm90a_diagnostic,
 }

@@ -96,14 +96,14 @@ def test_extreme_logits() -> None:
     q, k, v = qkv(1, 2, 2, 64, 300, 64)
     for shift in (-1e3, 1e3):
         far = k.float() + shift * torch.nn.functional.normalize(q.float().mean(2, keepdim=True), dim=-1)
-        for precision in ("fast", "accurate"):
+        for precision in ("fast", "balanced", "accurate"):
             assert bool(fp8cutlass.attention(q, far.bfloat16(), v, precision=precision).isfinite().all())
     out = fp8cutlass.attention(q * 1e3, k * 1e3, torch.ones_like(v), precision="accurate")
     assert float((out - 1).abs().max()) <= 2**-8
 
 
 @pytest.mark.edge(13)
-@pytest.mark.parametrize("precision", ("fast", "accurate"))
+@pytest.mark.parametrize("precision", ("fast", "balanced", "accurate"))
 @pytest.mark.parametrize("seqlen_k", (2048, 131072))
 def test_one_hot_key_and_thousands_far_below(seqlen_k: int, precision: str) -> None:
     """Without an offset on P the mass of the far keys is lost: 0.349 and 0.008 instead of 1."""
@@ -120,7 +120,7 @@ def test_one_hot_key_and_thousands_far_below(seqlen_k: int, precision: str) -> N
 
 
 @pytest.mark.edge(14)
-@pytest.mark.parametrize("precision", ("fast", "accurate"))
+@pytest.mark.parametrize("precision", ("fast", "balanced", "accurate"))
 def test_uniform_attention_and_constant_v(precision: str) -> None:
     for seqlen_k in (77, 4096, 131072):
         q, k, _ = qkv(1, 1, 1, 64, seqlen_k, 64)
@@ -133,7 +133,7 @@ def test_values_at_the_end_of_fp16(head_dim: int) -> None:
     """65,504 stays what it is: 0.03% more would be infinite."""
     q, k, _ = (x.half() for x in qkv(1, 16, 16, 2048, 2048, head_dim))
     v = torch.full_like(k, 65504.0)
-    for precision in ("fast", "accurate"):
+    for precision in ("fast", "balanced", "accurate"):
         assert bool((fp8cutlass.attention(q, k, v, precision=precision) == v).all())
 
 
@@ -162,7 +162,7 @@ def test_mean_of_values_at_length() -> None:
 
 
 @pytest.mark.edge(15)
-@pytest.mark.parametrize("precision", ("fast", "accurate"))
+@pytest.mark.parametrize("precision", ("fast", "balanced", "accurate"))
 def test_one_hot(precision: str) -> None:
     """Row i attends to key permutation[i] alone: the row of V, to the rounding of V."""
     d, n = 64, 64
@@ -177,7 +177,7 @@ def test_one_hot(precision: str) -> None:
 
 
 @pytest.mark.edge(12)
-@pytest.mark.parametrize("precision", ("fast", "accurate"))
+@pytest.mark.parametrize("precision", ("fast", "balanced", "accurate"))
 def test_maximum_rises_in_every_tile(precision: str) -> None:
     q, k, v = qkv(1, 2, 2, 128, 2048, 64)
     direction = torch.nn.functional.normalize(torch.ones(64, device="cuda"), dim=0)
@@ -358,7 +358,7 @@ def test_cpu_and_card_agree(scaling: str, dtype: torch.dtype) -> None:
 def test_the_projects_own_problem() -> None:
     """(1, 8, 512, 64) in the default mode, against float64 on what the user passed."""
     q, k, v = qkv(1, 8, 8, 512, 512, 64)
-    for precision in ("fast", "accurate"):
+    for precision in ("fast", "balanced", "accurate"):
         check(fp8cutlass.attention(q, k, v, precision=precision), q, k, v)
 
 

@@ -50,7 +50,7 @@ def test_operands_apart(pack: dict[str, Any], scaling: str) -> None:
 
 
 @pytest.mark.parametrize("transforms", TRANSFORMS, ids=str)
-@pytest.mark.parametrize("precision", ["fast", "accurate"])
+@pytest.mark.parametrize("precision", ["fast", "balanced", "accurate"])
 @pytest.mark.parametrize("scaling", MODES)
 def test_the_bits_of_a_call_on_key_and_value(scaling: str, precision: str, transforms: dict[str, bool]) -> None:
     """Head dims with and without padding, either sign of the scale, both masks: result, LSE and amax."""

@@ -77,7 +77,7 @@ class TestSameBits:
 
     def test_unrolled_tiles(self, variant: Variant) -> None:
         """More items than CTAs, as heads arrive one by one."""
-        for most in variant.unrolled:
+        for _, most in variant.unrolled:
             operands = halves(variant, torch.bfloat16, 240, 120, 133, most - 3, variant.head_dim)
             assert_same_bits(variant, operands)
 

@@ -12,7 +12,7 @@ from reference import Operands, operands_of, randn, relative_l2, visible
 
 from fp8cutlass.emulator import emulate
 from fp8cutlass.manifest import Variant
-from fp8cutlass.softmax import softmax_exp2, softmax_linear
+from fp8cutlass.softmax import SOFTMAXES
 
 pytestmark = pytest.mark.gpu
 
@@ -93,10 +93,9 @@ def test_softmax(variant: Variant) -> None:
             tile_slope = slope * of_tile.repeat_interleave(HEADS // KV_HEADS, 1)
         else:
             tile_slope = slope
-        if variant.softmax == "linear":
-            _, p, weight, _ = softmax_linear(s, (tile_slope * 8).clamp_min(2.0**-24))
-        else:
-            _, p, weight, _ = softmax_exp2(s, tile_slope.clamp_min(2.0**-126))
+        by_code = variant.score == "f16"
+        tile_slope = (tile_slope * 8).clamp_min(2.0**-24) if by_code else tile_slope.clamp_min(2.0**-126)
+        _, p, weight, _ = SOFTMAXES[variant.softmax](s, tile_slope)
         visited = (wrote.weight[..., tile, None] > -1e29).expand_as(s)
         got = wrote.p[..., columns]
         assert not bool(got[~visited].any()), "a row that sees nothing of a tile has P = 0"

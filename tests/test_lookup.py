@@ -41,7 +41,7 @@ SMALL_AXES: list[tuple[str, list[Any]]] = [
     ("out", ["bf16", "fp16", "e4m3"]),
     ("scaling", ["tensor", "head", "block", "token"]),
     ("causal", [False, True]),
-    ("precision", ["fast", "accurate", "high"]),
+    ("precision", ["fast", "accurate", "high", "balanced"]),
     ("load", ["few", "light", "heavy", "short"]),
 ]
 
@@ -213,7 +213,7 @@ ILLEGAL = [
     (4, (-1, 3)),  # out
     (5, (-1, 4)),  # scaling
     (6, (-1, 2)),  # causal
-    (7, (-1, 3)),  # precision
+    (7, (-1, 4)),  # precision
     (8, (-1,)),  # batch
     (9, (-1,)),  # heads
     (10, (-1,)),  # seqlen_q

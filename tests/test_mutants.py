@@ -27,7 +27,7 @@ from mutants import (
 
 SEQLENS = (512, 4096)
 SOFTMAXES = ("linear", "exp2")
-CLEAN = [("linear", scaling) for scaling in ("tensor", "head", "block")]
+CLEAN = [("linear", scaling) for scaling in ("tensor", "head", "block")] + [("quadratic", "block")]
 CLEAN += [(softmax, scaling) for softmax in ("exp2", "exp2x2") for scaling in ("tensor", "head", "block", "token")]
 
 

@@ -71,7 +71,7 @@ def test_every_form_is_launched_as_attention_would(launched: list[dict[str, Any]
     for form, row, options in zip(FORMS, found, of_form, strict=True):
         assert options["hadamard"] == form.hadamard and (options["made"].k_mean is not None) == form.smooth_k
         assert options["key_block"] == row.key_block and row.kernel.startswith("sm90a_fwd_d64_")
-        assert options["amax"] == (14.0 if "_linear" in row.kernel else 448.0) and not options["negate_q"]
+        assert options["amax"] == (448.0 if "_exp2" in row.kernel else 14.0) and not options["negate_q"]
     assert [options["granularity"]["q"] for options in of_form] == ["token"] * 4 + ["head", "tensor", "token", "token"]
     assert of_form[-1]["granularity"]["v"] == "channel"
 

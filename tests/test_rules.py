@@ -50,6 +50,12 @@ ALONE = replace(BASE, tile=tile(128, 128, 8), stages=4)
 EXP2 = replace(BASE, softmax=Softmax.EXP2)
 HOPPER_EXP2 = replace(HOPPER, softmax=Softmax.EXP2)
 TERMS, HOPPER_TERMS = (replace(v, softmax=Softmax.EXP2X2) for v in (BASE, HOPPER))
+HOPPER_BENT = replace(HOPPER, softmax=Softmax.QUADRATIC)
+BENT_SPILLS = replace(HOPPER_BENT, head_dim=128, tile=tile(128, 192, 8), schedule=Schedule.PINGPONG, out=Out.E4M3)
+BENT_COLUMNS = replace(HOPPER_BENT, head_dim=192, schedule=Schedule.COLUMNS)
+COLUMNS_ARE_FOR = (
+    "column parts are for two warpgroups, head_dim > 128 and softmax linear, or quadratic below head_dim 256"
+)
 HOPPER_SPILLS = replace(HOPPER, head_dim=128, tile=tile(128, 64, 8), softmax=Softmax.EXP2, schedule=Schedule.PINGPONG)
 HOPPER_BIG = replace(HOPPER, head_dim=256, tile=tile(128, 256, 8), stages=4)
 HOPPER_FULL = replace(HOPPER_EXP2, head_dim=128, tile=tile(192, 128, 12))
@@ -128,10 +134,16 @@ CASES: list[tuple[str, Variant, str]] = [
     # sm90a
     ("LINEAR-RANGE", replace(HOPPER, head_dim=336), "336 x 14 x 14 = 65,856 > 65,504"),
     ("LINEAR-E5M2", replace(HOPPER, dtype=Dtype.E5M2), "linear softmax needs f16 scores, e5m2 reaches 57,344"),
+    ("LINEAR-E5M2", replace(HOPPER_BENT, dtype=Dtype.E5M2), "quadratic softmax needs f16 scores, e5m2 reaches 57,344"),
     (
         "LINEAR-TOKEN",
         replace(HOPPER, scaling=Scaling.TOKEN),
         "linear softmax has one slope a row and tile, token scaling one a key",
+    ),
+    (
+        "LINEAR-TOKEN",
+        replace(HOPPER_BENT, scaling=Scaling.TOKEN),
+        "quadratic softmax has one slope a row and tile, token scaling one a key",
     ),
     (
         "E5M2-TOKEN",
@@ -177,11 +189,8 @@ CASES: list[tuple[str, Variant, str]] = [
         replace(HOPPER, head_dim=192, schedule=Schedule.OVERLAP),
         "overlap has no registers for a product of head_dim 192 beside O",
     ),
-    (
-        "COLUMNS-WIDE",
-        replace(HOPPER, schedule=Schedule.COLUMNS),
-        "column parts are for two warpgroups, linear softmax and head_dim > 128",
-    ),
+    ("COLUMNS-WIDE", replace(HOPPER, schedule=Schedule.COLUMNS), COLUMNS_ARE_FOR),
+    ("COLUMNS-WIDE", replace(BENT_COLUMNS, head_dim=256), COLUMNS_ARE_FOR),
     (
         "HALVED-SLOTS",
         replace(HOPPER, head_dim=256, tile=tile(128, 256, 8), schedule=Schedule.COLUMNS),
@@ -195,6 +204,11 @@ CASES: list[tuple[str, Variant, str]] = [
         "SPILLS",
         HOPPER_SPILLS,
         f"about {derive(HOPPER_SPILLS).registers} registers a thread fit, but the blocks of accumulators do not",
+    ),
+    (
+        "SPILLS",
+        BENT_SPILLS,
+        f"about {derive(BENT_SPILLS).registers} registers a thread fit, but the blocks of accumulators do not",
     ),
     ("SMEM", HOPPER_BIG, f"{smem_sum(HOPPER_BIG)} > {HOPPER_LIMIT:,}"),
     (
@@ -228,7 +242,15 @@ GUARDS = {
 
 
 def test_the_variants_beside_the_cases_are_legal() -> None:
-    for v in (BASE, EXP2, TERMS, replace(EXP2, scaling=Scaling.TOKEN), replace(EXP2, dtype=Dtype.E5M2)):
+    for v in (
+        BASE,
+        EXP2,
+        TERMS,
+        HOPPER_BENT,
+        BENT_COLUMNS,
+        replace(EXP2, scaling=Scaling.TOKEN),
+        replace(EXP2, dtype=Dtype.E5M2),
+    ):
         assert check(v) is None, v.id
     assert check(replace(WIDE, tile=tile(64, 32, 4))) is None
     for v in (HOPPER_EXP2, replace(HOPPER_EXP2, scaling=Scaling.TOKEN), replace(HOPPER_EXP2, dtype=Dtype.E5M2)):
@@ -439,12 +461,12 @@ def test_what_follows_from_an_sm90a_variant(changes: dict[str, Any], expected: d
     [
         (64, 256, [(257, 512, 2, 256, 2 * 2 + 16), (769, 1024, 4, 256, 4 * 2 + 32)]),
         (96, 256, [(257, 512, 2, 256, 2 * 3 + 16)]),
-        (128, 192, [(385, 512, 3, 128, 3 * 4 + 16), (961, 1024, 6, 64, 6 * 4 + 32)]),
+        (128, 192, [(385, 512, 3, 128, 28), (577, 640, 4, 64, 36), (961, 1024, 6, 64, 56)]),
         (128, 128, []),
     ],
 )
 def test_forms_with_unrolled_tiles(head_dim: int, keys: int, forms: list[tuple[int, ...]]) -> None:
-    """Two tiles of 256 keys; two of 192 and one of 128; five of 192 and one of 64."""
+    """Two tiles of 256 keys; two of 192 and one of 128; three, or five, of 192 and one of 64."""
     v = replace(
         HOPPER,
         head_dim=head_dim,
@@ -455,7 +477,13 @@ def test_forms_with_unrolled_tiles(head_dim: int, keys: int, forms: list[tuple[i
     )
     found = derive_sm90.derive(v).unrolled
     assert [(u.least_keys, u.most_keys, u.tiles, u.last_keys, u.products) for u in found] == forms
-    for other in ({"causal": True}, {"softmax": Softmax.EXP2}, {"scaling": Scaling.TOKEN}, {"kind": Kind.DIAG}):
+    others = Softmax.EXP2, Softmax.QUADRATIC
+    for other in (
+        {"causal": True},
+        *({"softmax": softmax} for softmax in others),
+        {"scaling": Scaling.TOKEN},
+        {"kind": Kind.DIAG},
+    ):
         assert derive_sm90.derive(replace(v, **other)).unrolled == ()
 
 

@@ -130,20 +130,21 @@ def test_a_head_dim_that_is_padded_has_no_kernels() -> None:
     assert padded == {("sm89", 192), ("sm90a", 32)}
 
 
-def test_fast_takes_the_code_domain_softmax_wherever_it_is_legal() -> None:
-    linear = {
+@pytest.mark.parametrize(("precision", "softmax"), [("fast", Softmax.LINEAR), ("balanced", Softmax.QUADRATIC)])
+def test_the_code_domain_softmax_is_taken_wherever_it_is_legal(precision: str, softmax: Softmax) -> None:
+    legal = {
         (arch, v.head_dim, scaling, v.causal, v.dtype, v.out)
         for v in select().emitted
-        if v.kind is Kind.FWD and v.softmax is Softmax.LINEAR
+        if v.kind is Kind.FWD and v.softmax is softmax
         for scaling in served(v)
         for arch in ARCHS
         if v.family == family_of(arch).name
     }
-    assert linear
+    assert legal
     for key, decision in resolved("release"):
-        if key.precision == "fast" and decision.variant is not None:
-            wanted = (key.arch, key.head_dim, key.scaling, key.causal, key.dtype, key.out) in linear
-            assert (parse_id(decision.variant).softmax is Softmax.LINEAR) == wanted, key
+        if key.precision == precision and decision.variant is not None:
+            wanted = (key.arch, key.head_dim, key.scaling, key.causal, key.dtype, key.out) in legal
+            assert parse_id(decision.variant).softmax is (softmax if wanted else Softmax.EXP2), key
 
 
 def test_the_release_table_is_empty_only_where_nothing_is_legal() -> None:

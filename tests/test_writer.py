@@ -123,7 +123,7 @@ def test_the_manifest_says_what_a_kernel_reads_and_where_it_runs(generated: tupl
         coarser = ["tensor", "head"] if hopper and entry["scaling"] == "block" else []
         assert entry["scalings"] == [*coarser, entry["scaling"]]
         assert entry["key_block"] == (128 if 128 % entry["tile_n"] == 0 else entry["tile_n"])
-        assert entry["softmax"] == "linear" or entry["key_block"] == 128, "FP8 operands have blocks of 128 keys"
+        assert entry["score"] == "f16" or entry["key_block"] == 128, "FP8 operands have blocks of 128 keys"
         assert (entry["schedule"] == "multistage") == (not hopper)
         assert entry["cluster"] == "solo" or hopper
 

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
 #pragma unroll
         for (int r = 0; r < 2; ++r)
           slope[r] = fminf(fmaxf(rows[f].slope[r], kMinCodeSlope), kMaxSlope);
-        softmax_linear(s[f], slope, weight[f], want_lse, [&](float x, float y) { exact[f][0] = x, exact[f][1] = y; });
+        softmax_by_code<Code::linear>(s[f], slope, weight[f], want_lse, [&](float x, float y) { exact[f][0] = x, exact[f][1] = y; });
         pack_p(prob[f], s[f]);
       }
       float sums[kFrags][2], factor[kFrags][2];

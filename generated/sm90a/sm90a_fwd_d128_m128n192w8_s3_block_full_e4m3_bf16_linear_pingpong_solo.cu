@@ -9,7 +9,7 @@
 // bf16 or fp16; three of its warps quantise it then, each row by its own maximum.
 // Schedule pingpong: warpgroups take turns on the tensor cores; while one multiplies, the others do their softmax.
 // The grid is persistent: loads run ahead into the next item while this one is finished.
-// For 385 to 512 and 961 to 1024 keys there are forms of the kernel in which an item's tiles are unrolled.
+// For 385 to 512, 577 to 640, 961 to 1024 keys there are forms of the kernel in which an item's tiles are unrolled.
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
 #include <cute/arch/cluster_sm90.hpp>
@@ -60,8 +60,9 @@ constexpr float kTruncation = 1.0006f;  // given back to O: the tensor core cuts
 // Forms of the kernel, by the most keys that they serve; 0 stands for any number.
 template <int kMostKeys>
 using Unrolled = sm90::Unrolled<kMostKeys, kTileN>;
-static_assert(Unrolled<512>::kTiles == 3 && Unrolled<512>::kLastKeys == 128, "28 products an item");
-static_assert(Unrolled<1024>::kTiles == 6 && Unrolled<1024>::kLastKeys == 64, "56 products an item");
+static_assert(Unrolled<512>::kBefore + 1 == 385 && Unrolled<512>::kTiles == 3 && Unrolled<512>::kLastKeys == 128, "28 products an item");
+static_assert(Unrolled<640>::kBefore + 1 == 577 && Unrolled<640>::kTiles == 4 && Unrolled<640>::kLastKeys == 64, "36 products an item");
+static_assert(Unrolled<1024>::kBefore + 1 == 961 && Unrolled<1024>::kTiles == 6 && Unrolled<1024>::kLastKeys == 64, "56 products an item");
 template <int kKeys>  // of a tile
 struct ScoresOf;
 template <> struct ScoresOf<64> { using Gmma = cute::SM90::GMMA::MMA_64x64x32_F16E4M3E4M3_SS_TN<>; };
@@ -334,10 +335,9 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 
   // Whether a row of this warpgroup does not see all keys of a tile. Asked before the scores are there.
   const auto is_masked = [&](const sm90::Item& item, int tile) {
-    if (Unrolled<kMostKeys>::is_whole(tile)) return false;
     int last = p.seqlen_k - 1;  // that the first row sees
     if (kCausal) last = min(last, item.row + 64 * warpgroup + p.causal_offset);
-    return last < tile * kTileN + kTileN - 1;
+    return last < tile * kTileN + Unrolled<kMostKeys>::kLastKeys - 1;
   };
   // Of the tile whose scores come next: the slopes of the lane's two rows, whether a row does not see all of its keys,
   // whether its softmax may need what is seldom needed. The products of the tile before hide this, while all that comes
@@ -365,7 +365,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       mask_columns(s, last);
     }
     const auto store = [&](float x, float y) { exact_sums().tile = make_float2(x, y); };
-    softmax_linear(s, slope, weight, want_lse, [&](bool) { return seldom; }, store);
+    softmax_by_code<Code::linear>(s, slope, weight, want_lse, [&](bool) { return seldom; }, store);
   };
 
   // O += beta * descale * T for the columns of a part.
@@ -637,12 +637,13 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
 }
 
 int launch(const ForwardParams& params, CUstream_st* stream) {
-  const auto launch = [&](auto kernel) {
+  const auto start = [&](auto kernel) {
     return sm90::launch<SourceTile, QTile, KTile, VTile, kParts, kSplit, kCausal>(kernel, kThreads, int(sizeof(SharedStorage)), params, stream);
   };
-  if (Unrolled<512>::serves(params.seqlen_k)) return launch(attention<512>);
-  if (Unrolled<1024>::serves(params.seqlen_k)) return launch(attention<1024>);
-  return launch(attention<0>);
+  if (Unrolled<512>::serves(params.seqlen_k)) return start(attention<512>);
+  if (Unrolled<640>::serves(params.seqlen_k)) return start(attention<640>);
+  if (Unrolled<1024>::serves(params.seqlen_k)) return start(attention<1024>);
+  return start(attention<0>);
 }
 
 }  // namespace

@@ -284,7 +284,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     // Stored behind the branch where they are made, the sums cost ptxas the registers of the products (C7511); without a
     // causal mask it is the other way round.
     float2 exact = {};
-    softmax_linear(s, slope, weight, want_lse, [&](float x, float y) { exact = make_float2(x, y); });
+    softmax_by_code<Code::linear>(s, slope, weight, want_lse, [&](float x, float y) { exact = make_float2(x, y); });
     if (want_lse) exact_sums().tile = exact;
   };
 

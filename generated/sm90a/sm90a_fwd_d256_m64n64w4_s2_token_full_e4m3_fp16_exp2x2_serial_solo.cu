@@ -40,7 +40,6 @@ constexpr int kQBuffers = 2;
 constexpr int kSplit = 1;         // CTAs that share an item
 constexpr int kItemSlots = 4;     // work items that are known at a time
 constexpr bool kCausal = false;
-constexpr int kKeyBlock = 128;    // keys of a block descale
 constexpr int kKeyBlocks = 8;    // n8 blocks of S
 constexpr int kKeySteps = 4;      // k32 steps of P V, one for each of the two terms of P
 constexpr int kDimBlocks = 32;    // n8 blocks of O

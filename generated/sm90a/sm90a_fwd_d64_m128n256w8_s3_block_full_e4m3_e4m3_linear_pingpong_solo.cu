@@ -9,7 +9,7 @@
 // bf16 or fp16; three of its warps quantise it then, each row by its own maximum.
 // Schedule pingpong: warpgroups take turns on the tensor cores; while one multiplies, the others do their softmax.
 // The grid is persistent: loads run ahead into the next item while this one is finished.
-// For 257 to 512 and 769 to 1024 keys there are forms of the kernel in which an item's tiles are unrolled.
+// For 257 to 512, 769 to 1024 keys there are forms of the kernel in which an item's tiles are unrolled.
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
 #include <cute/arch/cluster_sm90.hpp>
@@ -60,8 +60,8 @@ constexpr float kTruncation = 1.0006f;  // given back to O: the tensor core cuts
 // Forms of the kernel, by the most keys that they serve; 0 stands for any number.
 template <int kMostKeys>
 using Unrolled = sm90::Unrolled<kMostKeys, kTileN>;
-static_assert(Unrolled<512>::kTiles == 2 && Unrolled<512>::kLastKeys == 256, "20 products an item");
-static_assert(Unrolled<1024>::kTiles == 4 && Unrolled<1024>::kLastKeys == 256, "40 products an item");
+static_assert(Unrolled<512>::kBefore + 1 == 257 && Unrolled<512>::kTiles == 2 && Unrolled<512>::kLastKeys == 256, "20 products an item");
+static_assert(Unrolled<1024>::kBefore + 1 == 769 && Unrolled<1024>::kTiles == 4 && Unrolled<1024>::kLastKeys == 256, "40 products an item");
 template <int kKeys>  // of a tile
 struct ScoresOf;
 template <> struct ScoresOf<256> { using Gmma = cute::SM90::GMMA::MMA_64x256x32_F16E4M3E4M3_SS_TN<>; };
@@ -335,7 +335,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     if (Unrolled<kMostKeys>::is_whole(tile)) return false;
     int last = p.seqlen_k - 1;  // that the first row sees
     if (kCausal) last = min(last, item.row + 64 * warpgroup + p.causal_offset);
-    return last < tile * kTileN + kTileN - 1;
+    return last < tile * kTileN + Unrolled<kMostKeys>::kLastKeys - 1;
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
   const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
@@ -354,7 +354,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinCodeSlope), kMaxSlope);
-    softmax_linear(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
+    softmax_by_code<Code::linear>(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
   };
 
   // O += beta * descale * T for the columns of a part.
@@ -627,12 +627,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
 }
 
 int launch(const ForwardParams& params, CUstream_st* stream) {
-  const auto launch = [&](auto kernel) {
+  const auto start = [&](auto kernel) {
     return sm90::launch<SourceTile, QTile, KTile, VTile, kParts, kSplit, kCausal>(kernel, kThreads, int(sizeof(SharedStorage)), params, stream);
   };
-  if (Unrolled<512>::serves(params.seqlen_k)) return launch(attention<512>);
-  if (Unrolled<1024>::serves(params.seqlen_k)) return launch(attention<1024>);
-  return launch(attention<0>);
+  if (Unrolled<512>::serves(params.seqlen_k)) return start(attention<512>);
+  if (Unrolled<1024>::serves(params.seqlen_k)) return start(attention<1024>);
+  return start(attention<0>);
 }
 
 }  // namespace

@@ -332,7 +332,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinCodeSlope), kMaxSlope);
-    softmax_linear(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
+    softmax_by_code<Code::linear>(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
   };
 
   // O += beta * descale * T for the columns of a part.

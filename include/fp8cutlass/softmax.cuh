@@ -101,12 +101,40 @@ __device__ __forceinline__ void pack_p(uint32_t (&p)[kBlocks / 2][4], const floa
 // ---- scores f16, P by its e4m3 code ---------------------------------------------------------------------------------
 //
 // An e4m3 code is, to within the interpolation of one octave, a linear function of log2 P. With S in f16 pairs, one FMA
-// with ReLU turns two scores into two codes u in [0, 122]; adding 1024 (where f16 has an ulp of 1) leaves round(u) in
+// with ReLU turns two scores into two codes u in [0, kTop]; adding 1024 (where f16 has an ulp of 1) leaves round(u) in
 // the low byte.
 
 constexpr uint32_t kHalf2NegInf = 0xFC00FC00u;   // -inf, -inf
 constexpr uint32_t kHalf2Integer = 0x64006400u;  // 1024, 1024
 constexpr float kHalfMax = 65504.f;
+
+// Inside an octave, 8 codes, the code of 2^(x / 8) lies below x: by B - B / 16 (f - 4)^2 with f = x mod 8 and B =
+// 11/16, to within 0.03 of a code. `linear` leaves that; `quadratic` makes u = x - B and adds the square, in roundings
+// that leave 0.08. Codes below 8, more than 14 octaves under kTop, are denormal and mean less than they should with
+// both.
+enum class Code { linear, quadratic };
+
+template <Code kCode>
+constexpr float kBelow = kCode == Code::linear ? 0.f : 11.f / 16;
+
+// What u of a row's maximum is sent to. `linear`: 122 instead of 120, which is P = 2^8, because linear interpolation
+// between powers of two is 4% high on average: the maximum is then biased like the rest. `quadratic`: code 120.
+template <Code kCode>
+constexpr float kTop = kCode == Code::linear ? 122.f : 120.f - kBelow<kCode>;
+
+// Codes of P, two in a word, each in the low byte of a half.
+template <Code kCode>
+__device__ __forceinline__ uint32_t code_of(uint32_t score, uint32_t a, uint32_t b) {
+  uint32_t u = half2_fma_relu(score, a, b);
+  if constexpr (kCode == Code::quadratic) {
+    // u + 128.75, whose ulp is 1/8: the lowest 6 bits are 8 f, with f high by 1/16 on average.
+    const uint32_t v = half2_add(u, 0x58065806u);
+    const uint32_t g = (v & 0x003F003Fu) | kHalf2Integer;          // 1024 + 8 f
+    const uint32_t root = half2_fma(g, 0x26A226A2u, 0xCED8CED8u);  // sqrt(11) / 16 (f - 4 - 1/16)
+    u = half2_fma(root, root, u);
+  }
+  return half2_add(u, kHalf2Integer);
+}
 
 template <int kBlocks>
 __device__ __forceinline__ void mask_columns(uint32_t (&s)[kBlocks][2], const int (&last)[2]) {
@@ -126,21 +154,21 @@ __device__ __forceinline__ void mask_columns(uint32_t (&s)[kBlocks][2], const in
     }
 }
 
-// Slopes A and offsets B (f16, each twice) that send the row maxima f of a lane's two rows to code 122, and the
-// log2 weights. 122 instead of 120 because linear interpolation between powers of two is 4% high on average: the
-// maximum is then biased like the rest. B is lowered by as much as rounding it can raise it, so that f * A + B never
-// exceeds 122; the weight is computed from the rounded A and B, so that rounding them costs no consistency between
-// tiles. `limited` are the slopes to use, `slope` the true ones.
+// Slopes A and offsets B (f16, each twice) that send the row maxima f of a lane's two rows to kTop, and the log2
+// weights. B is lowered by as much as rounding it can raise it, so that f * A + B never exceeds kTop; the weight is
+// computed from the rounded A and B, so that rounding them costs no consistency between tiles. `limited` are the slopes
+// to use, `slope` the true ones.
+template <Code kCode>
 __device__ __forceinline__ void anchor(const float (&f)[2], const float (&limited)[2], const float (&slope)[2],
                                        uint32_t (&a)[2], uint32_t (&b)[2], float (&weight)[2]) {
-  constexpr float kTop = 122.f, kHalfUlp = 0x1p-11f;
+  constexpr float kHalfUlp = 0x1p-11f;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     a[r] = fp16x2(limited[r], limited[r]);
-    const float offset = fmaf(-f[r], half_low(a[r]), kTop);
+    const float offset = fmaf(-f[r], half_low(a[r]), kTop<kCode>);
     const float lowered = fminf(fmaf(-fabsf(offset), kHalfUlp, offset), kHalfMax);
     b[r] = fp16x2(lowered, lowered);
-    weight[r] = f[r] * slope[r] - fmaf(f[r], half_low(a[r]), half_low(b[r]));
+    weight[r] = f[r] * slope[r] - fmaf(f[r], half_low(a[r]), half_low(b[r])) - kBelow<kCode>;
     // code c stands for 2^(c / 8 - 7)
     weight[r] = f[r] == -kHalfMax ? kDeadWeight : fmaf(weight[r], 0.125f, 7.f);
   }
@@ -153,9 +181,9 @@ constexpr __host__ __device__ float safe_slope(int head_dim) { return kCodeLimit
 
 // slope[r]: logits in codes (1/8 octave) a score unit, at least kMinCodeSlope, at most kMaxSlope. seldom(beyond): the
 // same for all lanes of a warp, positive where want_exact is set or a row of it may be beyond the limit.
-template <int kBlocks, class Seldom, class Keep>
-__device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const float (&slope)[2], float (&weight)[2],
-                                               bool want_exact, const Seldom& seldom, const Keep& keep) {
+template <Code kCode, int kBlocks, class Seldom, class Keep>
+__device__ __forceinline__ void softmax_by_code(uint32_t (&s)[kBlocks][2], const float (&slope)[2], float (&weight)[2],
+                                                bool want_exact, const Seldom& seldom, const Keep& keep) {
   uint32_t m[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -174,7 +202,7 @@ __device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const 
 #pragma unroll
   for (int r = 0; r < 2; ++r) limited[r] = fminf(slope[r], kHalfMax);
   uint32_t a[2], b[2];
-  anchor(f, limited, slope, a, b, weight);
+  anchor<kCode>(f, limited, slope, a, b, weight);
   // What is seldom needed, behind one branch.
   const bool beyond = fmaxf(fabsf(f[0] * limited[0]), fabsf(f[1] * limited[1])) > kCodeLimit;
   if (seldom(beyond) > 0) {
@@ -184,7 +212,7 @@ __device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const 
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         if (fabsf(f[r] * limited[r]) > kCodeLimit) limited[r] = __fdividef(kCodeLimit, fabsf(f[r]));
-      anchor(f, limited, slope, a, b, weight);
+      anchor<kCode>(f, limited, slope, a, b, weight);
     }
     for (int turn = unpredicated(want_exact); turn > 0; --turn) {
       // The loop turns once, but the assembler cannot know: a sum, masked with this zero, ties one step to the next. In
@@ -205,14 +233,14 @@ __device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const 
 #pragma unroll
   for (int r = 0; r < 2; ++r)
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) s[n][r] = half2_add(half2_fma_relu(s[n][r], a[r], b[r]), kHalf2Integer);
+    for (int n = 0; n < kBlocks; ++n) s[n][r] = code_of<kCode>(s[n][r], a[r], b[r]);
 }
 
-template <int kBlocks, class Keep>
-__device__ __forceinline__ void softmax_linear(uint32_t (&s)[kBlocks][2], const float (&slope)[2], float (&weight)[2],
-                                               bool want_exact, const Keep& keep) {
+template <Code kCode, int kBlocks, class Keep>
+__device__ __forceinline__ void softmax_by_code(uint32_t (&s)[kBlocks][2], const float (&slope)[2], float (&weight)[2],
+                                                bool want_exact, const Keep& keep) {
   const auto seldom = [&](bool beyond) { return unpredicated(want_exact || __any_sync(~0u, beyond)); };
-  softmax_linear(s, slope, weight, want_exact, seldom, keep);
+  softmax_by_code<kCode>(s, slope, weight, want_exact, seldom, keep);
 }
 
 template <int kBlocks>

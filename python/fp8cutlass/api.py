@@ -65,10 +65,12 @@ def attention(
             the operand's own number of heads. They are not reordered by ``layout``. Values of tensors are not checked.
         scaling: what shares a descale. ``tensor``, ``head``; ``block``: each row of query, 128 keys (of bf16 and fp16
             also 192 or 256, the tile of the kernel); ``token``: each row of query and key, each channel of value.
-        precision: ``fast`` lets kernels compute P in the code domain where their conditions hold; ``accurate`` never
-            does; ``high`` multiplies V by P in two terms, so that next to nothing is lost beside the rounding of the
-            operands: e4m3, bf16 and fp16 operands, bf16 and fp16 results. Pinning a less precise kernel is excluded.
-            FP8 operands never run ``fast``, but ``accurate`` instead: their scores may not fit f16.
+        precision: ``fast`` lets kernels compute P in the code domain where their conditions hold; ``balanced`` takes
+            those that do so as exactly as e4m3 can be, down to 14 octaves below the largest P of a tile; ``accurate``
+            computes no P so, and serves where these have no kernel: FP8 operands, whose scores may not fit f16, and
+            ``token`` scaling; ``balanced`` exists on sm_90 alone. ``high`` multiplies V by P in two terms, so that next
+            to nothing is lost beside the rounding of the operands: e4m3, bf16 and fp16 operands, bf16 and fp16
+            results. Pinning a less precise kernel is excluded.
         smooth_k: subtract from every key of a head a mean of some of them before it is quantised, which changes nothing
             but rounding: for keys that share a bias. An LSE is that of the original keys. Not for FP8 operands.
         hadamard: multiply the rows of query and key by one orthonormal matrix before they are quantised, which changes
@@ -82,8 +84,8 @@ def attention(
         out: the result is copied into it: shape and device of query, dtype of the result, any strides but those of an
             expanded tensor, no gradient, no memory shared with an input (not checked while torch.compile traces).
         kernel: the id of a variant to run instead of the table's choice; its head_dim may be wider than D. One with
-            ``linear`` softmax takes FP8 operands of magnitude 14 at most (``quantize(..., amax=14)``): larger ones may
-            overflow f16 scores or leave the range of its softmax.
+            ``linear`` or ``quadratic`` softmax takes FP8 operands of magnitude 14 at most (``quantize(..., amax=14)``):
+            larger ones may overflow f16 scores or leave the range of its softmax.
         fallback: ``sdpa`` runs torch's attention when the call is well formed but no kernel serves it, and warns once
             for each set of reasons; under torch.compile while the call is traced.
 

@@ -21,7 +21,12 @@ from .reading import KVForm, readable
 CPU_ARCH = "sm89"  # what the emulator stands for
 CPU_SM_COUNT = 58  # of an L4, the card that the sm89 table is made for
 # What a caller who asks for a precision may pin.
-PRECISE_ENOUGH = {"fast": ("linear", "exp2", "exp2x2"), "accurate": ("exp2", "exp2x2"), "high": ("exp2x2",)}
+PRECISE_ENOUGH = {
+    "fast": ("linear", "quadratic", "exp2", "exp2x2"),
+    "accurate": ("exp2", "exp2x2"),
+    "high": ("exp2x2",),
+    "balanced": ("quadratic", "exp2", "exp2x2"),
+}
 AXES = ("arch", "head_dim", "seqlen", "dtype", "out", "scaling", "causal", "precision", "load")
 
 _logger = log.requested("dispatch")  # None unless FP8CUTLASS_LOG asks for it
@@ -142,7 +147,7 @@ class Table:
 
     def near(self, problem: Problem) -> Iterator[Decision]:
         """The decisions for the same operands, result and mask at every length and load, the nearest first; then those
-        of ``accurate``, as keys that were made for ``fast`` kernels are in their range too."""
+        of ``accurate``, as keys that were made for f16 scores are in their range too."""
         values = {name: getattr(problem, name) for name in ("arch", "head_dim", "dtype", "out", "scaling", "causal")}
         lengths = (*self._seqlen_bounds, max(self._seqlen_bounds, default=0) + 1)
         here = self._position("seqlen", problem.seqlen_k), self._position("load", self.load_of(problem))

@@ -216,7 +216,7 @@ def _attend(
     """Return o (G, R, D) float32 and lse (G, R), then with ``diagnostics`` scores and p (G, R, keys), weight
     (G, R, tiles) and tile_o (G, R, tiles, D)."""
     device, tile_n, seqlen_k = chunk.q.device, variant.tile_n, chunk.k.shape[1]
-    linear, k_per_token = variant.softmax == "linear", chunk.shared_by["k"] == "token"
+    k_per_token = chunk.shared_by["k"] == "token"
     v_per_channel = chunk.shared_by["v"] == "channel"
     o = torch.zeros_like(chunk.q)
     row_sum = torch.zeros_like(chunk.q_slope)
@@ -237,10 +237,8 @@ def _attend(
         if variant.causal:
             key = torch.arange(start, start + s.shape[2], device=device)
             s = s.masked_fill(key > chunk.row + causal_offset, -torch.inf)
-        if linear:
-            slope = (chunk.q_slope * 8.0 * k_descale).clamp(MIN_SLOPE["linear"], MAX_SLOPE)
-        else:
-            slope = (chunk.q_slope if k_per_token else chunk.q_slope * k_descale).clamp(MIN_SLOPE["exp2"], MAX_SLOPE)
+        unit = chunk.q_slope * 8.0 if variant.score == "f16" else chunk.q_slope
+        slope = (unit if k_per_token else unit * k_descale).clamp(MIN_SLOPE[variant.score], MAX_SLOPE)
         p, p_bytes, weight, exact = SOFTMAXES[variant.softmax](s, slope, return_lse)
         tile_o, tile_sum = _values(p, chunk.v[:, part])
         if diagnostics:

@@ -29,8 +29,8 @@ class Call:
     """The operators' arguments, in the order of the schema of attention_fp8, then those that attention_half adds.
 
     q is (B, H, Sq, D), k and v are (B, Hkv, Sk, D), of one type, any strides: FP8 with a descale each, or bf16 or fp16
-    without. ``precision="fast"`` asserts of FP8 operands that the scores fit f16, which holds when Q and K were
-    quantised with amax 14. ``kernel`` pins a variant by its id; "" leaves the choice to the table.
+    without. ``precision`` "fast" and "balanced" assert of FP8 operands that the scores fit f16, which holds when Q
+    and K were quantised with amax 14. ``kernel`` pins a variant by its id; "" leaves the choice to the table.
     """
 
     q: torch.Tensor
@@ -73,7 +73,7 @@ def wanted_outputs(call: Call) -> Outputs:
 
 def score_amax(variant: Variant) -> float:
     """What bf16 and fp16 Q and K are quantised to for a kernel: its scores must fit their accumulator."""
-    return SCORE_AMAX if variant.softmax == "linear" else FP8_MAX[torch.float8_e4m3fn]
+    return SCORE_AMAX if variant.score == "f16" else FP8_MAX[torch.float8_e4m3fn]
 
 
 def quantised(call: Call, variant: Variant, granularity: Mapping[str, str]) -> Call:

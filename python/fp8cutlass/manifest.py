@@ -51,7 +51,7 @@ class Variant:
     causal: bool
     dtype: str  # "e4m3" or "e5m2"
     out: str  # "bf16", "fp16" or "e4m3"
-    softmax: str  # "linear", "exp2" or "exp2x2"
+    softmax: str  # "linear", "quadratic", "exp2" or "exp2x2"
     score: str  # accumulator of Q K^T: "f16" or "f32"
     schedule: str  # how products and softmax overlap: "multistage" (sm89), "pingpong", "overlap" or "serial" (sm90a)
     cluster: str  # CTAs that share a query tile: "solo", "split2" or "split4"
@@ -60,18 +60,14 @@ class Variant:
     ctas_per_sm: int
     smem_bytes: int
     quantises_q: bool  # takes Q in bf16 and fp16, too, with a scale for each row
-    unrolled: tuple[int, ...]  # the most keys of each of its forms in which an item's tiles are unrolled
+    unrolled: tuple[tuple[int, int], ...]  # the least and the most keys of each form with an item's tiles unrolled
     targets: tuple[str, ...]  # architectures that it is compiled for
     file: str
     sha256: str
 
     def unrolled_for(self, seqlen_k: int) -> tuple[int, int] | None:
         """The least and the most keys of the form that runs for so many; None for the one that takes any number."""
-        for most in self.unrolled:
-            least = (most - 1) // self.tile_n * self.tile_n + 1
-            if least <= seqlen_k <= most:
-                return least, most
-        return None
+        return next(((least, most) for least, most in self.unrolled if least <= seqlen_k <= most), None)
 
 
 @dataclass(frozen=True)
@@ -102,8 +98,11 @@ class Manifest:
 
 def _variant(row: dict[str, Any]) -> Variant:
     values: dict[str, Any] = {field.name: row[field.name] for field in fields(Variant)}
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return Variant(**values | lists)
+    return Variant(**{name: _frozen(value) for name, value in values.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(x) for x in value) if isinstance(value, list) else value
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def make_plan(request: Request, *, shipped: bool = False) -> Plan:
     validate.check_out(request, out_dtype)
     validate.check_features(request)
     # FP8 operands may hold anything up to 448, which f16 scores do not: whoever pins a kernel has seen to it.
-    fits = half or request.kernel or request.precision != "fast"
+    fits = half or request.kernel or request.precision not in validate.F16_SCORES
     precision = request.precision if fits else "accurate"
     device = (q.device.type, q.device.index, shipped)
     available, refusals = head_dims(*device)

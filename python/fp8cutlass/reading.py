@@ -31,7 +31,7 @@ def misfits(variant: Variant, form: KVForm, scaling: str) -> list[str]:
         wrong.append(f"head_dim {variant.head_dim}, packed are {form.head_dim} columns")
     if scaling == "block" and variant.key_block != form.key_block:
         wrong.append(f"a descale per {variant.key_block} keys, packed with one per {form.key_block}")
-    if variant.softmax == "linear" and form.amax > SCORE_AMAX:
+    if variant.score == "f16" and form.amax > SCORE_AMAX:
         wrong.append(f"keys of magnitude {SCORE_AMAX:g} at most, packed up to {form.amax:g}")
     return wrong
 

@@ -11,17 +11,22 @@ All take scores (..., rows, keys) with -inf where masked and a slope (..., rows,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 DEAD_WEIGHT = -1e30
 E4M3_MAX = 448.0
 EXP2_OFFSET = 8.0  # the row maximum becomes 2^8
 TOP_CODE = 122.0  # the row maximum's code in the linear approximation
+EXP2_CODE = 120.0  # that of 2^8
+BELOW = 11 / 16  # by which `quadratic` keeps a code low before it adds the square: the most that 2^x is below its chord
 HALF_MAX = 65504.0
 MAX_CODES = 65000.0  # |slope * maximum| beyond this would push the f16 offset out of range
 HALF_ULP = 2.0**-11
+ROOT, ROOT_OFFSET = 0.025909423828125, 27.375  # f16: sqrt(11) / 128, and 1056.5 times that
 # Slopes lie between these, as -inf * 0 and inf - inf would be NaN; the least depends on the accumulator of the scores.
-MIN_SLOPE = {"linear": 2.0**-24, "exp2": 2.0**-126}
+MIN_SLOPE = {"f16": 2.0**-24, "f32": 2.0**-126}
 MAX_SLOPE = 2.0**80
 
 Softmax = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -83,30 +88,61 @@ def softmax_linear(scores: torch.Tensor, slope: torch.Tensor, want_exact: bool =
 
     A row that sees no key is anchored on the lowest f16, as its codes are 0 whatever the anchor.
     """
+    return _by_code(scores, slope, want_exact, TOP_CODE, 0.0, lambda u: u)
+
+
+def softmax_quadratic(scores: torch.Tensor, slope: torch.Tensor, want_exact: bool = True) -> Softmax:
+    """The same with the code bent inside an octave as 2^x is, to within 0.08 of a code."""
+    return _by_code(scores, slope, want_exact, EXP2_CODE - BELOW, BELOW, _bent)
+
+
+def _by_code(
+    scores: torch.Tensor,
+    slope: torch.Tensor,
+    want_exact: bool,
+    top_code: float,
+    below: float,
+    bend: Callable[[torch.Tensor], torch.Tensor],
+) -> Softmax:
+    """``below``: by how much a code is low before ``bend``."""
     top, dead = row_max(scores)
     top = top.masked_fill(dead, -HALF_MAX)
-    a, b, weight_codes = anchor(top, slope)
-    u = half_of_sum(scores * a, b).relu()  # scores * a: two f16 values, exact in float32
+    a, b, weight_codes = anchor(top, slope, top_code)
+    u = bend(half_of_sum(scores * a, b).relu())  # scores * a: two f16 values, exact in float32
     code = u.nan_to_num(nan=255.0).round().to(torch.uint8)
-    weight = (weight_codes * 0.125 + 7.0).masked_fill(dead, DEAD_WEIGHT)  # code c stands for 2^(c / 8 - 7)
+    weight = ((weight_codes - below) * 0.125 + 7.0).masked_fill(dead, DEAD_WEIGHT)  # code c stands for 2^(c / 8 - 7)
     exact = torch.zeros_like(weight)
     if want_exact:
         exact = torch.exp2(fma(scores, slope * 0.125, -weight.double())).sum(-1, keepdim=True)
     return code.view(torch.float8_e4m3fn).float(), code, weight, exact
 
 
-SOFTMAXES = {"linear": softmax_linear, "exp2": softmax_exp2, "exp2x2": softmax_exp2x2}
+def _bent(u: torch.Tensor) -> torch.Tensor:
+    """u + 11/256 (f - 4 - 1/16)^2 with f = (u + 3/4) mod 8 in eighths, each step rounded to f16 as the kernel does."""
+    f = half_of_sum(u, torch.full_like(u[..., :1], 128.75)).remainder(8.0)  # a multiple of 1/8
+    root = ((1024.0 + 8.0 * f) * ROOT - ROOT_OFFSET).half().float()  # exact before it is rounded
+    return half_of_sum(root * root, u)
 
 
-def anchor(top: torch.Tensor, slope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Slope and offset (f16 values) that send the row maximum to code 122 at most, and the log-weight in codes.
+SOFTMAXES = {
+    "linear": softmax_linear,
+    "quadratic": softmax_quadratic,
+    "exp2": softmax_exp2,
+    "exp2x2": softmax_exp2x2,
+}
+
+
+def anchor(
+    top: torch.Tensor, slope: torch.Tensor, top_code: float = TOP_CODE
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Slope and offset (f16 values) that send the row maximum to ``top_code`` at most, and the log-weight in codes.
 
     The offset is lowered by half an f16 ulp before it is rounded, so that rounding never raises the maximum's code.
     """
     capped = slope.clamp(max=HALF_MAX)
     capped = torch.where((top * capped).abs() > MAX_CODES, MAX_CODES / top.abs(), capped)
     a = capped.half().float()
-    offset = fma(-top, a, TOP_CODE)
+    offset = fma(-top, a, top_code)
     b = fma(-offset.abs(), torch.full_like(offset, HALF_ULP), offset.double()).clamp(max=HALF_MAX).half().float()
     return a, b, top * slope - fma(top, a, b.double())
 

@@ -15,10 +15,11 @@ from .request import Request
 
 CHOICES = {
     "layout": ("bhsd", "bshd"),
-    "precision": ("fast", "accurate", "high"),
+    "precision": ("fast", "balanced", "accurate", "high"),
     "causal_alignment": ("top_left", "bottom_right"),
     "fallback": ("error", "sdpa"),
 }
+F16_SCORES = ("fast", "balanced")  # precisions whose kernels want operands in the range of f16 scores
 TRANSFORMS = {  # of operands that are quantised inside, in the order in which they are applied; the text of `explain`
     "smooth_k": "the mean of some keys of a head subtracted from all (smooth_k)",
     "hadamard": "Q and K rotated by a Hadamard matrix (hadamard)",

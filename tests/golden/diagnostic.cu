@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
 #pragma unroll
         for (int r = 0; r < 2; ++r)
           slope[r] = fminf(fmaxf(rows[f].slope[r] * k_descale, kMinCodeSlope), kMaxSlope);
-        softmax_linear(s[f], slope, weight[f], want_lse, [&](float x, float y) { exact[f][0] = x, exact[f][1] = y; });
+        softmax_by_code<Code::linear>(s[f], slope, weight[f], want_lse, [&](float x, float y) { exact[f][0] = x, exact[f][1] = y; });
         pack_p(prob[f], s[f]);
         diagnose_p(p, kTileN, int64_t(work.batch) * p.heads + work.head, work.row + warp_row + 16 * f + group, tile, prob[f], weight[f]);
       }

@@ -41,7 +41,6 @@ constexpr int kQBuffers = 2;
 constexpr int kSplit = 1;         // CTAs that share an item
 constexpr int kItemSlots = 4;     // work items that are known at a time
 constexpr bool kCausal = false;
-constexpr int kKeyBlock = 128;    // keys of a block descale
 constexpr int kKeyBlocks = 8;    // n8 blocks of S
 constexpr int kKeySteps = 2;      // k32 steps of P V
 constexpr int kDimBlocks = 16;    // n8 blocks of O

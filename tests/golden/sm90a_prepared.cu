@@ -350,7 +350,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       mask_columns(s, last);
     }
     const auto store = [&](float x, float y) { exact_sums().tile = make_float2(x, y); };
-    softmax_linear(s, slope, weight, want_lse, [&](bool) { return seldom; }, store);
+    softmax_by_code<Code::linear>(s, slope, weight, want_lse, [&](bool) { return seldom; }, store);
   };
 
   // O += beta * descale * T for the columns of a part.

@@ -11,7 +11,9 @@ template <int kMostKeys, int kTileN>
 struct Unrolled {
   static constexpr int kTiles = (kMostKeys + kTileN - 1) / kTileN;
   static constexpr int kBefore = kMostKeys > 0 ? (kTiles - 1) * kTileN : 0;  // keys of all tiles but the last
-  static constexpr int kLastKeys = (kMostKeys - kBefore + 63) / 64 * 64;     // of the last one, that are multiplied
+  // Of the last one, that are multiplied; in the loop all of it is.
+  static constexpr int kLastKeys = kMostKeys > 0 ? (kMostKeys - kBefore + 63) / 64 * 64 : kTileN;
+  static_assert(kTiles != 1, "the first tile of an item is not its last");
 
   static bool serves(int keys) { return keys > kBefore && keys <= kMostKeys; }
 

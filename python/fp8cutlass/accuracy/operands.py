@@ -48,6 +48,6 @@ def operands_of(
     """Quantise for one kernel: its FP8 type, the range of its scores, its blocks; in one of the modes that it serves,
     by default its own."""
     dtype = torch.float8_e4m3fn if variant.dtype == "e4m3" else torch.float8_e5m2
-    amax = SCORE_AMAX if variant.softmax == "linear" else FP8_MAX[dtype]
+    amax = SCORE_AMAX if variant.score == "f16" else FP8_MAX[dtype]
     granularity = granularities(scaling or variant.scaling)
     return make_operands(q, k, v, granularity, score_amax=amax, dtype=dtype, block=variant.key_block)

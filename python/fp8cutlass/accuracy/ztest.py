@@ -15,15 +15,15 @@ import torch
 from .reference import STEP, Reference
 
 # Standard deviation of the relative rounding error of P: 0.0255 for a rounded e4m3; the linear code adds the error of
-# interpolating 2^x inside an octave, 19% in all. Two terms lose 0.00075; the tensor core's accumulator of 13 fraction
-# bits, simulated, brings that to 0.0008 to 0.0010 at head_dim 64 to 256.
-P_ERROR = {"exp2": 0.0255, "linear": 0.0255 * 1.19, "exp2x2": 0.001}
+# interpolating 2^x inside an octave, 19% in all, of which the quadratic one leaves 0.2%. Two terms lose 0.00075; the
+# tensor core's accumulator of 13 fraction bits, simulated, brings that to 0.0008 to 0.0010 at head_dim 64 to 256.
+P_ERROR = {"exp2": 0.0255, "linear": 0.0255 * 1.19, "quadratic": 0.0255, "exp2x2": 0.001}
 # A float32 score is cut to 13 fraction bits of itself or of the largest product in it after each step of 32 products:
 # toward zero, by half a unit on average. All keys of a row are so read a little too close to each other. Beside the
 # rounding of P in one term that is nothing; two terms are exact enough to show it.
-SCORE_CUT = {"exp2": 0.0, "linear": 0.0, "exp2x2": 2.0**-14}
+SCORE_CUT = {"exp2": 0.0, "linear": 0.0, "quadratic": 0.0, "exp2x2": 2.0**-14}
 # log2 of the P of a row maximum: 2^8, and code 122
-P_OFFSET = {"exp2": 8.0, "linear": math.log2(320.0), "exp2x2": 8.0}
+P_OFFSET = {"exp2": 8.0, "linear": math.log2(320.0), "quadratic": 8.0, "exp2x2": 8.0}
 # The largest relative rounding error of an output.
 OUT_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float8_e4m3fn: 2.0**-4}
 
@@ -94,6 +94,6 @@ def summarise(z: torch.Tensor, out: torch.Tensor) -> ZTest:
 
 def z_test(out: torch.Tensor, reference: Reference, softmax: str, out_dtype: torch.dtype | None = None) -> ZTest:
     """Compare ``out`` (B, H, Sq, D), already multiplied by its descale if it has one, with float64 on the dequantised
-    operands. ``softmax`` is how P was made: "linear", "exp2" or "exp2x2". ``out_dtype`` is the type that was stored,
+    operands. ``softmax`` is how P was made, a key of P_ERROR. ``out_dtype`` is the type that was stored,
     when ``out`` is not in it any more."""
     return summarise(z_scores(out, reference, softmax, out_dtype), out)

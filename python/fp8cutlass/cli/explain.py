@@ -44,7 +44,9 @@ PROBLEM_OPTIONS = (
     click.option("--seqlen-k", type=click.IntRange(min=0), help="Keys. Default: as many as queries."),
     click.option("--causal", is_flag=True),
     click.option("--scaling", default="block", show_default=True, help="tensor, head, block or token."),
-    click.option("--precision", type=click.Choice(["fast", "accurate", "high"]), default="fast", show_default=True),
+    click.option(
+        "--precision", type=click.Choice(["fast", "balanced", "accurate", "high"]), default="fast", show_default=True
+    ),
     click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True, help="Of Q, K and V."),
 )
 

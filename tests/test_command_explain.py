@@ -16,7 +16,7 @@ from fp8cutlass.cli import main
 from fp8cutlass.cli.explain import MODEL_CARDS, device_of
 from fp8cutlass.dispatch import CPU_ARCH, CPU_SM_COUNT, Problem, decide
 from fp8cutlass.manifest import generated_dir, load_manifest
-from fp8cutlass.target import target
+from fp8cutlass.target import _target, target
 
 CUDA0 = torch.device("cuda", 0)
 
@@ -170,6 +170,7 @@ def test_a_card_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("fp8cutlass.cli.explain.device_of", lambda text: CUDA0)
     monkeypatch.setattr(extension, "_capability", lambda index: ((8, 9), "NVIDIA L40S", 142))
+    monkeypatch.setattr("fp8cutlass.target._target", _target.__wrapped__)  # a card of this machine may be remembered
     assert "for:       sm89, 142 SMs" in run("--shape", "1,8,512,64", "--device", "cuda").output
 
 

@@ -127,10 +127,17 @@ def plot(csv: Path, out: Path | None) -> None:
 @click.argument("csvs", type=click.Path(exists=True, dir_okay=False, path_type=Path), nargs=-1, required=True)
 @click.option("--out", type=click.File("w", encoding="utf-8", lazy=True), default="-", help="Default: standard output.")
 def evidence(csvs: tuple[Path, ...], out: TextIO) -> None:
-    """Rewrite measured kernels (of --all-kernels) for the generator; later CSVs win over earlier ones."""
-    from .evidence import records, write
+    """Rewrite measured kernels (of --all-kernels) for the generator; later CSVs win over earlier ones.
 
-    write(out, [record for csv in csvs for record in records(*read_csv(csv))])
+    Shapes that are held out (`regret`) are left out, and named.
+    """
+    from .evidence import records, write
+    from .shapes import held_out
+
+    measured = [read_csv(csv) for csv in csvs]
+    for label in dict.fromkeys(row.shape.label for _, rows in measured for row in rows if held_out(row.shape)):
+        click.echo(f"held out, left out: {label}", err=True)
+    write(out, [record for stamp, rows in measured for record in records(stamp, rows)])
 
 
 @cli.command()

@@ -11,6 +11,7 @@ from codegen.spec import parse_id
 
 from .report import OWN
 from .results import OK, Row
+from .shapes import held_out
 
 _KEY = COLUMNS[: COLUMNS.index("us")]
 # The columns do not name these, so only kernels with these values are evidence.
@@ -18,10 +19,12 @@ MEASURED_AT = {"scaling": "block", "dtype": "e4m3", "out": "bf16"}
 
 
 def records(stamp: Mapping[str, str], rows: Iterable[Row]) -> list[dict[str, str]]:
-    """A record for each kernel and shape that was measured with a right result."""
+    """A record for each kernel and shape that was measured with a right result; none of shapes that are held out."""
     found = []
     for row in rows:
         if row.contender != OWN or row.status != OK or row.median_us is None or row.min_us is None:
+            continue
+        if held_out(row.shape):
             continue
         variant = parse_id(row.kernel)
         if any(str(getattr(variant, axis)) != value for axis, value in MEASURED_AT.items()):

@@ -21,13 +21,14 @@ from benchmarks import data, evidence, grid, machine, plot, report, results
 from benchmarks.__main__ import cli
 from benchmarks.peers import PEERS, Contender, Refused, own
 from benchmarks.results import FAILED, OK, UNAVAILABLE, WRONG, Row
-from benchmarks.shapes import GRID_HEAD_DIMS, GRID_SEQLENS, HISTORY, Shape, select, square
+from benchmarks.shapes import GRID_HEAD_DIMS, GRID_SEQLENS, HISTORY, Shape, held_out, select, square
 from fp8cutlass import timing
 from fp8cutlass.emulator import emulate
 from fp8cutlass.manifest import generated_dir, load_manifest
 from fp8cutlass.pack import unpack_v
 from fp8cutlass.target import Target
 
+HELD_OUT = next(shape for shape in select("named") if held_out(shape))
 KERNEL = "sm90a_fwd_d64_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo"
 
 
@@ -227,6 +228,7 @@ def test_evidence_for_the_generator(tmp_path: Path) -> None:
         row(shape, "fp8cutlass", 10.0, kernel=KERNEL.replace("bf16", "fp16")),
         dataclasses.replace(row(shape, "fp8cutlass", 1.0, kernel=KERNEL), status=WRONG),
         row(shape, "fa3_fp8", 1.0),
+        row(HELD_OUT, "fp8cutlass", 1.0, kernel=KERNEL),
     ]
     out = io.StringIO()
     evidence.write(out, evidence.records(stamp, rows))
@@ -245,6 +247,19 @@ def test_evidence_for_the_generator(tmp_path: Path) -> None:
         "1755",
         "nvcc 13.0",
     )
+
+
+def test_evidence_names_what_is_held_out(tmp_path: Path) -> None:
+    """On stderr, so that what is written stays what the generator reads."""
+    shape, path = square(32, 32, 512, 64, False), tmp_path / "measured.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        results.Writer(file, {"card": "NVIDIA H200"}).write(
+            [row(x, "fp8cutlass", 20.0, kernel=KERNEL) for x in (shape, HELD_OUT)]
+        )
+    found = CliRunner().invoke(cli, ["evidence", str(path)])
+    assert found.exit_code == 0, found.output
+    assert len(list(csv.DictReader(io.StringIO(found.stdout)))) == 1
+    assert found.stderr == f"held out, left out: {HELD_OUT.label}\n"
 
 
 def test_a_whole_call_stands_beside_the_kernel_alone() -> None:

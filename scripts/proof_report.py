@@ -9,22 +9,25 @@ from pathlib import Path
 from typing import Any
 
 SHOWN = 50  # failures that are listed
+SAID = 300  # characters of what each of them said
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 OTHER_BUILDS = "test_gpu_builds"  # the module of tests with delays, load and another optimisation level
 
 
 def read_tests(path: Path) -> dict[str, Any]:
-    """Counts by outcome, the reasons of what was skipped or is known to fail, the failures, and the tests of other
-    builds with their time, from a JUnit file of pytest."""
+    """Counts by outcome, the reasons of what was skipped or is known to fail, the failures with what they said, and the
+    tests of other builds with their time, from a JUnit file of pytest."""
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     failures, builds = [], []
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         name = f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"
         skipped = case.find("skipped")
-        if case.find("failure") is not None or case.find("error") is not None:
+        faults = [fault for kind in ("failure", "error") for fault in case.findall(kind)]
+        if faults:
             outcome = "failed"
-            failures.append(name)
+            said = " ".join(faults[0].get("message", "").split())
+            failures.append(f"{name}: {said[:SAID]}")
         elif skipped is not None:
             outcome = "known to fail" if skipped.get("type") == "pytest.xfail" else "skipped"
             reasons[f"{outcome}: {skipped.get('message', '').removeprefix('Skipped: ')}"] += 1

@@ -20,7 +20,7 @@ from scripts.proof_report import read_tests, render
 MACHINE = {"card": "a card", "commit": "abc"}
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_x[1]" time="1"/>
-<testcase classname="tests.test_a" name="test_x[2]" time="1"><failure message="boom">long</failure></testcase>
+<testcase classname="tests.test_a" name="test_x[2]"><failure message="boom &#10; 3 &lt; 4">long</failure></testcase>
 <testcase classname="tests.test_a" name="test_y" time="0"><skipped type="pytest.skip" message="two cards"/></testcase>
 <testcase classname="tests.test_a" name="test_z" time="0"><skipped type="pytest.xfail" message="torch 2.11"/></testcase>
 <testcase classname="tests.test_gpu_builds" name="test_delayed" time="12.4"/>
@@ -41,7 +41,7 @@ def test_outcomes_are_read_from_junit(tmp_path: Path) -> None:
     read = read_tests(file)
     assert read["counts"] == {"passed": 2, "failed": 1, "skipped": 1, "known to fail": 1}
     assert read["reasons"] == {"skipped: two cards": 1, "known to fail: torch 2.11": 1}
-    assert read["failures"] == ["test_a::test_x[2]"]
+    assert read["failures"] == ["test_a::test_x[2]: boom 3 < 4"]
     assert read["builds"] == [{"test": "test_gpu_builds::test_delayed", "outcome": "passed", "seconds": 12.4}]
 
 

@@ -17,6 +17,7 @@ for folder in (ROOT / "tests", ROOT / "python", ROOT):
 
 from edges import EdgeCases  # noqa: E402
 from outcomes import mutants_line  # noqa: E402
+from processes import one_of_many  # noqa: E402
 
 from fp8cutlass import extension  # noqa: E402
 from fp8cutlass.manifest import Manifest, generated_dir, load_manifest  # noqa: E402
@@ -29,7 +30,7 @@ if torch.cuda.is_available() and extension.find_library() is None and CI_LIBRARY
     os.environ["FP8CUTLASS_LIBRARY"] = str(CI_LIBRARY)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # the workers fill the cores
+    one_of_many()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

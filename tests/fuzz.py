@@ -32,6 +32,7 @@ for folder in (ROOT, ROOT / "python", ROOT / "tests"):
 import torch  # noqa: E402
 from fuzz_cases import CELLS, draw  # noqa: E402
 from fuzz_check import Verdict, run_case  # noqa: E402
+from processes import one_of_many  # noqa: E402
 
 from fp8cutlass import attend, eager  # noqa: E402
 
@@ -109,9 +110,7 @@ def judged(
                 return
         return
     waiting = more()
-    with ProcessPoolExecutor(
-        jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=one_of_many) as pool:
         running: dict[Any, int] = {}
         lost = False
         while True:

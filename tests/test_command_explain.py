@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -14,9 +15,11 @@ from codegen import arch as facts
 from fp8cutlass import explain, extension
 from fp8cutlass.cli import main
 from fp8cutlass.cli.explain import MODEL_CARDS, device_of
+from fp8cutlass.cli.explain import explain as command
 from fp8cutlass.dispatch import CPU_ARCH, CPU_SM_COUNT, Problem, decide
 from fp8cutlass.manifest import generated_dir, load_manifest
 from fp8cutlass.target import _target, target
+from fp8cutlass.validate import CHOICES
 
 CUDA0 = torch.device("cuda", 0)
 
@@ -105,6 +108,12 @@ def test_forms_with_unrolled_tiles(keys: int, form: str) -> None:
     said = run("--arch", "sm90a", "--shape", f"1,8,{keys},128", "--kernel", kernel).output
     assert (f"schedule:  pingpong, cluster solo; tiles unrolled for {form} keys\n" in said) == bool(form)
     assert ("tiles unrolled" in said) == bool(form)
+
+
+def test_the_precisions_are_those_of_attention() -> None:
+    """Written in both places, as `fp8cutlass explain --help` answers without torch."""
+    option = next(option for option in command.params if option.name == "precision")
+    assert isinstance(option.type, click.Choice) and tuple(option.type.choices) == CHOICES["precision"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from click.testing import CliRunner
 
 from codegen.arch import TARGETS, family_of
 from codegen.cli import main
-from codegen.gates import report
+from codegen.gates import machine, report
 from codegen.gates.compile import CompileError, measure, measure_all, parse_resources
 from codegen.gates.occupancy import ctas_per_sm
 from codegen.gates.report import sources_digest
@@ -425,6 +426,37 @@ def test_options_are_those_of_cmake() -> None:
             cmake_options(broken)
 
 
+# ---- the digest of the machine code ----
+
+
+def test_a_digest_stays_with_names_and_changes_with_the_code(tools: Toolbox, tmp_path: Path) -> None:
+    """Another name of the file and of the kernel, and another constant in one instruction."""
+
+    def digest(name: str, changes: dict[str, str], old: str = "", new: str = "") -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        kernel = _kernel(folder, changes)
+        renamed = folder / f"{name}.cu"
+        renamed.write_text(kernel.source.read_text().replace(old, new) if old else kernel.source.read_text())
+        return measure([dataclasses.replace(kernel, source=renamed)], tools, folder)[0].code
+
+    first = digest("first", {})
+    assert re.fullmatch("[0-9a-f]{12}", first)
+    assert digest("second", {}, " attention(", " something_else(") == first
+    assert digest("third", {"AFTER": "o[512] = 1.f;"}) != digest("fourth", {"AFTER": "o[512] = 2.f;"}) != first
+
+
+def test_a_digest_is_refused_of_what_is_no_cubin(tools: Toolbox, tmp_path: Path) -> None:
+    measure([_kernel(tmp_path)], tools, tmp_path)
+    cubin = (tmp_path / "kernel.cubin").read_bytes()
+    assert len(machine.digest(cubin, "attention")) == machine.DIGITS
+    with pytest.raises(machine.MachineError, match="no code of missing"):
+        machine.digest(cubin, "missing")
+    for broken in (b"", b"text", cubin[:200]):
+        with pytest.raises(machine.MachineError, match="ELF|sections"):
+            machine.digest(broken)
+
+
 # ---- occupancy ------------------------------------------------------------------------------------------------------
 
 
@@ -450,18 +482,19 @@ def test_occupancy(target: str, registers: int, smem: int, threads: int, ctas: i
 # ---- the report as a baseline ---------------------------------------------------------------------------------------
 
 
-def _measured(registers: int = 100, code_bytes: int = 32_000) -> Measured:
+def _measured(registers: int = 100, code_bytes: int = 32_000, code: str = "0123456789ab") -> Measured:
     loop = Loop(counts={"BAR": 1, "FFMA": 5, "LDGSTS": 2, "QMMA": 2}, path={"FFMA": 3, "QMMA": 2})
     return Measured(
         resources=Resources(registers=registers, stack=0, spill_stores=0, spill_loads=0, static_smem=0),
         listing=Listing(code_bytes=code_bytes, counts=loop.counts, loop=loop),
         storage_bytes=2048,
+        code=code,
         seconds=1.0,
         peak_mib=100,
     )
 
 
-def _numbers(kernel: Kernel, measured: Measured) -> dict[str, dict[str, float]]:
+def _numbers(kernel: Kernel, measured: Measured) -> dict[str, report.Row]:
     compiler, numbers = report.parse(report.render("sm89", "ci", "nvcc 13.0.88 -O3", {kernel: measured}))
     assert compiler == "nvcc 13.0.88 -O3"
     return numbers
@@ -494,6 +527,7 @@ def test_a_report_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         (_measured(code_bytes=33_600), []),
         (_measured(code_bytes=33_616), ["worse: kernel: code 32000 -> 33616"]),
         (_measured(code_bytes=30_000), ["better: kernel: code 32000 -> 30000"]),
+        (_measured(code="ba9876543210"), ["worse: kernel: machine 0123456789ab -> ba9876543210"]),
     ],
 )
 def test_changes_are_reported_in_both_directions(measured: Measured, expected: list[str], tmp_path: Path) -> None:

@@ -144,7 +144,9 @@ def _plain(kernel: Kernel) -> Kernel:
 
 def test_good_kernels_of_a_source_pass_every_gate(tools: Toolbox, tmp_path: Path) -> None:
     kernel = _kernel(tmp_path)
-    for k, m in zip([kernel, _plain(kernel)], measure([kernel, _plain(kernel)], tools, tmp_path), strict=True):
+    first, second = measured = measure([kernel, _plain(kernel)], tools, tmp_path)
+    assert first.code != second.code
+    for k, m in zip([kernel, _plain(kernel)], measured, strict=True):
         assert check(k, m) == []
         assert m.listing.wide_loads == 2 and m.listing.counts["LDG"] == 3 and m.resources.static_smem == 1024
 
@@ -228,6 +230,7 @@ def _measured(registers: int) -> Measured:
         resources=Resources(registers=registers, stack=0, spill_stores=0, spill_loads=0, static_smem=1024),
         listing=Listing(code_bytes=32_000, counts={"LDG": 3, "SHFL": 7}, loop=None, wide_loads=2),
         storage_bytes=4096,
+        code="0123456789ab",
         seconds=1.0,
         peak_mib=100,
     )

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
-from codegen.gates import flow, sass
+from codegen.gates import flow, machine, sass
 from codegen.gates.subject import Failure, Kernel, Listing, Loop, Measured, Resources
 from codegen.gates.toolbox import Toolbox
 
@@ -94,6 +94,13 @@ def _listing(text: str, entry: str) -> Listing:
         raise CompileError(str(error)) from error
 
 
+def _digest(code: bytes, entry: str) -> str:
+    try:
+        return machine.digest(code, entry)
+    except machine.MachineError as error:
+        raise CompileError(str(error)) from error
+
+
 def _storage(source: str, named: str) -> int | None:
     pattern = re.compile(rf"static_assert\({re.escape(named)} == (\d+)[,)]") if named else _STORAGE
     match = pattern.search(source)
@@ -111,12 +118,13 @@ def measure(kernels: Sequence[Kernel], tools: Toolbox, work: Path) -> list[Measu
     partial = cubin.with_suffix(f".{os.getpid()}.cubin")  # two runs may share the folder
     text, seconds, peak = _run_nvcc(tools.command(target, source, partial), tools.environment)
     partial.replace(cubin)
-    code, stated = _disassemble(tools, cubin), source.read_text()
+    code, stated, machine_code = _disassemble(tools, cubin), source.read_text(), cubin.read_bytes()
     return [
         Measured(
             resources=parse_resources(text, kernel.entry),
             listing=_listing(code, kernel.entry),
             storage_bytes=_storage(stated, kernel.storage),
+            code=_digest(machine_code, kernel.entry),
             seconds=round(seconds, 2),
             peak_mib=round(peak),
         )
@@ -125,7 +133,9 @@ def measure(kernels: Sequence[Kernel], tools: Toolbox, work: Path) -> list[Measu
 
 
 # What this code reads out of a cubin is part of a result as well.
-_READER = hashlib.sha256(b"".join(Path(f).read_bytes() for f in (__file__, sass.__file__, flow.__file__))).hexdigest()
+_READER = hashlib.sha256(
+    b"".join(Path(f).read_bytes() for f in (__file__, sass.__file__, flow.__file__, machine.__file__))
+).hexdigest()
 
 
 def _load(path: Path, key: str) -> Measured | None:

@@ -22,14 +22,15 @@ CODE_TOLERANCE = 0.05  # of the code size; below it a change is scheduling and p
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A number of the report. `better`: -1 less is better, +1 more is, 0 neither (a promise of the manifest).
+    """A number of the report, or a word.
 
-    Columns without `compared` follow from others. `tolerance` is a fraction of the baseline's value. A column stands in
-    parts with kernels of its families.
+    `better`: -1 less is better, +1 more is, 0 neither (a promise of the manifest). Columns without `compared` follow
+    from others. `tolerance` is a fraction of the baseline's value. A column stands in parts with kernels of its
+    families.
     """
 
     name: str
-    value: Callable[[Kernel, Measured], int | float]
+    value: Callable[[Kernel, Measured], int | float | str]
     better: int = -1
     tolerance: float = 0.0
     compared: bool = True
@@ -70,6 +71,7 @@ COLUMNS = (
     Column(name="ctas", value=occupancy, better=1),
     Column(name="asked", value=lambda k, m: k.ctas_per_sm, better=0),
     Column(name="code", value=lambda k, m: m.listing.code_bytes, tolerance=CODE_TOLERANCE),
+    Column(name="machine", value=lambda k, m: m.code, better=0),
     Column(name="qmma", value=_count("QMMA"), better=0, families=("sm89",)),
     Column(name="hmma", value=_count("HMMA"), families=("sm89",)),
     Column(name="qgmma", value=_count("QGMMA"), better=0, families=("sm90a",)),
@@ -99,7 +101,8 @@ COLUMNS = (
 
 LEGEND = """\
 # regs: registers a thread. spill, stack: bytes a thread. smem: bytes a block. ctas: blocks an SM by registers, shared
-# memory and warps; asked: those of __launch_bounds__. code: bytes. qmma, hmma, ldl+stl: instructions in the kernel.
+# memory and warps; asked: those of __launch_bounds__. code: bytes. machine: digest of the code, which names of kernels
+# and files do not change. qmma, hmma, ldl+stl: instructions in the kernel.
 # loop: instructions in the main loop (one KV tile of one warp), and l.*: how many of a kind. Blocks that the compiler
 # moved behind the loop are not in it. path: the fewest instructions that an iteration can issue, which leaves out what
 # branches can skip (masks, an LSE, loads where no tile follows), but not what is predicated; p.mufu: MUFU among them;
@@ -116,7 +119,8 @@ PACK_LEGEND = """\
 # Four kernels a source: amax raises the maxima of groups larger than a block, pack quantises and packs; _transform are
 # those for calls that smooth keys or rotate rows. A fifth on sm90a, deliver, hands K and V over. regs: registers a
 # thread. spill, stack: bytes a thread. smem: bytes a block. ctas: blocks an SM by registers, shared memory and warps;
-# asked: those that must fit. code: bytes. The rest are instructions in the kernel: ldg.128 among ldg; all: of any kind.
+# asked: those that must fit. code: bytes; machine: digest of the code. The rest are instructions in the kernel: ldg.128
+# among ldg; all: of any kind.
 """
 
 
@@ -135,7 +139,7 @@ class Change:
         return f"{'worse' if self.worse else 'better'}: {self.kernel}: {self.text}"
 
 
-def _cell(value: int | float) -> str:
+def _cell(value: int | float | str) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
@@ -191,18 +195,25 @@ def join(parts: Mapping[str, str]) -> str:
     return "\n".join(parts[part] for part in PARTS if part in parts)
 
 
-def parse(text: str) -> tuple[str, dict[str, dict[str, float]]]:
-    """(compiler, kernel -> column -> number) of a part of a report. Raises ValueError for text that is none."""
+Row = dict[str, float | str]
+WORDS = ("machine",)  # columns that are no numbers
+
+
+def parse(text: str) -> tuple[str, dict[str, Row]]:
+    """(compiler, kernel -> column -> number or word) of a part of a report. Raises ValueError for text that is none."""
     compiler = next(
         (line.removeprefix("# compiler: ") for line in text.splitlines() if line.startswith("# compiler: ")), ""
     )
     table = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
     if not compiler or not table or table[0][0] != "kernel" or any(len(row) != len(table[0]) for row in table):
         raise ValueError("not a report of `python -m codegen gates`")
-    return compiler, {row[0]: dict(zip(table[0][1:], map(float, row[1:]), strict=True)) for row in table[1:]}
+    names = table[0][1:]
+    return compiler, {
+        row[0]: {n: x if n in WORDS else float(x) for n, x in zip(names, row[1:], strict=True)} for row in table[1:]
+    }
 
 
-def compare(baseline: dict[str, dict[str, float]], fresh: dict[str, dict[str, float]]) -> list[Change]:
+def compare(baseline: dict[str, Row], fresh: dict[str, Row]) -> list[Change]:
     """What changed from the committed numbers to the fresh ones, in either direction."""
     changes = [Change(kernel=k, text="is new", worse=True) for k in sorted(set(fresh) - set(baseline))]
     changes += [Change(kernel=k, text="is gone", worse=True) for k in sorted(set(baseline) - set(fresh))]
@@ -213,6 +224,9 @@ def compare(baseline: dict[str, dict[str, float]], fresh: dict[str, dict[str, fl
             old, new = baseline[kernel].get(c.name), fresh[kernel][c.name]
             if old is None:
                 changes.append(Change(kernel=kernel, text=f"the report has no column {c.name}", worse=True))
+            elif isinstance(old, str) or isinstance(new, str):
+                if new != old:
+                    changes.append(Change(kernel=kernel, text=f"{c.name} {old} -> {new}", worse=True))
             elif abs(new - old) > c.tolerance * old:
                 worse = c.better == 0 or (new - old) * c.better < 0
                 changes.append(Change(kernel=kernel, text=f"{c.name} {old:g} -> {new:g}", worse=worse))

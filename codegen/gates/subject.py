@@ -94,12 +94,13 @@ class Measured:
 
     storage_bytes: what the source's static_assert states of its dynamic shared memory, which compiled and hence is true
     (sizeof(SharedStorage), or kBytes of a pack's Stage); None when the source asserts nothing. seconds, peak_mib: wall
-    time of nvcc for the source, and the largest of its processes.
+    time of nvcc for the source, and the largest of its processes. code: digest of the machine code.
     """
 
     resources: Resources
     listing: Listing
     storage_bytes: int | None
+    code: str
     seconds: float = field(compare=False)
     peak_mib: float = field(compare=False)
 

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from codegen.arch import TARGETS, family_of
+from codegen.axes import Kind, Mask, Operand, Out, Scaling, Softmax
 from codegen.evidence import FAMILY, Class, Problem, evidence
 from codegen.keys import seqlen_bucket
 from codegen.matrix import matrix_of
 from codegen.rules import check
 from codegen.select import modelled_us
-from codegen.spec import Dtype, Kind, Out, Scaling, Softmax, Variant
+from codegen.variant import Variant
 
 from .results import OK, Row
 from .shapes import Shape, held_out
@@ -76,8 +77,8 @@ def legal(of: Class) -> list[Variant]:
     if matrix is None:
         return []
     head_dim, causal, softmax = of
-    mine = replace(matrix, head_dim=(head_dim,), causal=(causal,), softmax=(softmax,))
-    mine = replace(mine, scaling=(Scaling.BLOCK,), dtype=(Dtype.E4M3,), out=(Out.BF16,))
+    mine = replace(matrix, head_dim=(head_dim,), mask=(Mask.of(causal),), softmax=(softmax,))
+    mine = replace(mine, scaling=(Scaling.BLOCK,), dtype=(Operand.E4M3,), out=(Out.BF16,))
     return [v for v in mine.points() if check(v) is None]
 
 

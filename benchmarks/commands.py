@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 
 from codegen.arch import TARGETS
+from codegen.axes import Softmax
 from codegen.evidence import digest
-from codegen.spec import Softmax
 
 from .options import (
     ShapeType,

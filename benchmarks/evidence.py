@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TextIO
 
 from codegen.evidence import COLUMNS
-from codegen.spec import parse_id
+from codegen.variant import parse_id
 
 from .report import OWN
 from .results import OK, Row

@@ -16,9 +16,10 @@ import torch
 
 from codegen import evidence as measurements
 from codegen.arch import CARDS, FAMILIES
+from codegen.axes import Softmax
 from codegen.evidence import Class
 from codegen.keys import precision_of
-from codegen.spec import Softmax, parse_id
+from codegen.variant import parse_id
 from fp8cutlass import attention, extension
 from fp8cutlass.accuracy.measures import relative_l2
 from fp8cutlass.dispatch import Problem, decide

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from codegen.arch import TARGETS, model_card
+from codegen.axes import Operand, Out, Scaling
 from codegen.evidence import EvidenceError
 from codegen.explain import explain as explain_text
 from codegen.gates.command import gates
@@ -29,7 +30,6 @@ from codegen.options import (
 from codegen.outputs import files
 from codegen.render import environment, render_kernel
 from codegen.select import of_profile, select
-from codegen.spec import Dtype, Out, Scaling
 from codegen.tune import tune
 from codegen.writer import compare, write
 
@@ -154,7 +154,7 @@ def ledger() -> None:
 @click.option("--arch", type=click.Choice(list(TARGETS)), required=True)
 @click.option("--head-dim", type=int, required=True)
 @click.option("--seqlen", type=click.IntRange(min=0), required=True, help="Number of keys.")
-@click.option("--dtype", type=click.Choice([str(x) for x in Dtype]), default="e4m3", show_default=True)
+@click.option("--dtype", type=click.Choice([str(x) for x in Operand]), default="e4m3", show_default=True)
 @click.option("--out-dtype", type=click.Choice([str(x) for x in Out]), default="bf16", show_default=True)
 @click.option("--scaling", type=click.Choice([str(x) for x in Scaling]), default="block", show_default=True)
 @click.option("--causal/--full", default=False, show_default=True)
@@ -192,7 +192,7 @@ def explain(
         arch=arch,
         head_dim=padded,
         seqlen=seqlen_bucket(seqlen),
-        dtype=Dtype(dtype),
+        dtype=Operand(dtype),
         out=Out(out_dtype),
         scaling=Scaling(scaling),
         causal=causal,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from codegen import derive_sm89, derive_sm90
 from codegen.derived import Derived
-from codegen.spec import Variant
+from codegen.variant import Variant
 
 _OF_FAMILY = {"sm89": derive_sm89.derive, "sm90a": derive_sm90.derive}
 

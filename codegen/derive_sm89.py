@@ -7,8 +7,7 @@ from functools import cache
 
 from codegen.arch import FAMILIES, REGISTERS_PER_SM, REGISTERS_PER_THREAD, SMEM_RESERVED_PER_CTA
 from codegen.derived import Derived
-from codegen.scaling import GRANULARITY
-from codegen.spec import Variant
+from codegen.variant import Variant
 
 MAX_CTAS_PER_SM = 3  # a fourth adds no overlap that three do not have, and takes registers from all
 STEPS_AT_ONCE = 4  # k steps of Q K^T unrolled where Q comes from shared memory
@@ -65,7 +64,7 @@ def derive(v: Variant) -> Sm89Derived:
         (f"{v.stages} x K", v.stages * v.tile_n * row_pitch(v.head_dim)),
         (f"{v.stages} x V", v.stages * v.head_dim * row_pitch(v.tile_n)),
     ]
-    if GRANULARITY[v.scaling].k == "token":
+    if v.scaling.per_key:
         parts.append((f"{descale_slots(v)} x K descales", descale_slots(v) * max(128, 4 * v.tile_n)))
     if not rows_in_registers:
         parts.append(("row state", threads * fragments * ROW_STATE_BYTES))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from codegen.arch import FAMILIES
+from codegen.axes import Mask, Schedule, Softmax, Tile, Walk
 from codegen.derived import Derived, Unrolled
-from codegen.scaling import GRANULARITY
-from codegen.spec import Cluster, Dtype, Kind, Out, Schedule, Softmax, Tile, Variant
+from codegen.variant import Variant
 
 PRODUCER_THREADS = 128  # one more warpgroup, which only loads
 ROWS_PER_WARPGROUP = 64
@@ -89,14 +89,14 @@ def _up(value: int, unit: int) -> int:
 
 def parts(v: Variant) -> int:
     """Products that share the columns of P V."""
-    if v.schedule is Schedule.COLUMNS:
+    if v.schedule.columns:
         return max(1, v.head_dim // COLUMNS_PART)
     return 2 if v.head_dim > WIDE_HEAD_DIM else 1
 
 
 def halves(v: Variant) -> int:
     """Slots of shared memory that a tile of K, or of V, takes."""
-    return 2 if v.schedule is Schedule.COLUMNS and v.tile_n == HALVED_KEYS else 1
+    return 2 if v.schedule.columns and v.tile_n == HALVED_KEYS else 1
 
 
 def _slots(v: Variant) -> tuple[int, int]:
@@ -110,18 +110,18 @@ def estimate_registers(v: Variant) -> int:
     product = (v.head_dim // parts(v) + ONES) // 2
     scores = v.tile_n // (4 if v.softmax.by_code else 2)
     prob = v.tile_n // 8 * v.terms
-    token = STATE_TOKEN if GRANULARITY[v.scaling].k == "token" else 0
+    token = STATE_TOKEN if v.scaling.per_key else 0
     if halves(v) > 1:  # P and a part of P V lie where the scores were
         return output + max(scores, prob + product - ONES // 2) + product + STATE_HALVED
-    if v.schedule is Schedule.COLUMNS:  # two parts at a time, or the last one beside the next scores
+    if v.schedule.columns:  # two parts at a time, or the last one beside the next scores
         return output + prob + product - ONES // 2 + max(scores, product) + STATE_SERIAL + token
-    if v.schedule is Schedule.SERIAL:
+    if v.schedule.serial:
         return output + max(scores, prob + product) + STATE_SERIAL + token
     return output + product + scores + prob + STATE_OVERLAPPED + token
 
 
 def _spilled(v: Variant) -> int:
-    return 0 if v.out is Out.E4M3 else SPILLED.get((v.head_dim, v.tile, v.softmax, v.schedule), 0)
+    return 0 if v.out.scaled else SPILLED.get((v.head_dim, v.tile, v.softmax, v.schedule), 0)
 
 
 def _smem(
@@ -148,18 +148,18 @@ def _smem(
 
 def _quantises_q(v: Variant) -> bool:
     """Whether callers with Q in 16 bits come to a kernel at all: they get e4m3. For wider heads the best lack room."""
-    return v.kind is Kind.FWD and v.dtype is Dtype.E4M3 and v.head_dim <= WIDE_HEAD_DIM
+    return not v.kind.diagnostic and v.dtype.made and v.head_dim <= WIDE_HEAD_DIM
 
 
 def _prepares(v: Variant) -> bool:
     """Where it is faster at the lengths that a kernel is for, among those tried with `linear` (docs/lab/sm90a.md, row
     29)."""
-    return v.schedule is Schedule.PINGPONG and v.softmax.by_code and (v.head_dim, v.tile_n) == (128, 192)
+    return v.schedule.turns and v.softmax.by_code and (v.head_dim, v.tile_n) == (128, 192)
 
 
 def _unrolled(v: Variant) -> tuple[Unrolled, ...]:
-    plain = v.kind is Kind.FWD and not v.causal and v.cluster is Cluster.SOLO and GRANULARITY[v.scaling].k != "token"
-    if not plain or v.schedule is not Schedule.PINGPONG or v.softmax is not Softmax.LINEAR:
+    plain = v.walk is Walk.DENSE and v.mask is Mask.FULL and v.cluster.ctas == 1 and not v.scaling.per_key
+    if not plain or v.kind.diagnostic or not v.schedule.turns or not v.softmax.by_code or v.softmax.bent:
         return ()
     forms = []
     for most in UNROLLED.get((v.head_dim, v.tile_n), ()):
@@ -183,9 +183,9 @@ def derive(v: Variant) -> Sm90Derived:
     family = FAMILIES[v.family]
     key_slots, value_slots = _slots(v)
     value_stage = _up(v.tile_n // halves(v) * (v.head_dim + ONES), SWIZZLE_ALIGNMENT)
-    descale_slots = v.stages if GRANULARITY[v.scaling].k == "token" else 0
+    descale_slots = v.stages if v.scaling.per_key else 0
     # A second Q is loaded while the first is still in use. The CTAs of a cluster have one item.
-    buffers = 2 if v.cluster is Cluster.SOLO else 1
+    buffers = 2 if v.cluster.ctas == 1 else 1
     smem = _smem(v, buffers, value_stage, descale_slots)
     if buffers == 2 and sum(size for _, size in smem) > family.smem_per_block:
         buffers = 1
@@ -199,7 +199,7 @@ def derive(v: Variant) -> Sm90Derived:
     mma = halves(v) * -(-v.head_dim // 32) + products * v.terms * v.tile_n // 32
     consumer, producer = CONSUMER_REGISTERS.get(v.warpgroups, 0), PRODUCER_REGISTERS.get(v.warpgroups, 0)
     part_buffers = products
-    tight = v.schedule is Schedule.COLUMNS and v.warpgroups == 2
+    tight = v.schedule.columns and v.warpgroups == 2
     if tight:
         consumer, producer = TIGHT_REGISTERS
         # Each part its own accumulator where they fit, else two in turns.
@@ -231,7 +231,7 @@ def derive(v: Variant) -> Sm90Derived:
         quantises_q=quantises_q,
         prepares=_prepares(v),
         unrolled=_unrolled(v),
-        merge_bytes=0 if v.cluster is Cluster.SOLO else 4 * v.tile_m * (v.head_dim + MERGE_STATE),
+        merge_bytes=0 if v.cluster.ctas == 1 else 4 * v.tile_m * (v.head_dim + MERGE_STATE),
         stream_bytes=key_slots * v.tile_n // halves(v) * row_pitch(v.head_dim) + value_slots * value_stage,
         consumer_registers=consumer,
         producer_registers=producer,

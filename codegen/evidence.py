@@ -17,10 +17,11 @@ from functools import cache
 from pathlib import Path
 
 from codegen.arch import CARDS, FAMILIES
+from codegen.axes import Kind, Mask, Scaling, Softmax
 from codegen.keys import LOADS, load_of, seqlen_bucket
 from codegen.matrix import undeclared
 from codegen.rules import check
-from codegen.spec import Kind, Scaling, Softmax, Variant, parse_id
+from codegen.variant import Variant, parse_id
 
 FAMILY = "sm90a"
 PATH = Path(__file__).resolve().parent.parent / "tuning" / "h200.csv"
@@ -85,7 +86,7 @@ def _variant(row: dict[str, str]) -> Variant:
     """The declared kernel of a row. Raises ValueError."""
     if row["causal"] not in ("true", "false"):
         raise ValueError(f"causal is {row['causal']!r}, not true or false")
-    mask = "causal" if row["causal"] == "true" else "full"
+    mask = Mask.of(row["causal"] == "true")
     v = parse_id(
         f"{FAMILY}_{Kind.FWD}_d{row['head_dim']}_{row['tile']}_s{row['stages']}_{Scaling.BLOCK}_{mask}_e4m3_bf16_"
         f"{row['softmax']}_{row['schedule']}_{row['cluster']}"
@@ -154,7 +155,7 @@ def _check_holes(path: Path, table: Table, variants: Iterable[Variant]) -> None:
             kernels = sorted(shape for shape in found if (head_dim, causal, softmax, shape) in legal)
             for problem in sorted(alike):
                 if missing := [shape for shape in kernels if shape not in alike[problem]]:
-                    mask = "causal" if causal else "full"
+                    mask = Mask.of(causal)
                     raise EvidenceError(
                         f"{path.name}: no row of {missing[0]} (head_dim {head_dim}, {mask}, {softmax}) for {problem}, "
                         f"although it was measured on other problems of {load} load: times of kernels are compared on "
@@ -203,6 +204,6 @@ def _together(measured: Sequence[Measurement]) -> Measurement:
 
 def measured(v: Variant, seqlen: int, load: str) -> Measurement | None:
     """What was measured of a kernel for a cell of its class. seqlen: a position among the buckets."""
-    if v.family != FAMILY or v.kind is not Kind.FWD or v.scaling is Scaling.TOKEN:
+    if v.family != FAMILY or v.kind.diagnostic or v.scaling.per_key or v.windowed:
         return None
     return _rows((v.head_dim, v.causal, v.softmax), seqlen, load).get(v.shape)

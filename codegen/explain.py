@@ -8,8 +8,8 @@ from codegen.matrix import profile_of
 from codegen.model import cost
 from codegen.rules import check
 from codegen.select import Timing, measured_costs, modelled_costs, modelled_us, order, regret, rivals, timing
-from codegen.spec import Variant, parse_id
 from codegen.table import CRITERIA, Decision, decide
+from codegen.variant import Variant, parse_id
 
 
 def explain(key: Key, emitted: tuple[Variant, ...]) -> str:

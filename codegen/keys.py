@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from codegen.arch import TARGETS, Card
+from codegen.axes import Mask, Operand, Out, Precision, Scaling, Softmax
 from codegen.cost import Shape
 from codegen.matrix import HEAD_DIMS
-from codegen.spec import Dtype, Out, Scaling, Softmax, axis_text
+from codegen.variant import axis_text
 
 SEQLEN_BOUNDS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # inclusive; a last bucket has no bound
 LOAD_ROWS = 64  # query rows of a tile when the load is judged: the height of the lowest tile
@@ -17,13 +18,7 @@ LOAD_BOUNDS = (("few", 1, 4), ("half", 1, 2), ("wave1", 1, 1), ("wave2", 2, 1), 
 MOST = "heavy"  # beyond the last bound
 SHORT = "short"  # more than few tiles, each alone in its head: a higher one would be no fewer
 LOADS = (*(name for name, _, _ in LOAD_BOUNDS), MOST, SHORT)
-# The softmaxes that serve what the caller asks for, the preferred one first.
-SOFTMAXES = {
-    "fast": (Softmax.LINEAR, Softmax.EXP2),
-    "accurate": (Softmax.EXP2,),
-    "high": (Softmax.EXP2X2,),
-    "balanced": (Softmax.QUADRATIC, Softmax.EXP2),  # last, as callers of `lookup` name a precision by its position
-}
+SOFTMAXES = {str(precision): precision.softmaxes for precision in Precision}
 PRECISIONS = tuple(SOFTMAXES)
 
 
@@ -39,12 +34,16 @@ class Key:
     arch: str
     head_dim: int
     seqlen: int
-    dtype: Dtype
+    dtype: Operand
     out: Out
     scaling: Scaling
     causal: bool
     precision: str
     load: str
+
+    @property
+    def mask(self) -> Mask:
+        return Mask.of(self.causal)
 
 
 def axes(archs: tuple[str, ...] = tuple(TARGETS)) -> list[tuple[str, list[object]]]:
@@ -52,7 +51,7 @@ def axes(archs: tuple[str, ...] = tuple(TARGETS)) -> list[tuple[str, list[object
         ("arch", list(archs)),
         ("head_dim", list(HEAD_DIMS)),
         ("seqlen", [*SEQLEN_BOUNDS, None]),
-        ("dtype", [axis_text(x) for x in Dtype]),
+        ("dtype", [axis_text(x) for x in Operand]),
         ("out", [axis_text(x) for x in Out]),
         ("scaling", [axis_text(x) for x in Scaling]),
         ("causal", [False, True]),

@@ -9,7 +9,7 @@ from codegen.evidence import digest
 from codegen.matrix import MATRICES, Matrix
 from codegen.rules import RULES, Rejection
 from codegen.select import Selection
-from codegen.spec import Variant, axis_text
+from codegen.variant import Variant, axis_text
 
 OUTRANKED_WHY = "legal, but the kernels that are emitted for the same problem are modelled faster or as fast"
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from codegen.arch import family_of
-from codegen.spec import Cluster, Dtype, Kind, Out, Scaling, Schedule, Softmax, Tile, Variant, axis_text
+from codegen.axes import Cluster, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
+from codegen.variant import AXES, Variant, axis_text
 
 SM89_HEAD_DIMS = (32, 64, 96, 128, 256)
 SM90A_HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -51,17 +52,15 @@ class Matrix:
     tile: tuple[Tile, ...]
     stages: tuple[int, ...]
     scaling: tuple[Scaling, ...]
-    causal: tuple[bool, ...]
-    dtype: tuple[Dtype, ...]
+    mask: tuple[Mask, ...]
+    dtype: tuple[Operand, ...]
     out: tuple[Out, ...]
     softmax: tuple[Softmax, ...]
     schedule: tuple[Schedule, ...]
     cluster: tuple[Cluster, ...]
+    walk: tuple[Walk, ...]
 
-    AXES = (
-        *("head_dim", "tile", "stages", "scaling", "causal", "dtype", "out", "softmax"),
-        *("schedule", "cluster"),
-    )
+    AXES = tuple(axis for axis in AXES if axis not in ("family", "kind"))
 
     def points(self) -> Iterator[Variant]:
         for values in itertools.product(*(getattr(self, axis) for axis in self.AXES)):
@@ -84,12 +83,13 @@ MATRICES = (
         tile=SM89_TILES,
         stages=(1, 2, 3, 4),
         scaling=(Scaling.TENSOR, Scaling.HEAD, Scaling.BLOCK, Scaling.TOKEN),
-        causal=(False, True),
-        dtype=(Dtype.E4M3, Dtype.E5M2),
+        mask=(Mask.FULL, Mask.CAUSAL),
+        dtype=(Operand.E4M3, Operand.E5M2),
         out=(Out.BF16, Out.FP16, Out.E4M3),
         softmax=(Softmax.EXP2, Softmax.LINEAR, Softmax.EXP2X2),
         schedule=(Schedule.MULTISTAGE,),
         cluster=(Cluster.SOLO,),
+        walk=(Walk.DENSE,),
     ),
     # One kernel for each head_dim, softmax and the two ways of scaling K: enough to test every stage of every code path
     # alone.
@@ -101,12 +101,13 @@ MATRICES = (
         tile=(Tile(m=64, n=32, warps=4), Tile(m=64, n=64, warps=4)),
         stages=(2,),
         scaling=(Scaling.BLOCK, Scaling.TOKEN),
-        causal=(True,),
-        dtype=(Dtype.E4M3,),
+        mask=(Mask.CAUSAL,),
+        dtype=(Operand.E4M3,),
         out=(Out.BF16,),
         softmax=(Softmax.EXP2, Softmax.LINEAR),
         schedule=(Schedule.MULTISTAGE,),
         cluster=(Cluster.SOLO,),
+        walk=(Walk.DENSE,),
     ),
     Matrix(
         name="sm90a forward",
@@ -116,12 +117,13 @@ MATRICES = (
         tile=SM90A_TILES,
         stages=(2, 3, 4),
         scaling=(Scaling.BLOCK, Scaling.TOKEN),
-        causal=(False, True),
-        dtype=(Dtype.E4M3, Dtype.E5M2),
+        mask=(Mask.FULL, Mask.CAUSAL),
+        dtype=(Operand.E4M3, Operand.E5M2),
         out=(Out.BF16, Out.FP16, Out.E4M3),
         softmax=(Softmax.EXP2, Softmax.LINEAR, Softmax.QUADRATIC, Softmax.EXP2X2),
         schedule=tuple(s for s in Schedule if s is not Schedule.MULTISTAGE),
-        cluster=(Cluster.SOLO, Cluster.SPLIT2, Cluster.SPLIT4),
+        cluster=tuple(Cluster),
+        walk=(Walk.DENSE,),
     ),
     Matrix(
         name="sm90a diagnostic",
@@ -131,12 +133,13 @@ MATRICES = (
         tile=(Tile(m=128, n=64, warps=8),),
         stages=(2,),
         scaling=(Scaling.BLOCK, Scaling.TOKEN),
-        causal=(True,),
-        dtype=(Dtype.E4M3,),
+        mask=(Mask.CAUSAL,),
+        dtype=(Operand.E4M3,),
         out=(Out.BF16,),
         softmax=(Softmax.EXP2, Softmax.LINEAR, Softmax.QUADRATIC),
         schedule=(Schedule.SERIAL,),
         cluster=(Cluster.SOLO,),
+        walk=(Walk.DENSE,),
     ),
 )
 
@@ -167,7 +170,7 @@ PROFILES = ("dev", "ci", "release")  # each contains the one before
 
 
 def _default_mode(v: Variant) -> bool:
-    return v.scaling is Scaling.BLOCK and v.dtype is Dtype.E4M3 and v.out is Out.BF16
+    return v.scaling is Scaling.BLOCK and v.dtype is Operand.E4M3 and v.out is Out.BF16
 
 
 def _two_terms_profile(v: Variant) -> str:
@@ -183,11 +186,11 @@ def _sm89_profile(v: Variant) -> str:
     # ci: the default mode of all, and at head_dim 64 every other value of every axis
     if _default_mode(v):
         return "ci"
-    if v.head_dim == 64 and v.out is Out.BF16 and v.dtype is Dtype.E4M3 and not v.causal:
+    if v.head_dim == 64 and v.out is Out.BF16 and v.dtype is Operand.E4M3 and not v.causal:
         return "ci"
     if v.head_dim == 64 and v.scaling in (Scaling.HEAD, Scaling.BLOCK) and v.out is not Out.BF16 and v.causal:
         return "ci"
-    if v.head_dim == 128 and v.dtype is Dtype.E5M2 and v.out is Out.BF16 and v.scaling is Scaling.HEAD:
+    if v.head_dim == 128 and v.dtype is Operand.E5M2 and v.out is Out.BF16 and v.scaling is Scaling.HEAD:
         return "ci"
     return "release"
 
@@ -208,7 +211,7 @@ _PROFILE = {"sm89": _sm89_profile, "sm90a": _sm90a_profile}
 
 def profile_of(v: Variant) -> str:
     """The smallest profile that contains an emitted variant."""
-    if v.kind is Kind.DIAG:
+    if v.kind.diagnostic:
         return "ci"
     return _two_terms_profile(v) if v.terms > 1 else _PROFILE[v.family](v)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from codegen import model_sm89, model_sm90
 from codegen.arch import Card
 from codegen.cost import Cost, Shape
-from codegen.spec import Variant
+from codegen.variant import Variant
 
 _OF_FAMILY = {"sm89": model_sm89.cost, "sm90a": model_sm90.cost}
 

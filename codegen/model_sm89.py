@@ -9,21 +9,16 @@ from __future__ import annotations
 from codegen.arch import Card
 from codegen.cost import Cost, Shape
 from codegen.derive_sm89 import derive
-from codegen.spec import Scaling, Softmax, Variant
+from codegen.variant import Variant
 
 LAUNCH_US = 2.0
 L2_LATENCY = 700  # cycles from a cp.async to its data, loaded L2
 BARRIER = 60  # cycles a block-wide barrier and its skew cost
-ITEM_CYCLES = 900  # index arithmetic, Q fragments, epilogue stores of an item
 # What an SM gets from L2 when all of them read: published microbenchmarks of Ada, not measured here.
 L2_BYTES_PER_CYCLE = 16
 SMEM_BYTES_PER_CYCLE = 128
 MUFU_PER_CYCLE = 16
 ISSUE_PER_CYCLE = 4 * 32  # thread instructions an SM issues a cycle
-
-# Thread instructions for one element of S, read off the SASS of the sm_89 kernels: scale, maximum, exponential or code,
-# conversion. `quadratic`, of which there is none, by its source.
-ELEMENT_INSTRUCTIONS = {Softmax.EXP2: 4.5, Softmax.LINEAR: 2.0, Softmax.QUADRATIC: 4.0, Softmax.EXP2X2: 7.25}
 
 
 def cost(v: Variant, shape: Shape, card: Card) -> Cost:
@@ -34,7 +29,7 @@ def cost(v: Variant, shape: Shape, card: Card) -> Cost:
     tile_bytes = v.tile_n * v.head_dim
     reads = v.warps * 2 * tile_bytes + (0 if d.q_in_registers else v.tile_m * v.head_dim)
     smem = (reads + 2 * tile_bytes) / SMEM_BYTES_PER_CYCLE
-    per_element = ELEMENT_INSTRUCTIONS[v.softmax] + (1.0 if v.scaling is Scaling.TOKEN else 0.0)
+    per_element = v.softmax.instructions[v.family] + (1.0 if v.scaling.per_key else 0.0)
     promotion = v.tile_m * v.head_dim  # one FMA for each element of O
     matrix = d.mma_per_tile * v.warps * 32 * 1.5  # with the ldmatrix that feed them
     per_row = 40 * v.tile_m * 4  # maxima, weights: four lanes share a row
@@ -57,7 +52,7 @@ def cost(v: Variant, shape: Shape, card: Card) -> Cost:
     visited = kv_tiles * (shape.seqlen_q + v.tile_m) / (2 * shape.seqlen_q) if shape.causal else kv_tiles
     tiles = max(1.0, visited)
     waves = -(-items // (card.sms * resident))
-    cycles = waves * (tiles * (tile_cycles + latency) + ITEM_CYCLES + L2_LATENCY)
+    cycles = waves * (tiles * (tile_cycles + latency) + v.schedule.item_cycles + L2_LATENCY)
     return Cost(
         us=LAUNCH_US + cycles / (card.clock * 1e3),
         terms=(("tensor", tensor), ("shared-memory", smem), ("issue", issue), ("MUFU", mufu), ("L2", l2)),

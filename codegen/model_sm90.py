@@ -12,7 +12,7 @@ from functools import cache
 from codegen.arch import Card
 from codegen.cost import Cost, Shape
 from codegen.derive_sm90 import ONES, derive
-from codegen.spec import Cluster, Scaling, Schedule, Softmax, Variant
+from codegen.variant import Variant
 
 LAUNCH_US = 2.0
 FILL_CYCLES = 1_500  # from the launch to the first product: descriptors, first loads
@@ -22,17 +22,11 @@ MUFU_PER_CYCLE = 16
 ISSUE_PER_CYCLE = 128  # thread instructions an SM issues a cycle
 ALONE_CYCLES = 14  # by which a matrix instruction is late when no other warpgroup issues any
 
-# Thread instructions for one element of S: scale, maximum, exponential or code, conversion.
-ELEMENT_INSTRUCTIONS = {Softmax.EXP2: 6.5, Softmax.LINEAR: 3.6, Softmax.QUADRATIC: 5.6, Softmax.EXP2X2: 9.25}
+# More of them for one element of S:
 TOKEN_INSTRUCTIONS = 1.0
 MASK_INSTRUCTIONS = 4.0
 
-# Fitted, but for `columns`, whose two numbers are a guess: where it is offered, measurements come before the model.
-# Of the shorter of products and softmax, this part does not run under the longer.
-EXPOSED = {Schedule.PINGPONG: 0.4, Schedule.OVERLAP: 0.4, Schedule.COLUMNS: 0.2, Schedule.SERIAL: 0.5}
 TURN_CYCLES = 300  # a tile's barriers, waits for products, and scalar work on rows
-# An item's epilogue and first tile; what of it the next item's loads and products do not hide.
-ITEM_CYCLES = {Schedule.PINGPONG: 1_000, Schedule.OVERLAP: 1_200, Schedule.COLUMNS: 1_200, Schedule.SERIAL: 2_000}
 MERGE_CYCLES = 2_000  # of a cluster: exchange through distributed shared memory, two cluster barriers
 
 
@@ -54,20 +48,20 @@ def cost(v: Variant, shape: Shape, card: Card) -> Cost:
     tensor = 2 * elements * v.head_dim / score_rate + 2 * elements * v.terms * (v.head_dim + ONES) / card.fp8_f32
     if d.warpgroups == 1:
         tensor += ALONE_CYCLES * d.mma_per_tile
-    per_element = ELEMENT_INSTRUCTIONS[v.softmax] + (TOKEN_INSTRUCTIONS if v.scaling is Scaling.TOKEN else 0.0)
+    per_element = v.softmax.instructions[v.family] + (TOKEN_INSTRUCTIONS if v.scaling.per_key else 0.0)
     promotion = v.tile_m * (v.head_dim + ONES)  # one FMA for each element of O
     issue = (elements * per_element + promotion) / ISSUE_PER_CYCLE
     mufu = 0.0 if v.softmax.by_code else elements / MUFU_PER_CYCLE
     l2 = 2 * v.tile_n * v.head_dim / L2_BYTES_PER_CYCLE
     softmax = max(issue, mufu)
-    exposed = 1.0 if v.schedule is Schedule.SERIAL and d.warpgroups == 1 else EXPOSED[v.schedule]
+    exposed = 1.0 if v.schedule.serial and d.warpgroups == 1 else v.schedule.exposed
     tile_cycles = max(max(tensor, softmax) + exposed * min(tensor, softmax) + TURN_CYCLES, l2)
     # A load is issued stages - 1 tiles ahead.
     tile_cycles += max(0.0, L2_LATENCY - (v.stages - 1) * tile_cycles)
 
     tiles = _visited(v.tile_m, v.tile_n, shape)
-    item = ITEM_CYCLES[v.schedule] + (MASK_INSTRUCTIONS * elements / ISSUE_PER_CYCLE if shape.causal else 0.0)
-    if v.cluster is not Cluster.SOLO:
+    item = v.schedule.item_cycles + (MASK_INSTRUCTIONS * elements / ISSUE_PER_CYCLE if shape.causal else 0.0)
+    if v.cluster.ctas > 1:
         tiles = max(1.0, -(-tiles // v.cluster.ctas))
         item += MERGE_CYCLES
     items = -(-shape.seqlen_q // v.tile_m) * shape.batch_heads

@@ -10,8 +10,8 @@ from codegen.matrix import PROFILES, undeclared
 from codegen.outputs import Request
 from codegen.rules import check as check_rules
 from codegen.select import of_profile, select
-from codegen.spec import AXES, Variant, axis_text, parse_id
 from codegen.table import built
+from codegen.variant import AXES, Variant, axis_text, parse_id
 
 
 def _targets(archs: tuple[str, ...]) -> tuple[str, ...]:

@@ -9,16 +9,17 @@ from dataclasses import asdict, dataclass
 from jinja2 import Environment
 
 from codegen.arch import TARGETS
+from codegen.axes import Scaling
 from codegen.derive import derive
 from codegen.keys import LOAD_BOUNDS, LOAD_ROWS, MOST, SEQLEN_BOUNDS, SHORT, bucket_text
 from codegen.ledger import render as render_ledger
 from codegen.matrix import HEAD_DIMS, head_dims, profile_of
 from codegen.pack import Pack, pack_profile, pack_targets, packs_of
 from codegen.render import environment, render_kernel, render_pack
-from codegen.scaling import GRANULARITY, KEY_BLOCK, key_block, served
+from codegen.scaling import KEY_BLOCK, key_block, served
 from codegen.select import Selection
-from codegen.spec import Cluster, Kind, Schedule, Variant
 from codegen.table import Table, build, targets_of
+from codegen.variant import Variant
 from codegen.view import symbol
 
 CELLS_PER_LINE = 24
@@ -75,6 +76,7 @@ def _manifest(request: Request, packs: tuple[Pack, ...], kernels: dict[str, str]
                 "scaling": str(v.scaling),
                 "scalings": [str(s) for s in served(v)],
                 "key_block": key_block(v),
+                "mask": str(v.mask),
                 "causal": v.causal,
                 "dtype": str(v.dtype),
                 "out": str(v.out),
@@ -82,6 +84,7 @@ def _manifest(request: Request, packs: tuple[Pack, ...], kernels: dict[str, str]
                 "score": v.score,
                 "schedule": str(v.schedule),
                 "cluster": str(v.cluster),
+                "walk": str(v.walk),
                 "profile": profile_of(v),
                 "threads": d.threads,
                 "ctas_per_sm": d.ctas_per_sm,
@@ -103,7 +106,7 @@ def _manifest(request: Request, packs: tuple[Pack, ...], kernels: dict[str, str]
         "capability": {a: list(TARGETS[a].capability) for a in request.archs},
         "table": "dispatch.json",
         "key_block": KEY_BLOCK,
-        "scaling": {str(s): asdict(g) for s, g in GRANULARITY.items()},
+        "scaling": {str(s): asdict(s.grain) for s in Scaling},
         "head_dims": {a: list(head_dims(a)) for a in TARGETS},
     }
     pack_entries = [
@@ -212,11 +215,11 @@ def _registry(variants: tuple[Variant, ...], packs: tuple[Pack, ...], env: Envir
             tile_m=v.tile_m,
             tile_n=v.tile_n,
             out=str(v.out),
-            **asdict(GRANULARITY[v.scaling]),
-            diagnostic=v.kind is Kind.DIAG,
+            **asdict(v.scaling.grain),
+            diagnostic=v.kind.diagnostic,
             key_block=key_block(v),
             coarse=len(served(v)) > 1,
-            draws=v.schedule is not Schedule.MULTISTAGE and v.cluster is Cluster.SOLO,
+            draws=v.schedule.draws and v.cluster.ctas == 1,
             quantises_q=derive(v).quantises_q,
         )
         for v in variants

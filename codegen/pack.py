@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from codegen.arch import FAMILIES, REGISTERS_PER_SM
+from codegen.axes.axis import Axis
 from codegen.matrix import PROFILES, profile_of
 from codegen.scaling import key_block
-from codegen.spec import Name, Variant
 from codegen.table import targets_of
+from codegen.variant import Variant
 
 CHUNK = 8  # elements of one 16-byte load
 THREADS = 256  # packing::kThreads
@@ -19,7 +20,7 @@ SAMPLES = 32  # packing::kSamples, keys that a mean is taken over
 DELIVERY_UNIT, DELIVERY_BARRIERS = 32, 12  # of sm90::Delivery: bytes of a unit, mbarriers
 
 
-class Source(Name):
+class Source(Axis):
     BF16 = "bf16"
     FP16 = "fp16"
 

@@ -11,7 +11,7 @@ from codegen import view_sm89, view_sm90
 from codegen.arch import FAMILIES
 from codegen.pack import Pack
 from codegen.rules import kernel_asserts
-from codegen.spec import Variant
+from codegen.variant import Variant
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 

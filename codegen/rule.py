@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from codegen.arch import FAMILIES
+from codegen.axes import Operand, Out, Scaling
+from codegen.axes.axis import Axis
 from codegen.derived import Derived
 from codegen.expr import Env, Expr, Symbol
-from codegen.spec import Dtype, Out, Scaling, Variant
+from codegen.variant import Variant
 
 FP16_MAX = 65_504
 QK_AMAX = 14  # = 448 / 32, so the largest element stays exact in e4m3; d * 14 * 14 must fit f16
@@ -69,6 +71,12 @@ def smem_rule(family: str, code: str) -> Rule:
     )
 
 
+def refused(what: str, offered: Iterable[Axis]) -> str:
+    """The sentence that names what is offered instead."""
+    *others, last = map(str, offered)
+    return f"{what} not offered ({', '.join(others)} and {last} are)" if others else f"{what} not offered ({last} are)"
+
+
 LINEAR_RANGE = Rule(
     name="LINEAR-RANGE",
     why=f"f16 scores of operands quantised to amax {QK_AMAX} must not overflow",
@@ -87,15 +95,15 @@ REGISTERS = Rule(
 LINEAR_E5M2 = Rule(
     name="LINEAR-E5M2",
     why="e5m2 operands arrive with any range; their f16 scores could overflow",
-    refuses=lambda v, d: v.softmax.by_code and v.dtype is Dtype.E5M2,
-    explain=lambda v, d: f"{v.softmax} softmax needs f16 scores, e5m2 reaches 57,344",
+    refuses=lambda v, d: v.softmax.by_code and not v.dtype.made,
+    explain=lambda v, d: f"{v.softmax} softmax needs f16 scores, {v.dtype} reaches {v.dtype.limit:,}",
     of_choice=True,
 )
 
 LINEAR_TOKEN = Rule(
     name="LINEAR-TOKEN",
     why="a code comes from one f16 score by one slope a row; a K descale for each key would need f32 scores",
-    refuses=lambda v, d: v.softmax.by_code and v.scaling is Scaling.TOKEN,
+    refuses=lambda v, d: v.softmax.by_code and v.scaling.per_key,
     explain=lambda v, d: f"{v.softmax} softmax has one slope a row and tile, token scaling one a key",
     of_choice=True,
 )
@@ -103,31 +111,31 @@ LINEAR_TOKEN = Rule(
 E5M2_OUT = Rule(
     name="E5M2-OUT",
     why="who stores in e5m2 computes in 16 bits; an e4m3 output belongs to an e4m3 pipeline",
-    refuses=lambda v, d: v.dtype is Dtype.E5M2 and v.out is Out.E4M3,
-    explain=lambda v, d: "e4m3 output of e5m2 operands is not offered (bf16 and fp16 are)",
+    refuses=lambda v, d: not v.dtype.made and v.out.scaled,
+    explain=lambda v, d: refused(f"{v.out} output of {v.dtype} operands is", (o for o in Out if not o.scaled)),
     of_choice=True,
 )
 
 TWO_TERMS_OUT = Rule(
     name="TWO-TERMS-OUT",
     why="an e4m3 output rounds by 2^-4 what a second term of P gains",
-    refuses=lambda v, d: v.terms > 1 and v.out is Out.E4M3,
-    explain=lambda v, d: "two terms of P with e4m3 output are not offered (bf16 and fp16 are)",
+    refuses=lambda v, d: v.terms > 1 and v.out.scaled,
+    explain=lambda v, d: refused(f"two terms of P with {v.out} output are", (o for o in Out if not o.scaled)),
     of_choice=True,
 )
 
 TWO_TERMS_E5M2 = Rule(
     name="TWO-TERMS-E5M2",
     why="e5m2 operands have lost more to their own rounding than a second term of P gains",
-    refuses=lambda v, d: v.terms > 1 and v.dtype is Dtype.E5M2,
-    explain=lambda v, d: "two terms of P with e5m2 operands are not offered (e4m3 are)",
+    refuses=lambda v, d: v.terms > 1 and not v.dtype.made,
+    explain=lambda v, d: refused(f"two terms of P with {v.dtype} operands are", (o for o in Operand if o.made)),
     of_choice=True,
 )
 
 E4M3_OUT_TOKEN = Rule(
     name="E4M3-OUT-TOKEN",
     why="an e4m3 output belongs to a pipeline with static scales, which are not one a token",
-    refuses=lambda v, d: v.out is Out.E4M3 and v.scaling is Scaling.TOKEN,
-    explain=lambda v, d: "e4m3 output with token scaling is not offered (tensor, head and block are)",
+    refuses=lambda v, d: v.out.scaled and v.scaling.per_key,
+    explain=lambda v, d: refused(f"{v.out} output with {v.scaling} scaling is", (s for s in Scaling if not s.per_key)),
     of_choice=True,
 )

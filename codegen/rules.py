@@ -8,7 +8,7 @@ from codegen.derive import derive
 from codegen.rule import Rule
 from codegen.rules_sm89 import SM89_RULES
 from codegen.rules_sm90 import SM90A_RULES
-from codegen.spec import Variant
+from codegen.variant import Variant
 
 RULES: dict[str, tuple[Rule, ...]] = {"sm89": SM89_RULES, "sm90a": SM90A_RULES}
 

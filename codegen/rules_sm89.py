@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codegen.axes import Scaling
 from codegen.derived import Derived
 from codegen.expr import lift
 from codegen.rule import (
@@ -20,10 +21,11 @@ from codegen.rule import (
     WARP_ROWS,
     WARPS,
     Rule,
+    refused,
     smem_rule,
 )
 from codegen.scaling import KEY_BLOCK
-from codegen.spec import Dtype, Kind, Scaling, Variant
+from codegen.variant import Variant
 
 HEAD_DIM_CHOICES = (32, 64, 96, 128, 256)  # rows that SmemTile in layout.h lays out without bank conflicts
 
@@ -86,8 +88,8 @@ SM89_RULES = (
             "e5m2 reaches attention from caches and gradients that carry one scale a tensor or head; "
             "quantise() makes e4m3"
         ),
-        refuses=lambda v, d: v.dtype is Dtype.E5M2 and v.scaling not in (Scaling.TENSOR, Scaling.HEAD),
-        explain=lambda v, d: f"{v.scaling} scaling of e5m2 operands is not offered (tensor and head are)",
+        refuses=lambda v, d: not v.dtype.made and not v.scaling.coarse,
+        explain=lambda v, d: refused(f"{v.scaling} scaling of {v.dtype} operands is", (s for s in Scaling if s.coarse)),
         of_choice=True,
     ),
     E5M2_OUT,
@@ -97,7 +99,7 @@ SM89_RULES = (
     Rule(
         name="DIAG-TILE",
         why="one kernel a code path is enough for the tests; at head_dim 256 the taps leave registers for 32 keys",
-        refuses=lambda v, d: v.kind is Kind.DIAG and (v.tile_n == 32) != (v.head_dim == 256),
+        refuses=lambda v, d: v.kind.diagnostic and (v.tile_n == 32) != (v.head_dim == 256),
         explain=lambda v, d: f"diagnostic kernels of head_dim {v.head_dim} take {32 if v.head_dim == 256 else 64} keys",
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from codegen.axes import Out, Scaling, Schedule, Softmax, Tile
 from codegen.derive_sm90 import ROWS_PER_WARPGROUP, WIDE_HEAD_DIM, Sm90Derived
 from codegen.derived import Derived
 from codegen.expr import lift
@@ -21,14 +22,14 @@ from codegen.rule import (
     TWO_TERMS_OUT,
     WARPS,
     Rule,
+    refused,
     smem_rule,
 )
 from codegen.scaling import KEY_BLOCK
-from codegen.spec import Cluster, Dtype, Kind, Out, Scaling, Schedule, Softmax, Tile, Variant
+from codegen.variant import Variant
 
 HEAD_DIM_CHOICES = (64, 96, 128, 192, 256)  # rows that TMA swizzles over 64 or 128 bytes
 SPLIT_ROWS = (64, 128)  # a split serves problems with few rows
-SPLIT_SCHEDULES = (Schedule.SERIAL,)
 # The head_dim from which the few registers that `quadratic` takes beside `linear` make ptxas serialise the products of
 # column parts (C7511).
 QUADRATIC_COLUMNS = 256
@@ -54,12 +55,12 @@ def _merge(d: Derived) -> tuple[int, int]:
 
 
 def _split_refused(v: Variant) -> bool:
-    offered = v.tile_m in SPLIT_ROWS and v.kind is Kind.FWD and v.schedule in SPLIT_SCHEDULES and v.terms == 1
-    return v.cluster is not Cluster.SOLO and not offered
+    offered = v.tile_m in SPLIT_ROWS and not v.kind.diagnostic and v.schedule.serial and v.terms == 1
+    return v.cluster.ctas > 1 and not offered
 
 
 def _columns_offered(v: Variant) -> bool:
-    room = v.softmax is Softmax.LINEAR or (v.softmax is Softmax.QUADRATIC and v.head_dim < QUADRATIC_COLUMNS)
+    room = v.softmax.by_code and (not v.softmax.bent or v.head_dim < QUADRATIC_COLUMNS)
     return v.head_dim > WIDE_HEAD_DIM and room and v.warpgroups == 2
 
 
@@ -70,8 +71,10 @@ SM90A_RULES = (
     Rule(
         name="E5M2-TOKEN",
         why="e5m2 reaches attention from caches and gradients that carry one scale a tensor, head or block",
-        refuses=lambda v, d: v.dtype is Dtype.E5M2 and v.scaling is Scaling.TOKEN,
-        explain=lambda v, d: "token scaling of e5m2 operands is not offered (tensor, head and block are)",
+        refuses=lambda v, d: not v.dtype.made and v.scaling.per_key,
+        explain=lambda v, d: refused(
+            f"{v.scaling} scaling of {v.dtype} operands is", (s for s in Scaling if not s.per_key)
+        ),
         of_choice=True,
     ),
     E5M2_OUT,
@@ -105,13 +108,13 @@ SM90A_RULES = (
     Rule(
         name="PINGPONG-ALONE",
         why="warpgroups that take turns are at least two",
-        refuses=lambda v, d: v.schedule is Schedule.PINGPONG and v.warpgroups < 2,
+        refuses=lambda v, d: v.schedule.turns and v.warpgroups < 2,
         explain=lambda v, d: f"{v.warpgroups} warpgroup has nobody to take turns with",
     ),
     Rule(
         name="WIDE-PARTS",
         why=f"beyond head_dim {WIDE_HEAD_DIM} P V is made in column parts, which not every schedule has",
-        refuses=lambda v, d: v.head_dim > WIDE_HEAD_DIM and v.schedule not in (Schedule.COLUMNS, Schedule.SERIAL),
+        refuses=lambda v, d: v.head_dim > WIDE_HEAD_DIM and v.schedule.overlaps,
         explain=lambda v, d: f"{v.schedule} has no registers for a product of head_dim {v.head_dim} beside O",
     ),
     Rule(
@@ -120,7 +123,7 @@ SM90A_RULES = (
             f"up to head_dim {WIDE_HEAD_DIM} O leaves registers for P V in one piece; float32 scores leave none for "
             "parts, and what a warpgroup waits for, a second one fills"
         ),
-        refuses=lambda v, d: v.schedule is Schedule.COLUMNS and not _columns_offered(v),
+        refuses=lambda v, d: v.schedule.columns and not _columns_offered(v),
         explain=lambda v, d: (
             f"column parts are for two warpgroups, head_dim > {WIDE_HEAD_DIM} and softmax linear, or quadratic below "
             f"head_dim {QUADRATIC_COLUMNS}"
@@ -138,7 +141,7 @@ SM90A_RULES = (
         refuses=lambda v, d: _split_refused(v),
         explain=lambda v, d: (
             f"offered to forward kernels with {' or '.join(map(str, SPLIT_ROWS))} rows, "
-            f"schedule {' or '.join(map(str, SPLIT_SCHEDULES))} and one term of P"
+            f"schedule {' or '.join(s for s in Schedule if s.serial)} and one term of P"
         ),
     ),
     smem_rule("sm90a", "sm_90a"),

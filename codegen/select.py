@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from codegen.arch import CARDS, FAMILIES
+from codegen.axes import Mask, Operand, Out, Scaling, Walk
 from codegen.derive import derive
 from codegen.evidence import Measurement, measured
 from codegen.keys import LOADS, SEQLEN_BOUNDS, representative
@@ -16,7 +17,7 @@ from codegen.matrix import MATRICES, Matrix, in_profile
 from codegen.model import cost
 from codegen.rules import Rejection, check
 from codegen.scaling import key_block
-from codegen.spec import Dtype, Kind, Out, Scaling, Softmax, Variant
+from codegen.variant import SHAPE, Variant
 
 # A class gets one kernel, or two where the second makes the cells more than 6% faster on average: each costs build time
 # and size, and the model is not exact to 6% either.
@@ -87,7 +88,7 @@ def order(v: Variant, t: Timing) -> Order:
 
 def problem_class(v: Variant) -> tuple[object, ...]:
     """Variants that compete: everything equal but tile, stages, schedule and cluster."""
-    return (v.family, v.kind, v.head_dim, v.scaling, v.causal, v.dtype, v.out, v.softmax)
+    return (v.family, v.kind, v.head_dim, v.scaling, v.mask, v.dtype, v.out, v.softmax, v.walk)
 
 
 def _floor(costs: Costs) -> dict[Cell, float]:
@@ -184,31 +185,27 @@ def _winners(candidates: tuple[Variant, ...], most: int) -> tuple[tuple[Variant,
 
 def _modelled(v: Variant) -> Variant:
     """The variant with what neither model nor measurement reads set to one value, so that equal classes rank once."""
-    scaling = Scaling.TOKEN if v.scaling is Scaling.TOKEN else Scaling.TENSOR
-    return replace(v, scaling=scaling, dtype=Dtype.E4M3, out=Out.BF16)
+    scaling = v.scaling if v.scaling.per_key else Scaling.TENSOR
+    return replace(v, scaling=scaling, dtype=Operand.E4M3, out=Out.BF16, walk=Walk.DENSE)
 
 
 def _most(v: Variant) -> int:
     """How many kernels the class of a variant may get: fewer in the modes that few calls have."""
-    rare = (
-        v.terms > 1
-        or v.softmax is Softmax.QUADRATIC
-        or (v.family == "sm90a" and (v.dtype is Dtype.E5M2 or v.out is Out.E4M3))
-    )
-    return MOST_RARE if rare else MOST_MEASURED
+    return MOST_RARE if v.softmax.rare or not v.dtype.made or v.out.scaled else MOST_MEASURED
 
 
-def _for_the_other_mask(emitted: Iterable[Variant], outranked: Mapping[str, Rejection]) -> list[Variant]:
+def _for_other_masks(emitted: Iterable[Variant], outranked: Mapping[str, Rejection]) -> list[Variant]:
     """What is missing beside ``emitted``: keys that were packed for a call without a causal mask are attended with one
-    as well, and the other way round, so that kernels of 16-bit output read a key block with both masks or neither. A
+    as well, and the other way round, so that kernels of 16-bit output read a key block with every mask or none. A
     cell of the table may choose such a kernel or not; for packed keys it is found all the same."""
     there = {(problem_class(v), key_block(v)) for v in emitted}
     missing: dict[tuple[object, ...], Variant] = {}
     for v in emitted:
-        other = replace(v, causal=not v.causal)
-        place = problem_class(other), key_block(other)
-        if v.kind is Kind.FWD and v.out is not Out.E4M3 and place not in there and other.id in outranked:
-            missing.setdefault(place, other)
+        for mask in Mask:
+            other = replace(v, mask=mask)
+            place = problem_class(other), key_block(other)
+            if not v.kind.diagnostic and not v.out.scaled and place not in there and other.id in outranked:
+                missing.setdefault(place, other)
     return list(missing.values())
 
 
@@ -227,7 +224,7 @@ def select(matrices: tuple[Matrix, ...] = MATRICES) -> Selection:
         chosen, rejections = _winners(tuple(_modelled(v) for v in members), _most(members[0]))
         emitted += [v for v in members if _modelled(v) in chosen]
         outranked |= {v.id: rejections[_modelled(v)] for v in members if _modelled(v) not in chosen}
-    for v in _for_the_other_mask(emitted, outranked):
+    for v in _for_other_masks(emitted, outranked):
         emitted.append(v)
         del outranked[v.id]
     rejected = tuple((v, r) for v in points if (r := illegal.get(v.id) or outranked.get(v.id)) is not None)
@@ -242,8 +239,6 @@ def rivals(v: Variant) -> list[Variant]:
     """All declared points of a variant's class, legal or not."""
     matrix = next(m for m in MATRICES if m.family == v.family and m.kind == v.kind)
     return [
-        replace(v, tile=tile, stages=stages, schedule=schedule, cluster=cluster)
-        for tile, stages, schedule, cluster in itertools.product(
-            matrix.tile, matrix.stages, matrix.schedule, matrix.cluster
-        )
+        replace(v, **dict(zip(SHAPE, values, strict=True)))
+        for values in itertools.product(*(getattr(matrix, axis) for axis in SHAPE))
     ]

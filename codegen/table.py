@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from codegen.arch import FAMILIES, families_of
+from codegen.axes import Cluster, Kind, Operand, Out, Scaling, Walk
 from codegen.derive import derive
 from codegen.keys import SOFTMAXES, Key, axes
 from codegen.matrix import head_dims, matrix_of
 from codegen.rules import RULES
 from codegen.scaling import served
 from codegen.select import Order, Timing, order, timing
-from codegen.spec import Cluster, Dtype, Kind, Out, Scaling, Variant
+from codegen.variant import Variant
 
 CRITERIA = (
     "only candidate",
@@ -55,9 +56,10 @@ def candidates_of(key: Key, emitted: tuple[Variant, ...]) -> list[Variant]:
         serving = [
             v
             for v in emitted
-            if v.kind is Kind.FWD
+            if not v.kind.diagnostic
             and v.family == family.name
-            and (v.head_dim, v.dtype, v.out, v.causal) == (key.head_dim, key.dtype, key.out, key.causal)
+            and (v.head_dim, v.dtype, v.out, v.mask) == (key.head_dim, key.dtype, key.out, key.mask)
+            and v.walk is Walk.DENSE
             and key.scaling in served(v)
         ]
         for softmax in SOFTMAXES[key.precision]:
@@ -133,12 +135,13 @@ def _refusal(key: Key, family: str) -> str | None:
         tile=matrix.tile[0],
         stages=matrix.stages[0],
         scaling=key.scaling,
-        causal=key.causal,
+        mask=key.mask,
         dtype=key.dtype,
         out=key.out,
         softmax=SOFTMAXES[key.precision][-1],
         schedule=matrix.schedule[0],
         cluster=Cluster.SOLO,
+        walk=Walk.DENSE,
     )
     serving = (replace(probe, scaling=scaling) for scaling in matrix.scaling)
     probe = next((v for v in serving if key.scaling in served(v)), probe)
@@ -158,9 +161,9 @@ def keys(archs: tuple[str, ...]) -> Iterator[Key]:
             arch=str(arch),
             head_dim=int(str(head_dim)),
             seqlen=int(str(seqlen)),
-            dtype=Dtype(dtype),
-            out=Out(out),
-            scaling=Scaling(scaling),
+            dtype=Operand(str(dtype)),
+            out=Out(str(out)),
+            scaling=Scaling(str(scaling)),
             causal=bool(causal),
             precision=str(precision),
             load=str(load),
@@ -170,7 +173,7 @@ def keys(archs: tuple[str, ...]) -> Iterator[Key]:
 def build(emitted: tuple[Variant, ...], archs: tuple[str, ...]) -> Table:
     rivals: dict[tuple[object, ...], list[Variant]] = defaultdict(list)
     for v in emitted:
-        rivals[v.head_dim, v.dtype, v.out, v.causal].append(v)
+        rivals[v.head_dim, v.dtype, v.out, v.mask].append(v)
     numbers: dict[Decision, int] = {}
     cells = []
     # Who serves a cell, or why nobody does, depends on neither sequence length nor load.
@@ -179,7 +182,7 @@ def build(emitted: tuple[Variant, ...], archs: tuple[str, ...]) -> Table:
         group = (key.arch, key.head_dim, key.dtype, key.out, key.scaling, key.causal, key.precision)
         found = known.get(group)
         if found is None:
-            of = candidates_of(key, tuple(rivals[key.head_dim, key.dtype, key.out, key.causal]))
+            of = candidates_of(key, tuple(rivals[key.head_dim, key.dtype, key.out, key.mask]))
             found = known[group] = of or _nobody(key)
         decision = found if isinstance(found, Decision) else _best(key, found)
         cells.append(numbers.setdefault(decision, len(numbers)))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from codegen.scaling import GRANULARITY
-from codegen.spec import Kind, Out, Softmax, Variant
-
-OUT_POLICY = {Out.BF16: "OutBf16", Out.FP16: "OutFp16", Out.E4M3: "OutE4m3"}
+from codegen.variant import Variant
 
 
 def symbol(variant_id: str) -> str:
@@ -14,18 +11,11 @@ def symbol(variant_id: str) -> str:
 
 def summary(v: Variant) -> str:
     """The lines of the head comment that say what the kernel computes."""
-    grain = GRANULARITY[v.scaling]
-    mask = "causal mask" if v.causal else "no mask"
-    softmax = {
-        Softmax.LINEAR: "code-domain softmax on f16 scores",
-        Softmax.QUADRATIC: "code-domain softmax on f16 scores, bent inside an octave",
-        Softmax.EXP2: "exponential softmax on float32 scores",
-        Softmax.EXP2X2: "exponential softmax on float32 scores, P in two terms",
-    }[v.softmax]
+    grain = v.scaling.grain
     text = (
-        f"head_dim {v.head_dim}, {v.dtype} operands, {v.out} output, {mask}, {softmax};\n"
+        f"head_dim {v.head_dim}, {v.dtype} operands, {v.out} output, {v.mask.text}, {v.softmax.text};\n"
         f"//   descales of Q per {grain.q}, of K per {grain.k}, of V per {grain.v}."
     )
-    if v.kind is Kind.DIAG:
+    if v.kind.diagnostic:
         text += "\n//   Diagnostic: also writes scores, P, weights and tile products."
     return text

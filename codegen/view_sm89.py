@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from codegen.derive_sm89 import STEPS_AT_ONCE, derive, descale_slots
-from codegen.scaling import GRANULARITY, key_block
-from codegen.spec import Dtype, Variant
-from codegen.view import OUT_POLICY, summary, symbol
+from codegen.scaling import key_block
+from codegen.variant import Variant
+from codegen.view import summary, symbol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,7 @@ class KernelView:
 
 def kernel_view(v: Variant) -> KernelView:
     d = derive(v)
-    grain = GRANULARITY[v.scaling]
-    operand = "E4M3" if v.dtype is Dtype.E4M3 else "E5M2"
-    score = "F16" if v.softmax.by_code else "F32"
+    grain, operand, score = v.scaling.grain, v.dtype.mma, v.score.upper()
     return KernelView(
         symbol=symbol(v.id),
         summary=summary(v),
@@ -59,7 +57,7 @@ def kernel_view(v: Variant) -> KernelView:
         mma_values=f"SM89_16x8x32_F32E4M3{operand}F32_TN",
         mma_sums="SM89_16x8x32_F32E4M3E4M3F32_TN",
         mma_comment=f"{d.mma_per_tile} of these a warp and KV tile",
-        out_policy=OUT_POLICY[v.out],
+        out_policy=v.out.policy,
         q_granularity=grain.q,
         k_granularity=grain.k,
         v_granularity=grain.v,

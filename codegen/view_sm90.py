@@ -6,17 +6,9 @@ from dataclasses import dataclass
 
 from codegen.derive_sm90 import ITEM_SLOTS, ONES, derive
 from codegen.derived import Unrolled
-from codegen.scaling import GRANULARITY, key_block
-from codegen.spec import Dtype, Out, Schedule, Variant
-from codegen.view import OUT_POLICY, summary, symbol
-
-_SCHEDULE = {
-    Schedule.PINGPONG: "warpgroups take turns on the tensor cores; while one multiplies, the others do their softmax.",
-    Schedule.OVERLAP: "Q K^T of the next tile is issued before P V of this one, and its softmax runs under that P V.",
-    Schedule.COLUMNS: "a part of the columns of P V is multiplied while the one before is added to O.",
-    Schedule.SERIAL: "a warpgroup finishes a tile before the next; others fill the tensor cores meanwhile.",
-}
-
+from codegen.scaling import key_block
+from codegen.variant import Variant
+from codegen.view import summary, symbol
 
 # The tensor core cuts every product toward zero at 13 bits below the sum so far. One of P and 1 has four bits, one of P
 # and a value of V up to eight: with many keys a tile, P V loses more than the row sums that divide it, by nothing (V a
@@ -65,9 +57,7 @@ class KernelView:
 
 def kernel_view(v: Variant) -> KernelView:
     d = derive(v)
-    grain = GRANULARITY[v.scaling]
-    operand = "E4M3" if v.dtype is Dtype.E4M3 else "E5M2"
-    score = "F16" if v.softmax.by_code else "F32"
+    grain, operand, score = v.scaling.grain, v.dtype.mma, v.score.upper()
 
     def mma_scores(keys: int) -> str:
         return f"MMA_64x{keys}x32_{score}{operand}{operand}_SS_TN"
@@ -75,7 +65,7 @@ def kernel_view(v: Variant) -> KernelView:
     return KernelView(
         symbol=symbol(v.id),
         summary=summary(v),
-        schedule_text=_SCHEDULE[v.schedule],
+        schedule_text=v.schedule.text,
         warpgroups=d.warpgroups,
         threads=d.threads,
         q_buffers=d.query_buffers,
@@ -100,9 +90,9 @@ def kernel_view(v: Variant) -> KernelView:
         mma_values=f"MMA_64x{d.part_columns + ONES}x32_F32E4M3{operand}_RS_TN",
         mma_rest=f"MMA_64x{d.part_columns}x32_F32E4M3{operand}_RS_TN",
         mma_comment=f"{d.mma_per_tile} of these a warpgroup and KV tile",
-        ones="0x38383838" if v.dtype is Dtype.E4M3 else "0x3C3C3C3C",
-        truncation=f"{TRUNCATION}f" if v.tile_n > MANY_KEYS and v.out is not Out.FP16 else "1.f",
-        out_policy=OUT_POLICY[v.out],
+        ones=f"0x{v.dtype.ones:08X}",
+        truncation=f"{TRUNCATION}f" if v.tile_n > MANY_KEYS and v.out.corrected else "1.f",
+        out_policy=v.out.policy,
         k_granularity=grain.k,
         v_granularity=grain.v,
         key_block=key_block(v),

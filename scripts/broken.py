@@ -29,7 +29,7 @@ from codegen.gates.compile import measure_all  # noqa: E402
 from codegen.gates.rules import check  # noqa: E402
 from codegen.gates.subject import render  # noqa: E402
 from codegen.gates.toolbox import open_toolbox  # noqa: E402
-from codegen.spec import Variant, parse_id  # noqa: E402
+from codegen.variant import Variant, parse_id  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from reference import Operands
 
 from codegen import derive_sm90
-from codegen.spec import parse_id
+from codegen.variant import parse_id
 from fp8cutlass import extension, supports
 from fp8cutlass.attend import Way
 from fp8cutlass.emulator import OUT_DTYPES, Diagnostics

@@ -16,13 +16,14 @@ import pytest
 from click.testing import CliRunner
 
 from codegen import evidence, select, table
+from codegen.axes import Mask, Operand, Out, Scaling, Softmax
 from codegen.cli import main
 from codegen.evidence import COLUMNS, PATH, EvidenceError, Problem, read
 from codegen.explain import explain
 from codegen.keys import LOADS, Key, seqlen_bucket
 from codegen.rules import check
 from codegen.scaling import key_block
-from codegen.spec import Dtype, Out, Scaling, Softmax, Variant, parse_id
+from codegen.variant import Variant, parse_id
 
 ROW = {
     **{"head_dim": "128", "seqlen_q": "4096", "seqlen_k": "4096", "batch": "4", "heads": "16", "kv_heads": "16"},
@@ -37,7 +38,7 @@ SHAPES = {
 }
 
 
-for_the_other_mask = select._for_the_other_mask
+for_other_masks = select._for_other_masks
 
 
 def id_of(**changes: str) -> str:
@@ -56,7 +57,7 @@ def write(path: Path, *changes: dict[str, str]) -> Path:
 @pytest.fixture
 def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Makes these rows the evidence of the generator, for one test, in which a class has what it wins by itself."""
-    monkeypatch.setattr(select, "_for_the_other_mask", lambda *_: [])
+    monkeypatch.setattr(select, "_for_other_masks", lambda *_: [])
 
     def forget() -> None:
         for cached in (evidence.evidence, evidence._rows, select._winners, select.select):
@@ -84,7 +85,7 @@ def key(seqlen: int = 4096, load: str = "heavy", scaling: Scaling = Scaling.BLOC
         arch="sm90a",
         head_dim=128,
         seqlen=seqlen_bucket(seqlen),
-        dtype=Dtype.E4M3,
+        dtype=Operand.E4M3,
         out=Out.BF16,
         scaling=scaling,
         causal=False,
@@ -98,7 +99,7 @@ def default_class(variants: tuple[Variant, ...]) -> set[str]:
         v.shape
         for v in variants
         if (v.family, v.kind, v.head_dim, v.scaling) == ("sm90a", "fwd", 128, Scaling.BLOCK)
-        and (v.causal, v.dtype, v.out, v.softmax) == (False, Dtype.E4M3, Out.BF16, Softmax.LINEAR)
+        and (v.causal, v.dtype, v.out, v.softmax) == (False, Operand.E4M3, Out.BF16, Softmax.LINEAR)
     }
 
 
@@ -336,7 +337,7 @@ def test_a_key_block_is_read_with_both_masks_or_neither() -> None:
     blocks: dict[tuple[object, ...], dict[bool, set[int]]] = {}
     for v in select.select().emitted:
         if v.kind == "fwd" and v.out is not Out.E4M3:
-            either = select.problem_class(replace(v, causal=False))
+            either = select.problem_class(replace(v, mask=Mask.FULL))
             blocks.setdefault(either, {False: set(), True: set()})[v.causal].add(key_block(v))
     assert blocks and all(of[False] == of[True] for of in blocks.values())
 
@@ -344,7 +345,7 @@ def test_a_key_block_is_read_with_both_masks_or_neither() -> None:
 def test_what_another_mask_reads_is_added(use: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     use(times("pingpong", 450), times("small", 460))
     alone = {v.id for v in select.select().emitted}
-    monkeypatch.setattr(select, "_for_the_other_mask", for_the_other_mask)
+    monkeypatch.setattr(select, "_for_other_masks", for_other_masks)
     select.select.cache_clear()
     added = {v.id for v in select.select().emitted} - alone
     assert id_of().replace("_full_", "_causal_") in added and alone < {v.id for v in select.select().emitted}

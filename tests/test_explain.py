@@ -12,12 +12,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from codegen.arch import TARGETS, model_card
+from codegen.axes import Operand, Out, Scaling
 from codegen.cli import main
 from codegen.explain import explain
 from codegen.keys import Key, load_of, seqlen_bucket
 from codegen.select import rivals, select
-from codegen.spec import Dtype, Out, Scaling, parse_id
 from codegen.table import CRITERIA, decide
+from codegen.variant import parse_id
 
 
 def run(*arguments: str, fails: bool = False) -> Result:
@@ -59,7 +60,7 @@ def test_explain_names_what_the_table_holds(
         arch=arch,
         head_dim=head_dim,
         seqlen=seqlen_bucket(seqlen),
-        dtype=Dtype.E4M3,
+        dtype=Operand.E4M3,
         out=Out.BF16,
         scaling=Scaling.BLOCK,
         causal=True,
@@ -110,7 +111,7 @@ def test_explain_names_the_next_kernel_and_by_how_much() -> None:
         arch="sm90a",
         head_dim=64,
         seqlen=6,
-        dtype=Dtype.E4M3,
+        dtype=Operand.E4M3,
         out=Out.BF16,
         scaling=Scaling.BLOCK,
         causal=False,
@@ -159,7 +160,7 @@ def test_explain_as_a_function_needs_no_command_line() -> None:
         arch="sm89",
         head_dim=64,
         seqlen=0,
-        dtype=Dtype.E4M3,
+        dtype=Operand.E4M3,
         out=Out.BF16,
         scaling=Scaling.BLOCK,
         causal=False,

@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from codegen.arch import TARGETS, family_of
+from codegen.axes import Kind
 from codegen.cli import main
 from codegen.gates import machine, report
 from codegen.gates.compile import CompileError, measure, measure_all, parse_resources
@@ -29,7 +30,7 @@ from codegen.gates.subject import Failure, Kernel, Listing, Loop, Measured, Reso
 from codegen.gates.toolbox import ROOT, Toolbox, ToolboxError, cmake_options, open_toolbox
 from codegen.matrix import profile_of
 from codegen.select import select
-from codegen.spec import Kind, Variant
+from codegen.variant import Variant
 
 # A kernel in small: a loop that loads a tile with cp.async and multiplies it twice. The words in capitals are replaced.
 SOURCE = """

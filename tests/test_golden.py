@@ -18,11 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+from codegen.axes import Cluster, Kind, Out, Scaling, Schedule, Softmax  # noqa: E402
 from codegen.derive_sm90 import derive  # noqa: E402
 from codegen.outputs import kernel_path  # noqa: E402
 from codegen.render import environment, render_kernel  # noqa: E402
 from codegen.select import select  # noqa: E402
-from codegen.spec import Cluster, Kind, Out, Scaling, Schedule, Softmax, Variant  # noqa: E402
+from codegen.variant import Variant  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
 ACCEPT = "If the change is intended: python tests/test_golden.py --accept"

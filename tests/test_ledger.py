@@ -15,7 +15,7 @@ from codegen.ledger import counts, group, render, why
 from codegen.matrix import MATRICES, Matrix
 from codegen.rules import check
 from codegen.select import problem_class, select
-from codegen.spec import Variant, axis_text
+from codegen.variant import Variant, axis_text
 
 SELECTION = select()
 DECLARED = {v.id: v for matrix in MATRICES for v in matrix.points()}

@@ -14,9 +14,10 @@ import pytest
 
 from codegen import model_sm90
 from codegen.arch import CARDS
+from codegen.axes import Cluster, Mask, Schedule, Softmax, Tile
 from codegen.cost import Shape
 from codegen.model import cost
-from codegen.spec import Cluster, Schedule, Softmax, Tile, parse_id
+from codegen.variant import parse_id
 
 H200 = CARDS["H200"]
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -77,7 +78,7 @@ def test_keys_past_a_whole_tile_cost_a_tile() -> None:
 
 
 def test_a_causal_mask_saves_less_than_half() -> None:
-    causal = us(shape=replace(SHAPE, causal=True), causal=True)
+    causal = us(shape=replace(SHAPE, causal=True), mask=Mask.CAUSAL)
     assert 0.5 * us() < causal < us()
 
 

@@ -15,6 +15,7 @@ from compilers import nvcc, run_cpp
 
 from codegen import derive_sm90
 from codegen.arch import FAMILIES, REGISTERS_PER_SM, REGISTERS_PER_THREAD, TARGETS
+from codegen.axes import Cluster, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
 from codegen.derive import derive
 from codegen.expr import Env
 from codegen.matrix import MATRICES
@@ -23,7 +24,7 @@ from codegen.render import render_kernel
 from codegen.rule import QK_AMAX, Rule, environment
 from codegen.rules import RULES, check, kernel_asserts
 from codegen.select import select
-from codegen.spec import Cluster, Dtype, Kind, Out, Scaling, Schedule, Softmax, Tile, Variant, parse_id
+from codegen.variant import Variant, parse_id
 from fp8cutlass.manifest import SCORE_AMAX
 
 BASE = parse_id("sm89_fwd_d64_m64n64w4_s2_tensor_full_e4m3_bf16_linear")
@@ -84,7 +85,7 @@ CASES: list[tuple[str, Variant, str]] = [
         replace(BASE, head_dim=336, tile=tile(64, 32, 4), stages=1),
         "336 x 14 x 14 = 65,856 > 65,504",
     ),
-    ("LINEAR-E5M2", replace(BASE, dtype=Dtype.E5M2), "linear softmax needs f16 scores, e5m2 reaches 57,344"),
+    ("LINEAR-E5M2", replace(BASE, dtype=Operand.E5M2), "linear softmax needs f16 scores, e5m2 reaches 57,344"),
     (
         "LINEAR-TOKEN",
         replace(BASE, scaling=Scaling.TOKEN),
@@ -92,17 +93,17 @@ CASES: list[tuple[str, Variant, str]] = [
     ),
     (
         "E5M2-SCALING",
-        replace(EXP2, dtype=Dtype.E5M2, scaling=Scaling.BLOCK),
+        replace(EXP2, dtype=Operand.E5M2, scaling=Scaling.BLOCK),
         "block scaling of e5m2 operands is not offered (tensor and head are)",
     ),
     (
         "E5M2-SCALING",
-        replace(EXP2, dtype=Dtype.E5M2, scaling=Scaling.TOKEN),
+        replace(EXP2, dtype=Operand.E5M2, scaling=Scaling.TOKEN),
         "token scaling of e5m2 operands is not offered (tensor and head are)",
     ),
     (
         "E5M2-OUT",
-        replace(EXP2, dtype=Dtype.E5M2, out=Out.E4M3),
+        replace(EXP2, dtype=Operand.E5M2, out=Out.E4M3),
         "e4m3 output of e5m2 operands is not offered (bf16 and fp16 are)",
     ),
     (
@@ -117,7 +118,7 @@ CASES: list[tuple[str, Variant, str]] = [
     ),
     (
         "TWO-TERMS-E5M2",
-        replace(TERMS, dtype=Dtype.E5M2),
+        replace(TERMS, dtype=Operand.E5M2),
         "two terms of P with e5m2 operands are not offered (e4m3 are)",
     ),
     ("HEAD-DIM", replace(BASE, head_dim=48), "head_dim 48 is none of 32, 64, 96, 128, 256"),
@@ -133,8 +134,12 @@ CASES: list[tuple[str, Variant, str]] = [
     ),
     # sm90a
     ("LINEAR-RANGE", replace(HOPPER, head_dim=336), "336 x 14 x 14 = 65,856 > 65,504"),
-    ("LINEAR-E5M2", replace(HOPPER, dtype=Dtype.E5M2), "linear softmax needs f16 scores, e5m2 reaches 57,344"),
-    ("LINEAR-E5M2", replace(HOPPER_BENT, dtype=Dtype.E5M2), "quadratic softmax needs f16 scores, e5m2 reaches 57,344"),
+    ("LINEAR-E5M2", replace(HOPPER, dtype=Operand.E5M2), "linear softmax needs f16 scores, e5m2 reaches 57,344"),
+    (
+        "LINEAR-E5M2",
+        replace(HOPPER_BENT, dtype=Operand.E5M2),
+        "quadratic softmax needs f16 scores, e5m2 reaches 57,344",
+    ),
     (
         "LINEAR-TOKEN",
         replace(HOPPER, scaling=Scaling.TOKEN),
@@ -147,12 +152,12 @@ CASES: list[tuple[str, Variant, str]] = [
     ),
     (
         "E5M2-TOKEN",
-        replace(HOPPER_EXP2, dtype=Dtype.E5M2, scaling=Scaling.TOKEN),
+        replace(HOPPER_EXP2, dtype=Operand.E5M2, scaling=Scaling.TOKEN),
         "token scaling of e5m2 operands is not offered (tensor, head and block are)",
     ),
     (
         "E5M2-OUT",
-        replace(HOPPER_EXP2, dtype=Dtype.E5M2, out=Out.E4M3),
+        replace(HOPPER_EXP2, dtype=Operand.E5M2, out=Out.E4M3),
         "e4m3 output of e5m2 operands is not offered (bf16 and fp16 are)",
     ),
     (
@@ -167,7 +172,7 @@ CASES: list[tuple[str, Variant, str]] = [
     ),
     (
         "TWO-TERMS-E5M2",
-        replace(HOPPER_TERMS, dtype=Dtype.E5M2),
+        replace(HOPPER_TERMS, dtype=Operand.E5M2),
         "two terms of P with e5m2 operands are not offered (e4m3 are)",
     ),
     ("HEAD-DIM", replace(HOPPER, head_dim=80), "head_dim 80 is none of 64, 96, 128, 192, 256"),
@@ -249,11 +254,11 @@ def test_the_variants_beside_the_cases_are_legal() -> None:
         HOPPER_BENT,
         BENT_COLUMNS,
         replace(EXP2, scaling=Scaling.TOKEN),
-        replace(EXP2, dtype=Dtype.E5M2),
+        replace(EXP2, dtype=Operand.E5M2),
     ):
         assert check(v) is None, v.id
     assert check(replace(WIDE, tile=tile(64, 32, 4))) is None
-    for v in (HOPPER_EXP2, replace(HOPPER_EXP2, scaling=Scaling.TOKEN), replace(HOPPER_EXP2, dtype=Dtype.E5M2)):
+    for v in (HOPPER_EXP2, replace(HOPPER_EXP2, scaling=Scaling.TOKEN), replace(HOPPER_EXP2, dtype=Operand.E5M2)):
         assert check(v) is None, v.id
     for v in (HOPPER, HOPPER_TERMS, replace(HOPPER_TERMS, scaling=Scaling.TOKEN, out=Out.FP16)):
         assert check(v) is None, v.id
@@ -473,13 +478,15 @@ def test_forms_with_unrolled_tiles(head_dim: int, keys: int, forms: list[tuple[i
         tile=tile(128, keys, 8),
         schedule=Schedule.PINGPONG,
         softmax=Softmax.LINEAR,
-        causal=False,
+        mask=Mask.FULL,
     )
     found = derive_sm90.derive(v).unrolled
     assert [(u.least_keys, u.most_keys, u.tiles, u.last_keys, u.products) for u in found] == forms
     others = Softmax.EXP2, Softmax.QUADRATIC
     for other in (
-        {"causal": True},
+        {"mask": Mask.CAUSAL},
+        {"mask": Mask.WINDOW},
+        {"walk": Walk.RAGGED},
         *({"softmax": softmax} for softmax in others),
         {"scaling": Scaling.TOKEN},
         {"kind": Kind.DIAG},

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codegen.arch import CARDS, FAMILIES, TARGETS, Card, families_of, family_of, model_card
+from codegen.axes import Cluster, Kind, Mask, Out, Scaling, Schedule, Softmax, Walk
 from codegen.derive import derive
 from codegen.keys import (
     LOAD_ROWS,
@@ -35,8 +36,8 @@ from codegen.matrix import HEAD_DIMS, MATRICES, PROFILES, head_dims, in_profile,
 from codegen.rules import RULES, check
 from codegen.scaling import key_block, served
 from codegen.select import Timing, of_profile, order, problem_class, select, timing
-from codegen.spec import Cluster, Kind, Out, Scaling, Schedule, Softmax, Variant, axis_text, parse_id
 from codegen.table import CRITERIA, Decision, Table, build, built, decide, keys, targets_of
+from codegen.variant import Variant, axis_text, parse_id
 
 ARCHS = tuple(TARGETS)
 SMS = model_card("sm89").sms
@@ -181,7 +182,7 @@ def test_every_kernel_is_reached(profile: str) -> None:
     chosen = {decision.variant for decision in table(profile).decisions}
     forward = [v for v in of_profile(select().emitted, profile) if v.kind is Kind.FWD]
     for v in (v for v in forward if v.id not in chosen):
-        same_keys = [w for w in forward if problem_class(replace(w, causal=v.causal, out=v.out)) == problem_class(v)]
+        same_keys = [w for w in forward if problem_class(replace(w, mask=v.mask, out=v.out)) == problem_class(v)]
         readers = [w for w in same_keys if key_block(w) == key_block(v)]
         assert [w for w in readers if (w.causal, w.out) == (v.causal, v.out)] == [v], v.id
         assert any(w.id in chosen and w.out is not Out.E4M3 for w in readers), v.id
@@ -251,7 +252,7 @@ def test_profiles_nest() -> None:
 
 def test_ci_holds_every_value_of_every_axis() -> None:
     """Tile and stages are what the selection chooses; everything else that is emitted at all must be compiled in CI."""
-    for axis in ("kind", "head_dim", "scaling", "causal", "dtype", "out", "softmax", "schedule", "cluster"):
+    for axis in ("kind", "head_dim", "scaling", "mask", "dtype", "out", "softmax", "schedule", "cluster", "walk"):
         everywhere = {(v.family, getattr(v, axis)) for v in select().emitted}
         assert {(v.family, getattr(v, axis)) for v in of_profile(select().emitted, "ci")} == everywhere, axis
 
@@ -356,7 +357,8 @@ def test_variants_of_a_class_differ_in_what_rivals_may_only() -> None:
         replace(v, cluster=Cluster.SPLIT2),
     ]
     assert all(problem_class(w) == problem_class(v) for w in same)
-    assert problem_class(replace(v, causal=not v.causal)) != problem_class(v)
+    for other in ({"mask": Mask.WINDOW}, {"walk": Walk.RAGGED}):
+        assert problem_class(replace(v, **other)) != problem_class(v)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -33,9 +33,10 @@ from benchmarks.results import WRONG, Row
 from benchmarks.shapes import Shape, held_out, select, square
 from benchmarks.tune import GENERATED, Plan, TuneError, adopt, make_plan, time_all
 from codegen import evidence
+from codegen.axes import Softmax
 from codegen.evidence import Class
 from codegen.rules import check
-from codegen.spec import Softmax, parse_id
+from codegen.variant import parse_id
 
 ROOT = Path(__file__).resolve().parent.parent
 LLM: Class = (128, True, Softmax.LINEAR)

@@ -20,13 +20,13 @@ from pathlib import Path
 import pytest
 
 from codegen.arch import TARGETS
+from codegen.axes import Cluster, Kind, Scaling
 from codegen.derive import derive
 from codegen.matrix import PROFILES
 from codegen.outputs import Request, files, kernel_path
 from codegen.pack import packs_of
-from codegen.scaling import GRANULARITY, key_block
+from codegen.scaling import key_block
 from codegen.select import of_profile, select
-from codegen.spec import Cluster, Kind, Scaling
 from codegen.view import symbol
 from codegen.writer import DIFF_LINES, compare, write
 
@@ -167,8 +167,8 @@ def test_the_registry_has_the_manifest_s_order(generated: tuple[Path, Path]) -> 
     registry = (generated[0] / "registry.cpp").read_text()
     entries = [
         f'{{"{v.id}", {symbol(v.id)}, {v.head_dim}, {v.tile_m}, {v.tile_n}, OutType::{v.out}, '
-        f"Granularity::{GRANULARITY[v.scaling].q}, Granularity::{GRANULARITY[v.scaling].k}, "
-        f"Granularity::{GRANULARITY[v.scaling].v}, {str(v.kind is Kind.DIAG).lower()}, "
+        f"Granularity::{v.scaling.grain.q}, Granularity::{v.scaling.grain.k}, "
+        f"Granularity::{v.scaling.grain.v}, {str(v.kind is Kind.DIAG).lower()}, "
         f"{key_block(v)}, {str(v.family == 'sm90a' and v.scaling is Scaling.BLOCK).lower()}, "
         f"{str(v.family == 'sm90a' and v.cluster is Cluster.SOLO).lower()}, "
         f"{str(derive(v).quantises_q).lower()}}},"

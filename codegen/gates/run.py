@@ -12,7 +12,7 @@ from codegen.gates.rules import applicable, check
 from codegen.gates.subject import Failure, Kernel, Measured, render
 from codegen.gates.toolbox import ROOT, open_toolbox
 from codegen.pack import Pack
-from codegen.spec import Variant
+from codegen.variant import Variant
 
 REPORT = str(ROOT / "docs" / "gates_{arch}_{profile}.txt")
 SHOWN = 40  # changes listed in full; the numbers are all in the fresh report

@@ -10,7 +10,7 @@ from codegen.arch import FAMILIES, TARGETS
 from codegen.derive import derive
 from codegen.outputs import kernel_path
 from codegen.render import environment, render_kernel
-from codegen.spec import Variant
+from codegen.variant import Variant
 
 ATTENTION = "9attention"  # in a mangled name, with its length in front
 

@@ -6,12 +6,17 @@ the other), an id that is accepted under two spellings, a typing error that beco
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from codegen.axes import Cluster, Kind, Mask, Operand, Scaling, Schedule, Softmax, Tile, Walk
+from codegen.axes.axis import Axis
 from codegen.matrix import MATRICES, Matrix
-from codegen.spec import AXES, Cluster, Kind, Scaling, Schedule, Tile, Variant, axis_text, parse_id
+from codegen.variant import AXES, Variant, axis_text, parse_id
 
 POINTS = [v for matrix in MATRICES for v in matrix.points()]
 GOOD = "sm89_fwd_d64_m128n64w4_s2_block_causal_e4m3_bf16_linear"
@@ -34,7 +39,21 @@ def test_the_example_parses_to_its_fields() -> None:
     assert (v.tile_m, v.tile_n, v.warps, v.score) == (128, 64, 4, "f16")
     assert v.scaling is Scaling.BLOCK and v.causal
     assert [axis_text(getattr(v, axis)) for axis in AXES] == [
-        *("sm89", "fwd", "64", "m128n64w4", "2", "block", "true", "e4m3", "bf16", "linear", "multistage", "solo")
+        *(
+            "sm89",
+            "fwd",
+            "64",
+            "m128n64w4",
+            "2",
+            "block",
+            "causal",
+            "e4m3",
+            "bf16",
+            "linear",
+            "multistage",
+            "solo",
+            "dense",
+        )
     ]
 
 
@@ -55,6 +74,35 @@ def test_schedule_and_cluster_stand_in_an_id_unless_both_are_plain() -> None:
         assert v.id.endswith(str(v.softmax) if plain else f"{v.softmax}_{v.schedule}_{v.cluster}")
 
 
+def test_mask_and_walk_in_an_id() -> None:
+    """The mask stands where it always stood; a walk is named where it is not dense."""
+    v = replace(parse_id(HOPPER), mask=Mask.WINDOW, walk=Walk.RAGGED)
+    assert v.id == HOPPER.replace("_full_", "_window_") + "_ragged" and parse_id(v.id) == v
+    assert (v.causal, v.windowed, v.shape) == (True, True, parse_id(HOPPER).shape)
+    plain = replace(parse_id(GOOD), walk=Walk.RAGGED)
+    assert plain.id == GOOD + "_ragged" and parse_id(plain.id) == plain
+    assert [(m.diagonal, m.windowed) for m in Mask] == [(False, False), (True, False), (True, True)]
+
+
+def test_every_product_of_values_parses_back() -> None:
+    """Also those that no matrix declares."""
+    base = parse_id(HOPPER)
+    for values in itertools.product(Mask, Operand, Softmax, Schedule, Cluster, Walk):
+        v = replace(base, **dict(zip(("mask", "dtype", "softmax", "schedule", "cluster", "walk"), values, strict=True)))
+        assert parse_id(v.id) == v
+
+
+def test_a_value_states_every_fact_that_its_axis_declares() -> None:
+    with pytest.raises(TypeError, match=r"'b' states \['width'\], its class declares \['height', 'width'\]"):
+
+        class Box(Axis):
+            height: int
+            width: int
+
+            A = "a", {"height": 1, "width": 2}
+            B = "b", {"width": 2}
+
+
 def test_a_cluster_has_the_ctas_of_its_name() -> None:
     assert {str(c): c.ctas for c in Cluster} == {"solo": 1, "split2": 2, "split4": 4}
 
@@ -73,7 +121,7 @@ def test_the_matrix_and_the_variant_have_the_same_axes() -> None:
         (GOOD + "\n", GOOD),
         (GOOD.replace("_s2", ""), "is not a variant id"),
         (GOOD.replace("fwd", "bwd"), "bwd"),
-        (GOOD.replace("causal", "window"), "window"),
+        (GOOD.replace("causal", "diagonal"), "diagonal"),
         (GOOD.replace("e4m3", "fp8"), "fp8"),
         (GOOD.replace("bf16", "f32"), "f32"),
         (GOOD.replace("block", "row"), "row"),
@@ -83,6 +131,9 @@ def test_the_matrix_and_the_variant_have_the_same_axes() -> None:
         (GOOD.replace("d64", "d-64"), "d-64"),
         (GOOD + "_multistage_solo", "multistage_solo"),
         (GOOD + "_pingpong", "is not a variant id"),
+        (GOOD + "_dense", "_dense"),
+        (HOPPER.replace("_solo", "_ragged"), "is not a variant id"),
+        (HOPPER.replace("pingpong_solo", "ragged_pingpong_solo"), "ragged_pingpong"),
         (HOPPER.replace("_solo", ""), "is not a variant id"),
         (HOPPER.replace("solo", "split3"), "split3"),
         (HOPPER.replace("pingpong", "turns"), "turns"),

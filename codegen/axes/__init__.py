@@ -1,0 +1,24 @@
+"""What can vary between kernels: one class an axis, one record a value. Code reads a record's facts, never its name."""
+
+from codegen.axes.kind import Kind, Mask
+from codegen.axes.operands import Operand, Out
+from codegen.axes.scaling import Granularity, Scaling
+from codegen.axes.schedule import Cluster, Schedule
+from codegen.axes.softmax import Precision, Softmax
+from codegen.axes.tile import Tile
+from codegen.axes.walk import Walk
+
+__all__ = [
+    "Cluster",
+    "Granularity",
+    "Kind",
+    "Mask",
+    "Operand",
+    "Out",
+    "Precision",
+    "Scaling",
+    "Schedule",
+    "Softmax",
+    "Tile",
+    "Walk",
+]

@@ -1,0 +1,34 @@
+"""What a kernel computes, and which keys its rows see."""
+
+from __future__ import annotations
+
+from codegen.axes.axis import Axis
+
+
+class Kind(Axis):
+    """diagnostic: the same kernel, writing scores, P and tile products for the tests of each stage."""
+
+    diagnostic: bool
+
+    FWD = "fwd", {"diagnostic": False}
+    DIAG = "diag", {"diagnostic": True}
+
+
+class Mask(Axis):
+    """diagonal: the last key that a row sees depends on the row's number. windowed: so does the first one.
+
+    text: what the head comment of a kernel says.
+    """
+
+    diagonal: bool
+    windowed: bool
+    text: str
+
+    FULL = "full", {"diagonal": False, "windowed": False, "text": "no mask"}
+    CAUSAL = "causal", {"diagonal": True, "windowed": False, "text": "causal mask"}
+    WINDOW = "window", {"diagonal": True, "windowed": True, "text": "window of keys"}
+
+    @classmethod
+    def of(cls, causal: bool) -> Mask:
+        """The mask of a call without a window."""
+        return cls.CAUSAL if causal else cls.FULL

@@ -1,0 +1,147 @@
+"""The variant: one point of the declared matrix. Its id, and the parser of ids, follow from its fields."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from codegen.axes import Cluster, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
+from codegen.axes.axis import Axis
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """How an id spells a field: `prefix`, then text that `pattern` matches and `parse` reads.
+
+    plain: the value that is not written. Fields of a `group` are written unless all of them are plain.
+    """
+
+    pattern: str
+    parse: Callable[[str], object]
+    prefix: str = ""
+    plain: Axis | None = None
+    group: str = ""
+
+
+def _part(**how: Any) -> Any:
+    return field(metadata={"part": _Part(**how)})
+
+
+def _axis(of: type[Axis], plain: Axis | None = None, group: str = "") -> Any:
+    return _part(pattern="|".join(map(str, of)), parse=of, plain=plain, group=group)
+
+
+def _number(prefix: str) -> Any:
+    return _part(pattern=r"\d+", parse=int, prefix=prefix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Fields in the order of the id."""
+
+    family: str = _part(pattern="[a-z0-9]+", parse=str)
+    kind: Kind = _axis(Kind)
+    head_dim: int = _number("d")
+    tile: Tile = _part(pattern=Tile.PATTERN, parse=Tile.parse)
+    stages: int = _number("s")
+    scaling: Scaling = _axis(Scaling)
+    mask: Mask = _axis(Mask)
+    dtype: Operand = _axis(Operand)
+    out: Out = _axis(Out)
+    softmax: Softmax = _axis(Softmax)
+    schedule: Schedule = _axis(Schedule, plain=Schedule.MULTISTAGE, group="execution")
+    cluster: Cluster = _axis(Cluster, plain=Cluster.SOLO, group="execution")
+    walk: Walk = _axis(Walk, plain=Walk.DENSE, group="walk")
+
+    @cached_property
+    def id(self) -> str:
+        return self._text(AXES)
+
+    @property
+    def shape(self) -> str:
+        """What tells the rivals of a problem apart: tile, stages, schedule, cluster."""
+        return self._text(SHAPE)
+
+    def _text(self, axes: tuple[str, ...]) -> str:
+        parts = {axis: _PARTS[axis] for axis in axes}
+        written = {p.group for axis, p in parts.items() if p.plain is None or getattr(self, axis) is not p.plain}
+        return "_".join(f"{p.prefix}{getattr(self, axis)}" for axis, p in parts.items() if p.group in written)
+
+    @property
+    def causal(self) -> bool:
+        """Whether the last key of a row depends on its number."""
+        return self.mask.diagonal
+
+    @property
+    def windowed(self) -> bool:
+        """Whether the first key of a row does, too."""
+        return self.mask.windowed
+
+    # What the template calls the tile's parts.
+    @property
+    def tile_m(self) -> int:
+        return self.tile.m
+
+    @property
+    def tile_n(self) -> int:
+        return self.tile.n
+
+    @property
+    def warps(self) -> int:
+        return self.tile.warps
+
+    @property
+    def warpgroups(self) -> int:
+        """Those that compute; 0 for fewer than 4 warps."""
+        return self.tile.warps // 4
+
+    @property
+    def score(self) -> str:
+        """Accumulator of Q K^T."""
+        return self.softmax.score
+
+    @property
+    def terms(self) -> int:
+        """e4m3 numbers whose sum is a P."""
+        return self.softmax.terms
+
+
+_PARTS: dict[str, _Part] = {f.name: f.metadata["part"] for f in fields(Variant)}
+AXES = tuple(_PARTS)
+SHAPE = ("tile", "stages", "schedule", "cluster")  # the axes in which rivals of a problem differ
+
+
+def _pattern() -> re.Pattern[str]:
+    """What ids look like: parts joined by underscores, a group with a plain form as a whole or not at all."""
+    groups: dict[str, str] = {}
+    for axis, part in _PARTS.items():
+        mark = "_" if groups else ""
+        groups[part.group] = groups.get(part.group, "") + f"{mark}{part.prefix}(?P<{axis}>{part.pattern})"
+    return re.compile("".join(f"(?:{text})?" if group else text for group, text in groups.items()), re.ASCII)
+
+
+_ID = _pattern()
+
+
+def parse_id(text: str) -> Variant:
+    """The variant with this id. Raises ValueError for any other text, also for another spelling of an id (d064)."""
+    if (match := _ID.fullmatch(text)) is not None:
+        found = match.groupdict()
+        values: dict[str, Any] = {
+            axis: part.plain if found[axis] is None else part.parse(found[axis]) for axis, part in _PARTS.items()
+        }
+        v = Variant(**values)
+        if v.id == text:
+            return v
+    raise ValueError(
+        f"{text!r} is not a variant id; they look like sm89_fwd_d64_m128n64w4_s2_block_causal_e4m3_bf16_linear "
+        "or sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo"
+    )
+
+
+def axis_text(value: object) -> str:
+    """How an axis value is written on the command line, in the ledger and in the table."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,12 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from codegen.arch import TARGETS, family_of
+from codegen.arch import TARGETS
 from codegen.axes import Kind, Mask, Operand, Out, Scaling, Softmax
 from codegen.evidence import FAMILY, Class, Problem, evidence
+from codegen.families import family_of
 from codegen.keys import seqlen_bucket
+from codegen.legal import check
 from codegen.matrix import matrix_of
-from codegen.rules import check
 from codegen.select import modelled_us
 from codegen.variant import Variant
 

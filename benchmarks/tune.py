@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from codegen import evidence as measurements
-from codegen.arch import CARDS, FAMILIES
 from codegen.axes import Softmax
 from codegen.evidence import Class
+from codegen.families import FAMILIES
 from codegen.keys import precision_of
 from codegen.variant import parse_id
 from fp8cutlass import attention, extension
@@ -36,7 +36,7 @@ from .shapes import Shape
 
 WORK = ROOT / "build" / "tune"
 GENERATED = ROOT / "generated"
-CARD = CARDS[FAMILIES[measurements.FAMILY].model_card]  # whose loads the table is made for
+CARD = FAMILIES[measurements.FAMILY].card  # whose loads the table is made for
 
 # The kernels are held to 0.8% of the emulator (tests/test_gpu_variants.py); beyond 128 columns every further step of 32
 # products may round an f16 score the other way.

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import click
 
-from codegen.arch import TARGETS, model_card
+from codegen.arch import TARGETS
 from codegen.axes import Operand, Out, Scaling
 from codegen.evidence import EvidenceError
 from codegen.explain import explain as explain_text
+from codegen.families import model_card
 from codegen.gates.command import gates
 from codegen.keys import LOADS, PRECISIONS, Key, load_of, seqlen_bucket
 from codegen.ledger import counts
@@ -30,7 +31,6 @@ from codegen.options import (
 from codegen.outputs import files
 from codegen.render import environment, render_kernel
 from codegen.select import of_profile, select
-from codegen.tune import tune
 from codegen.writer import compare, write
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "generated"
@@ -202,5 +202,4 @@ def explain(
     click.echo(explain_text(key, of_profile(select().emitted, profile)))
 
 
-for command in (gates, tune):
-    main.add_command(command)
+main.add_command(gates)

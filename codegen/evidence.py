@@ -16,11 +16,11 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
-from codegen.arch import CARDS, FAMILIES
 from codegen.axes import Kind, Mask, Scaling, Softmax
+from codegen.families import FAMILIES
 from codegen.keys import LOADS, load_of, seqlen_bucket
+from codegen.legal import check
 from codegen.matrix import undeclared
-from codegen.rules import check
 from codegen.variant import Variant, parse_id
 
 FAMILY = "sm90a"
@@ -44,7 +44,7 @@ class Problem:
 
     @property
     def load(self) -> str:
-        return load_of(self.batch * self.heads, self.seqlen_q, CARDS[FAMILIES[FAMILY].model_card].sms)
+        return load_of(self.batch * self.heads, self.seqlen_q, FAMILIES[FAMILY].card.sms)
 
     def __str__(self) -> str:
         return (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from codegen.arch import CARDS, FAMILIES, TARGETS
+from codegen.arch import TARGETS
+from codegen.families import FAMILIES
 from codegen.keys import Key, bucket_text, representative
+from codegen.legal import check
 from codegen.matrix import profile_of
-from codegen.model import cost
-from codegen.rules import check
 from codegen.select import Timing, measured_costs, modelled_costs, modelled_us, order, regret, rivals, timing
 from codegen.table import CRITERIA, Decision, decide
 from codegen.variant import Variant, parse_id
@@ -25,7 +25,7 @@ def explain(key: Key, emitted: tuple[Variant, ...]) -> str:
         return "\n".join([*lines, f"kernel   none: {decision.reason}"])
     winner = parse_id(decision.variant)
     family = FAMILIES[winner.family]
-    card = CARDS[family.model_card]
+    card = family.card
     if key.arch in family.emulated:
         lines.append(
             f"family   {family.name}, emulated on {key.arch}: right results, without the speed of a kernel made for it"
@@ -34,7 +34,7 @@ def explain(key: Key, emitted: tuple[Variant, ...]) -> str:
     legal = [v for v, rejection in judged if rejection is None]
     illegal = [(v, rejection) for v, rejection in judged if rejection is not None]
     times = {v: timing(v, key.seqlen, key.load) for v in legal}
-    terms = cost(winner, representative(card, key.seqlen, key.load, key.causal), card)
+    terms = family.cost(winner, representative(card, key.seqlen, key.load, key.causal), card)
     lines += [
         f"kernel   {winner.id}",
         f"because  {decision.criterion}"
@@ -105,7 +105,7 @@ def _evidence(v: Variant, t: Timing, key: Key) -> str:
             f"for {m.problem}{f', geometric mean with {m.others} more' if m.others else ''}; {m.toolchain}, "
             f"commit {m.commit}"
         )
-    card = CARDS[FAMILIES[v.family].model_card]
+    card = FAMILIES[v.family].card
     shape = representative(card, key.seqlen, key.load, key.causal)
     return (
         f"evidence model, not measured: {_us(t)} on one {card.name} at {card.clock} GHz for batch*heads "

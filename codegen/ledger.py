@@ -6,8 +6,9 @@ from collections import Counter
 from functools import cache
 
 from codegen.evidence import digest
+from codegen.families import FAMILIES
+from codegen.legal import Rejection
 from codegen.matrix import MATRICES, Matrix
-from codegen.rules import RULES, Rejection
 from codegen.select import Selection
 from codegen.variant import Variant, axis_text
 
@@ -15,7 +16,7 @@ OUTRANKED_WHY = "legal, but the kernels that are emitted for the same problem ar
 
 
 def why(family: str, rule: str) -> str:
-    return OUTRANKED_WHY if rule == "OUTRANKED" else next(r.why for r in RULES[family] if r.name == rule)
+    return OUTRANKED_WHY if rule == "OUTRANKED" else next(r.why for r in FAMILIES[family].rules if r.name == rule)
 
 
 def group(points: list[tuple[Variant, Rejection]], matrix: Matrix) -> list[tuple[str, str, str, int]]:

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from codegen.arch import family_of
 from codegen.axes import Cluster, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
+from codegen.families import family_of
 from codegen.variant import AXES, Variant, axis_text
 
 SM89_HEAD_DIMS = (32, 64, 96, 128, 256)

@@ -6,9 +6,9 @@ import click
 from click.core import ParameterSource
 
 from codegen.arch import TARGETS
+from codegen.legal import check as check_rules
 from codegen.matrix import PROFILES, undeclared
 from codegen.outputs import Request
-from codegen.rules import check as check_rules
 from codegen.select import of_profile, select
 from codegen.table import built
 from codegen.variant import AXES, Variant, axis_text, parse_id

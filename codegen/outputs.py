@@ -10,17 +10,18 @@ from jinja2 import Environment
 
 from codegen.arch import TARGETS
 from codegen.axes import Scaling
-from codegen.derive import derive
+from codegen.families import derive
+from codegen.families.view import symbol
 from codegen.keys import LOAD_BOUNDS, LOAD_ROWS, MOST, SEQLEN_BOUNDS, SHORT, bucket_text
 from codegen.ledger import render as render_ledger
+from codegen.legal import served
 from codegen.matrix import HEAD_DIMS, head_dims, profile_of
 from codegen.pack import Pack, pack_profile, pack_targets, packs_of
 from codegen.render import environment, render_kernel, render_pack
-from codegen.scaling import KEY_BLOCK, key_block, served
+from codegen.scaling import KEY_BLOCK, key_block
 from codegen.select import Selection
 from codegen.table import Table, build, targets_of
 from codegen.variant import Variant
-from codegen.view import symbol
 
 CELLS_PER_LINE = 24
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from codegen.arch import FAMILIES, REGISTERS_PER_SM
+from codegen.arch import REGISTERS_PER_SM, TARGETS
 from codegen.axes.axis import Axis
 from codegen.matrix import PROFILES, profile_of
 from codegen.scaling import key_block
@@ -105,7 +105,7 @@ class Pack:
     def delivery_ctas_per_sm(self) -> int:
         """CTAs of it that the shared memory and the registers of an SM have room for: each takes 1 KB for the system,
         and 80 registers a thread at least."""
-        memory = FAMILIES["sm90a"].smem_per_block // (self.delivery_bytes + 1024)
+        memory = TARGETS["sm90a"].smem_per_block // (self.delivery_bytes + 1024)
         return min(memory, REGISTERS_PER_SM // (80 * self.delivery_threads))
 
     @property

@@ -7,15 +7,12 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from codegen import view_sm89, view_sm90
-from codegen.arch import FAMILIES
+from codegen.families import FAMILIES
+from codegen.legal import kernel_asserts
 from codegen.pack import Pack
-from codegen.rules import kernel_asserts
 from codegen.variant import Variant
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
-
-_VIEW = {"sm89": view_sm89.kernel_view, "sm90a": view_sm90.kernel_view}
 
 
 def environment(templates: Path = TEMPLATES) -> Environment:
@@ -35,15 +32,10 @@ class Assert:
     message: str
 
 
-def kernel_view(v: Variant) -> object:
-    """What the template of the variant's family may ask about it beyond its axes."""
-    return _VIEW[v.family](v)
-
-
 def render_kernel(v: Variant, env: Environment) -> str:
-    template = env.get_template(FAMILIES[v.family].template)
-    asserts = [Assert(cpp=cpp, message=message) for cpp, message in kernel_asserts(v.family)]
-    return template.render(v=v, d=kernel_view(v), asserts=asserts)
+    family = FAMILIES[v.family]
+    asserts = [Assert(cpp=cpp, message=message) for cpp, message in kernel_asserts(family)]
+    return env.get_template(family.template).render(v=v, d=family.view(v), asserts=asserts)
 
 
 def render_pack(pack: Pack, env: Environment) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from codegen.arch import FAMILIES
 from codegen.axes import Operand, Out, Scaling
 from codegen.axes.axis import Axis
 from codegen.derived import Derived
@@ -60,9 +59,8 @@ class Rule:
         return self.refuses is not None and self.refuses(v, d)
 
 
-def smem_rule(family: str, code: str) -> Rule:
-    """code: how the compiler calls the target whose limit it is."""
-    limit = FAMILIES[family].smem_per_block
+def smem_rule(limit: int, code: str) -> Rule:
+    """limit: bytes. code: how the compiler calls the target whose limit it is."""
     return Rule(
         name="SMEM",
         why=f"shared memory a block can have on {code}",
@@ -75,6 +73,15 @@ def refused(what: str, offered: Iterable[Axis]) -> str:
     """The sentence that names what is offered instead."""
     *others, last = map(str, offered)
     return f"{what} not offered ({', '.join(others)} and {last} are)" if others else f"{what} not offered ({last} are)"
+
+
+def head_dim_rule(choices: tuple[int, ...], why: str) -> Rule:
+    return Rule(
+        name="HEAD-DIM",
+        why=why,
+        refuses=lambda v, d: v.head_dim not in choices,
+        explain=lambda v, d: f"head_dim {v.head_dim} is none of {', '.join(map(str, choices))}",
+    )
 
 
 LINEAR_RANGE = Rule(

@@ -8,14 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from codegen.arch import CARDS, FAMILIES
 from codegen.axes import Mask, Operand, Out, Scaling, Walk
-from codegen.derive import derive
 from codegen.evidence import Measurement, measured
+from codegen.families import FAMILIES, derive
 from codegen.keys import LOADS, SEQLEN_BOUNDS, representative
+from codegen.legal import Rejection, check
 from codegen.matrix import MATRICES, Matrix, in_profile
-from codegen.model import cost
-from codegen.rules import Rejection, check
 from codegen.scaling import key_block
 from codegen.variant import SHAPE, Variant
 
@@ -59,8 +57,9 @@ class Timing:
 @cache
 def modelled_us(v: Variant, seqlen: int, load: str) -> float:
     """Modelled microseconds of the problem that stands for a cell, on the card that stands for the family."""
-    card = CARDS[FAMILIES[v.family].model_card]
-    return cost(v, representative(card, seqlen, load, v.causal), card).us
+    family = FAMILIES[v.family]
+    card = family.card
+    return family.cost(v, representative(card, seqlen, load, v.causal), card).us
 
 
 def timing(v: Variant, seqlen: int, load: str) -> Timing:

@@ -7,13 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from codegen.arch import FAMILIES, families_of
 from codegen.axes import Cluster, Kind, Operand, Out, Scaling, Walk
-from codegen.derive import derive
+from codegen.families import FAMILIES, derive, families_of
 from codegen.keys import SOFTMAXES, Key, axes
+from codegen.legal import served
 from codegen.matrix import head_dims, matrix_of
-from codegen.rules import RULES
-from codegen.scaling import served
 from codegen.select import Order, Timing, order, timing
 from codegen.variant import Variant
 
@@ -145,7 +143,7 @@ def _refusal(key: Key, family: str) -> str | None:
     )
     serving = (replace(probe, scaling=scaling) for scaling in matrix.scaling)
     probe = next((v for v in serving if key.scaling in served(v)), probe)
-    for rule in RULES[family]:
+    for rule in FAMILIES[family].rules:
         if rule.of_choice and rule.broken(probe, derive(probe)):
             return f"{rule.name}: {rule.explain(probe, derive(probe))}"
     return None

@@ -17,18 +17,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from codegen import rules  # noqa: E402  (needs the path above when run as a file)
+from codegen.families import FAMILIES  # noqa: E402  (needs the path above when run as a file)
 from codegen.gates.compile import measure_all  # noqa: E402
 from codegen.gates.rules import check  # noqa: E402
 from codegen.gates.subject import render  # noqa: E402
 from codegen.gates.toolbox import open_toolbox  # noqa: E402
+from codegen.legal import check as check_rules  # noqa: E402
 from codegen.variant import Variant, parse_id  # noqa: E402
 
 
@@ -162,12 +163,12 @@ def _by_racecheck(fault: Fault, environment: dict[str, str]) -> tuple[bool, str]
 def refused_by(name: str, kernel: str) -> Variant:
     """The variant of that id. LookupError unless this rule refuses it and no other would."""
     v = parse_id(kernel)
-    refused, whole = rules.check(v), rules.RULES["sm90a"]
-    rules.RULES["sm90a"] = tuple(rule for rule in whole if rule.name != name)
+    refused, whole = check_rules(v), FAMILIES[v.family]
+    FAMILIES[v.family] = replace(whole, rules=tuple(rule for rule in whole.rules if rule.name != name))
     try:
-        otherwise = rules.check(v)
+        otherwise = check_rules(v)
     finally:
-        rules.RULES["sm90a"] = whole
+        FAMILIES[v.family] = whole
     if refused is None or refused.rule != name or otherwise is not None:
         raise LookupError(f"{kernel} is refused by {refused}, without {name} by {otherwise}")
     return v

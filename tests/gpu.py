@@ -11,7 +11,7 @@ import pytest
 import torch
 from reference import Operands
 
-from codegen import derive_sm90
+from codegen.families.warpgroup.derive import derive as derive_warpgroup
 from codegen.variant import parse_id
 from fp8cutlass import extension, supports
 from fp8cutlass.attend import Way
@@ -160,7 +160,7 @@ def loop_form(variant: Variant) -> tuple[bool, int, bool]:
     unrolled tiles beside the loop."""
     if variant.family != "sm90a":
         return False, 1, False
-    derived = derive_sm90.derive(parse_id(variant.id))
+    derived = derive_warpgroup(parse_id(variant.id))
     return derived.prepares, derived.halves, bool(derived.unrolled)
 
 

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner, Result
 from test_dispatch_runtime import BASE, write_tables
 
-from codegen import arch as facts
+from codegen import families as facts
 from fp8cutlass import explain, extension
 from fp8cutlass.cli import main
 from fp8cutlass.cli.explain import MODEL_CARDS, device_of

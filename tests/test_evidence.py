@@ -21,7 +21,7 @@ from codegen.cli import main
 from codegen.evidence import COLUMNS, PATH, EvidenceError, Problem, read
 from codegen.explain import explain
 from codegen.keys import LOADS, Key, seqlen_bucket
-from codegen.rules import check
+from codegen.legal import check
 from codegen.scaling import key_block
 from codegen.variant import Variant, parse_id
 

@@ -11,10 +11,11 @@ import re
 import pytest
 from click.testing import CliRunner, Result
 
-from codegen.arch import TARGETS, model_card
+from codegen.arch import TARGETS
 from codegen.axes import Operand, Out, Scaling
 from codegen.cli import main
 from codegen.explain import explain
+from codegen.families import model_card
 from codegen.keys import Key, load_of, seqlen_bucket
 from codegen.select import rivals, select
 from codegen.table import CRITERIA, decide

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from codegen.arch import TARGETS, family_of
+from codegen.arch import TARGETS
 from codegen.axes import Kind
 from codegen.cli import main
+from codegen.families import family_of
 from codegen.gates import machine, report
 from codegen.gates.compile import CompileError, measure, measure_all, parse_resources
 from codegen.gates.occupancy import ctas_per_sm

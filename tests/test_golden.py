@@ -19,7 +19,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from codegen.axes import Cluster, Kind, Out, Scaling, Schedule, Softmax  # noqa: E402
-from codegen.derive_sm90 import derive  # noqa: E402
+from codegen.families.warpgroup.derive import derive  # noqa: E402
 from codegen.outputs import kernel_path  # noqa: E402
 from codegen.render import environment, render_kernel  # noqa: E402
 from codegen.select import select  # noqa: E402

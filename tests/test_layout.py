@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from compilers import ROOT, nvcc
 
-from codegen.derive_sm89 import row_pitch
+from codegen.families.warp.derive import row_pitch
 from codegen.matrix import SM89_HEAD_DIMS, SM89_TILES
 
 

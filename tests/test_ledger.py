@@ -12,8 +12,8 @@ import re
 import pytest
 
 from codegen.ledger import counts, group, render, why
+from codegen.legal import check
 from codegen.matrix import MATRICES, Matrix
-from codegen.rules import check
 from codegen.select import problem_class, select
 from codegen.variant import Variant, axis_text
 

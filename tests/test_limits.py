@@ -16,9 +16,9 @@ import pytest
 import torch
 from reference import randn
 
+from codegen.families.warpgroup.view import MANY_KEYS, TRUNCATION
 from codegen.gates import compile as compiling
 from codegen.gates.toolbox import Toolbox, ToolboxError, open_toolbox
-from codegen.view_sm90 import MANY_KEYS, TRUNCATION
 from fp8cutlass import UnsupportedError, attention, supports
 from fp8cutlass.manifest import generated_dir, load_manifest
 from fp8cutlass.memory import TENSOR_MAP_STRIDE, aligned

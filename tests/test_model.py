@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from codegen import model_sm90
 from codegen.arch import CARDS
 from codegen.axes import Cluster, Mask, Schedule, Softmax, Tile
 from codegen.cost import Shape
-from codegen.model import cost
+from codegen.families.warpgroup.cost import LAUNCH_US, cost
 from codegen.variant import parse_id
 
 H200 = CARDS["H200"]
@@ -55,7 +54,7 @@ def test_the_model_meets_what_was_measured(kernel: str, schedule: str, causal: b
         heads = TOKENS // seqlen * WIDTH // v.head_dim
         shape = Shape(batch_heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, causal=causal)
         flop = 4 * heads * seqlen * seqlen * v.head_dim / (2 if causal else 1)
-        modelled = cost(v, shape, H200).us - model_sm90.LAUNCH_US  # launches were back to back
+        modelled = cost(v, shape, H200).us - LAUNCH_US  # launches were back to back
         assert abs(math.log(modelled * rate * 1e6 / flop)) < CLOSE, (seqlen, modelled, flop / rate / 1e6)
 
 

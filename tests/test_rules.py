@@ -13,22 +13,23 @@ from typing import Any
 import pytest
 from compilers import nvcc, run_cpp
 
-from codegen import derive_sm90
-from codegen.arch import FAMILIES, REGISTERS_PER_SM, REGISTERS_PER_THREAD, TARGETS
+from codegen.arch import REGISTERS_PER_SM, REGISTERS_PER_THREAD, TARGETS
 from codegen.axes import Cluster, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
-from codegen.derive import derive
 from codegen.expr import Env
+from codegen.families import FAMILIES, derive
+from codegen.families.warpgroup.derive import derive as derive_warpgroup
+from codegen.legal import check, kernel_asserts
 from codegen.matrix import MATRICES
 from codegen.render import environment as template_environment
 from codegen.render import render_kernel
 from codegen.rule import QK_AMAX, Rule, environment
-from codegen.rules import RULES, check, kernel_asserts
 from codegen.select import select
 from codegen.variant import Variant, parse_id
 from fp8cutlass.manifest import SCORE_AMAX
 
 BASE = parse_id("sm89_fwd_d64_m64n64w4_s2_tensor_full_e4m3_bf16_linear")
 HOPPER = parse_id("sm90a_fwd_d64_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo")
+RULES = {name: family.rules for name, family in FAMILIES.items()}
 RULE = {family: {rule.name: rule for rule in rules} for family, rules in RULES.items()}
 LIMIT = FAMILIES["sm89"].smem_per_block
 HOPPER_LIMIT = FAMILIES["sm90a"].smem_per_block
@@ -402,7 +403,7 @@ def test_python_and_cpp_agree_on_every_condition(family: str, tmp_path: Path) ->
 
 def test_every_condition_stands_in_every_kernel() -> None:
     env = template_environment()
-    lines = {f: [f'static_assert({cpp}, "{message}");' for cpp, message in kernel_asserts(f)] for f in RULES}
+    lines = {f: [f'static_assert({cpp}, "{message}");' for cpp, message in kernel_asserts(FAMILIES[f])] for f in RULES}
     for family, rules in RULES.items():
         assert len(lines[family]) == sum(rule.condition is not None for rule in rules)
     for v in select().emitted:
@@ -457,7 +458,7 @@ def test_the_compiler_accepts_a_legal_kernel(v: Variant, tmp_path: Path) -> None
     ],
 )
 def test_what_follows_from_an_sm90a_variant(changes: dict[str, Any], expected: dict[str, int]) -> None:
-    d = derive_sm90.derive(replace(HOPPER, **changes))
+    d = derive_warpgroup(replace(HOPPER, **changes))
     assert {name: getattr(d, name) for name in expected} == expected
 
 
@@ -480,7 +481,7 @@ def test_forms_with_unrolled_tiles(head_dim: int, keys: int, forms: list[tuple[i
         softmax=Softmax.LINEAR,
         mask=Mask.FULL,
     )
-    found = derive_sm90.derive(v).unrolled
+    found = derive_warpgroup(v).unrolled
     assert [(u.least_keys, u.most_keys, u.tiles, u.last_keys, u.products) for u in found] == forms
     others = Softmax.EXP2, Softmax.QUADRATIC
     for other in (
@@ -491,12 +492,12 @@ def test_forms_with_unrolled_tiles(head_dim: int, keys: int, forms: list[tuple[i
         {"scaling": Scaling.TOKEN},
         {"kind": Kind.DIAG},
     ):
-        assert derive_sm90.derive(replace(v, **other)).unrolled == ()
+        assert derive_warpgroup(replace(v, **other)).unrolled == ()
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2, 3])
 def test_the_registers_of_all_roles_fit_an_sm(warpgroups: int) -> None:
-    d = derive_sm90.derive(replace(HOPPER, tile=tile(64 * warpgroups, 64, 4 * warpgroups)))
+    d = derive_warpgroup(replace(HOPPER, tile=tile(64 * warpgroups, 64, 4 * warpgroups)))
     assert 128 * (warpgroups * d.consumer_registers + d.producer_registers) <= REGISTERS_PER_SM
     assert d.consumer_registers % 8 == d.producer_registers % 8 == 0
 

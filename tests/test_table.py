@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codegen.arch import CARDS, FAMILIES, TARGETS, Card, families_of, family_of, model_card
+from codegen.arch import CARDS, TARGETS, Card
 from codegen.axes import Cluster, Kind, Mask, Out, Scaling, Schedule, Softmax, Walk
-from codegen.derive import derive
+from codegen.families import FAMILIES, derive, families_of, family_of, model_card
 from codegen.keys import (
     LOAD_ROWS,
     LOADS,
@@ -32,16 +32,16 @@ from codegen.keys import (
     representative,
 )
 from codegen.keys import seqlen_bucket as bucket
+from codegen.legal import check, served
 from codegen.matrix import HEAD_DIMS, MATRICES, PROFILES, head_dims, in_profile, profile_of
-from codegen.rules import RULES, check
-from codegen.scaling import key_block, served
+from codegen.scaling import key_block
 from codegen.select import Timing, of_profile, order, problem_class, select, timing
 from codegen.table import CRITERIA, Decision, Table, build, built, decide, keys, targets_of
 from codegen.variant import Variant, axis_text, parse_id
 
 ARCHS = tuple(TARGETS)
 SMS = model_card("sm89").sms
-RULE = {family: {rule.name: rule for rule in rules} for family, rules in RULES.items()}
+RULE = {name: {rule.name: rule for rule in family.rules} for name, family in FAMILIES.items()}
 RULE_NAMES = {name for rules in RULE.values() for name in rules}
 NOT_BUILT, PADDED = "NOT-BUILT", "PADDED"
 

@@ -17,7 +17,7 @@ from kernel_gates import L2_EMULATOR, beyond_rounding
 from reference import Reference, attention64
 from tensor_core import cut_products, scores, values
 
-from codegen.view_sm90 import TRUNCATION
+from codegen.families.warpgroup.view import TRUNCATION
 from fp8cutlass.manifest import Variant, generated_dir, load_manifest
 
 

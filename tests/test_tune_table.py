@@ -35,7 +35,7 @@ from benchmarks.tune import GENERATED, Plan, TuneError, adopt, make_plan, time_a
 from codegen import evidence
 from codegen.axes import Softmax
 from codegen.evidence import Class
-from codegen.rules import check
+from codegen.legal import check
 from codegen.variant import parse_id
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,13 +21,13 @@ import pytest
 
 from codegen.arch import TARGETS
 from codegen.axes import Cluster, Kind, Scaling
-from codegen.derive import derive
+from codegen.families import derive
+from codegen.families.view import symbol
 from codegen.matrix import PROFILES
 from codegen.outputs import Request, files, kernel_path
 from codegen.pack import packs_of
 from codegen.scaling import key_block
 from codegen.select import of_profile, select
-from codegen.view import symbol
 from codegen.writer import DIFF_LINES, compare, write
 
 ROOT = Path(__file__).resolve().parent.parent

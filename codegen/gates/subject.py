@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from codegen.arch import FAMILIES, TARGETS
-from codegen.derive import derive
+from codegen.arch import TARGETS
+from codegen.families import FAMILIES, derive
 from codegen.outputs import kernel_path
 from codegen.render import environment, render_kernel
 from codegen.variant import Variant

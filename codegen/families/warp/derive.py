@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from codegen.arch import FAMILIES, REGISTERS_PER_SM, REGISTERS_PER_THREAD, SMEM_RESERVED_PER_CTA
+from codegen.arch import REGISTERS_PER_SM, REGISTERS_PER_THREAD, SMEM_RESERVED_PER_CTA
 from codegen.derived import Derived
 from codegen.variant import Variant
 
+SMEM_PER_BLOCK, SMEM_PER_SM = 101_376, 102_400
 MAX_CTAS_PER_SM = 3  # a fourth adds no overlap that three do not have, and takes registers from all
 STEPS_AT_ONCE = 4  # k steps of Q K^T unrolled where Q comes from shared memory
 WORK_ITEM_BYTES = 128  # two decoded work items
@@ -18,7 +19,7 @@ Q_FRAGMENT_REGISTERS = 32  # beyond this many, Q fragments are read from shared 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sm89Derived(Derived):
+class WarpDerived(Derived):
     m_fragments: int
     q_in_registers: bool
     rows_in_registers: bool
@@ -53,7 +54,7 @@ def descale_slots(v: Variant) -> int:
 
 
 @cache
-def derive(v: Variant) -> Sm89Derived:
+def derive(v: Variant) -> WarpDerived:
     threads = 32 * v.warps
     rows_per_warp = v.tile_m // v.warps
     fragments = max(1, rows_per_warp // 16)
@@ -71,10 +72,9 @@ def derive(v: Variant) -> Sm89Derived:
     parts.append(("work items", WORK_ITEM_BYTES))
     smem = sum(size for _, size in parts)
 
-    family = FAMILIES[v.family]
     registers = estimate_registers(v, fragments, q_in_registers, rows_in_registers)
     limits = {
-        "shared memory": family.smem_per_sm // (smem + SMEM_RESERVED_PER_CTA),
+        "shared memory": SMEM_PER_SM // (smem + SMEM_RESERVED_PER_CTA),
         "registers": REGISTERS_PER_SM // (threads * min(registers, REGISTERS_PER_THREAD + 1)),
         "choice": MAX_CTAS_PER_SM,
     }
@@ -82,7 +82,7 @@ def derive(v: Variant) -> Sm89Derived:
     steps_n, steps_d = v.tile_n // 32, v.head_dim // 32
     values = fragments * (v.head_dim // 8 + 1) * steps_n * v.terms  # P V and the row sums
     scores = fragments * v.tile_n // 8
-    return Sm89Derived(
+    return WarpDerived(
         threads=threads,
         rows_per_warp=rows_per_warp,
         m_fragments=fragments,

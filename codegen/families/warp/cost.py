@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from codegen.arch import Card
 from codegen.cost import Cost, Shape
-from codegen.derive_sm89 import derive
+from codegen.families.warp.derive import derive
 from codegen.variant import Variant
 
 LAUNCH_US = 2.0

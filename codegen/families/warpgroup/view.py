@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from codegen.derive_sm90 import ITEM_SLOTS, ONES, derive
 from codegen.derived import Unrolled
-from codegen.scaling import key_block
+from codegen.families.view import View, common
+from codegen.families.warpgroup.derive import ITEM_SLOTS, ONES, derive
 from codegen.variant import Variant
-from codegen.view import summary, symbol
 
 # The tensor core cuts every product toward zero at 13 bits below the sum so far. One of P and 1 has four bits, one of P
 # and a value of V up to eight: with many keys a tile, P V loses more than the row sums that divide it, by nothing (V a
@@ -19,12 +18,9 @@ TRUNCATION = 1.0006
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelView:
-    symbol: str
-    summary: str
+class KernelView(View):
     schedule_text: str
     warpgroups: int
-    threads: int
     q_buffers: int
     item_slots: int
     split: int
@@ -40,8 +36,6 @@ class KernelView:
     unrolled: tuple[Unrolled, ...]
     loader_registers: int
     compute_registers: int
-    smem_sum: str
-    smem_bytes: int
     mma_scores: str
     mma_widths: tuple[tuple[int, str], ...]
     mma_values: str
@@ -49,25 +43,19 @@ class KernelView:
     mma_comment: str
     ones: str
     truncation: str
-    out_policy: str
-    k_granularity: str
-    v_granularity: str
-    key_block: int
 
 
 def kernel_view(v: Variant) -> KernelView:
     d = derive(v)
-    grain, operand, score = v.scaling.grain, v.dtype.mma, v.score.upper()
+    operand, score = v.dtype.mma, v.score.upper()
 
     def mma_scores(keys: int) -> str:
         return f"MMA_64x{keys}x32_{score}{operand}{operand}_SS_TN"
 
     return KernelView(
-        symbol=symbol(v.id),
-        summary=summary(v),
+        **common(v, d),
         schedule_text=v.schedule.text,
         warpgroups=d.warpgroups,
-        threads=d.threads,
         q_buffers=d.query_buffers,
         item_slots=ITEM_SLOTS,
         split=v.cluster.ctas,
@@ -83,8 +71,6 @@ def kernel_view(v: Variant) -> KernelView:
         unrolled=d.unrolled,
         loader_registers=d.producer_registers,
         compute_registers=d.consumer_registers,
-        smem_sum=f"{d.smem_sum} bytes",
-        smem_bytes=d.smem_bytes,
         mma_scores=mma_scores(v.tile_n // d.halves),
         mma_widths=tuple((n, mma_scores(n)) for n in sorted({v.tile_n, *(u.last_keys for u in d.unrolled)})),
         mma_values=f"MMA_64x{d.part_columns + ONES}x32_F32E4M3{operand}_RS_TN",
@@ -92,8 +78,4 @@ def kernel_view(v: Variant) -> KernelView:
         mma_comment=f"{d.mma_per_tile} of these a warpgroup and KV tile",
         ones=f"0x{v.dtype.ones:08X}",
         truncation=f"{TRUNCATION}f" if v.tile_n > MANY_KEYS and v.out.corrected else "1.f",
-        out_policy=v.out.policy,
-        k_granularity=grain.k,
-        v_granularity=grain.v,
-        key_block=key_block(v),
     )

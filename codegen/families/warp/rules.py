@@ -5,6 +5,7 @@ from __future__ import annotations
 from codegen.axes import Scaling
 from codegen.derived import Derived
 from codegen.expr import lift
+from codegen.families.warp.derive import SMEM_PER_BLOCK
 from codegen.rule import (
     CTAS,
     E4M3_OUT_TOKEN,
@@ -21,6 +22,7 @@ from codegen.rule import (
     WARP_ROWS,
     WARPS,
     Rule,
+    head_dim_rule,
     refused,
     smem_rule,
 )
@@ -41,7 +43,7 @@ def whole_row_groups(v: Variant, d: Derived) -> bool:
     return all(d.threads % (8 * load_columns(row_bytes)) == 0 for row_bytes in (v.head_dim, v.tile_n))
 
 
-SM89_RULES = (
+RULES: tuple[Rule, ...] = (
     Rule(
         name="WARP-ROWS",
         why="a warp owns one or two 16-row fragments: fewer cannot be, more do not fit the registers beside O",
@@ -55,11 +57,8 @@ SM89_RULES = (
         explain=lambda v, d: f"tile_n {v.tile_n} is no multiple of 32 that divides {KEY_BLOCK}",
     ),
     LINEAR_RANGE,
-    Rule(
-        name="HEAD-DIM",
-        why="shared-memory rows of other lengths would collide in the banks or not be whole k steps",
-        refuses=lambda v, d: v.head_dim not in HEAD_DIM_CHOICES,
-        explain=lambda v, d: f"head_dim {v.head_dim} is none of {', '.join(map(str, HEAD_DIM_CHOICES))}",
+    head_dim_rule(
+        HEAD_DIM_CHOICES, "shared-memory rows of other lengths would collide in the banks or not be whole k steps"
     ),
     Rule(
         name="LOAD-ROWS",
@@ -69,7 +68,7 @@ SM89_RULES = (
             f"{d.threads} threads copy no multiple of 8 rows of {v.head_dim} or {v.tile_n} bytes at a time"
         ),
     ),
-    smem_rule("sm89", "sm_89"),
+    smem_rule(SMEM_PER_BLOCK, "sm_89"),
     REGISTERS,
     Rule(
         name="OCCUPANCY",

@@ -11,7 +11,7 @@ from functools import cache
 
 from codegen.arch import Card
 from codegen.cost import Cost, Shape
-from codegen.derive_sm90 import ONES, derive
+from codegen.families.warpgroup.derive import ONES, derive
 from codegen.variant import Variant
 
 LAUNCH_US = 2.0

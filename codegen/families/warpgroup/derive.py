@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from codegen.arch import FAMILIES
-from codegen.axes import Mask, Schedule, Softmax, Tile, Walk
+from codegen import tuned
+from codegen.axes import Mask, Walk
 from codegen.derived import Derived, Unrolled
 from codegen.variant import Variant
 
+SMEM_PER_BLOCK, SMEM_PER_SM = 232_448, 233_472
 PRODUCER_THREADS = 128  # one more warpgroup, which only loads
 ROWS_PER_WARPGROUP = 64
 ONES = 8  # columns of the product with ones that gives the row sums; the width of the narrowest product
@@ -29,14 +30,6 @@ CONSUMER_REGISTERS = {1: 240, 2: 232, 3: 160}
 PRODUCER_REGISTERS = {1: 24, 2: 40, 3: 32}
 TIGHT_REGISTERS = (240, 24)  # those of two warpgroups where O alone takes half of them
 
-# Registers that may go through local memory, by head_dim, tile, softmax and schedule: a few words of a tile, stored
-# behind the scores and read back under the products, and of an item. Where 192 rows fill a wave and 128 do not, all
-# that fits takes 1.19 to 1.24 times as long: without a mask 12 heads of 2,048 rows, 3 of 8,192 (tuning/h200.csv).
-SPILLED = {(64, Tile(m=192, n=192, warps=12), Softmax.LINEAR, Schedule.PINGPONG): 4}
-
-# Where the tiles of an item are unrolled, by head_dim and keys a tile: the most keys of each form of the kernel, two
-# tiles or more (docs/lab/sm90a.md, row 44).
-UNROLLED = {(64, 256): (512, 1024), (96, 256): (512,), (128, 192): (512, 640, 1024)}
 LAST_KEYS = 64  # the last tile is multiplied in steps of so many keys
 
 # Registers beside accumulators: row state, addresses, loop counters, and what the compiler wants for alignment.
@@ -47,7 +40,7 @@ STATE_TOKEN = 4  # a scale for each key
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sm90Derived(Derived):
+class WarpgroupDerived(Derived):
     """Sizes in bytes unless they say otherwise.
 
     halves: slots of shared memory that a tile of K, or of V, takes.
@@ -121,7 +114,8 @@ def estimate_registers(v: Variant) -> int:
 
 
 def _spilled(v: Variant) -> int:
-    return 0 if v.out.scaled else SPILLED.get((v.head_dim, v.tile, v.softmax, v.schedule), 0)
+    """Registers that may go through local memory."""
+    return sum(tuned.numbers(v, "spilled"))
 
 
 def _smem(
@@ -151,18 +145,12 @@ def _quantises_q(v: Variant) -> bool:
     return not v.kind.diagnostic and v.dtype.made and v.head_dim <= WIDE_HEAD_DIM
 
 
-def _prepares(v: Variant) -> bool:
-    """Where it is faster at the lengths that a kernel is for, among those tried with `linear` (docs/lab/sm90a.md, row
-    29)."""
-    return v.schedule.turns and v.softmax.by_code and (v.head_dim, v.tile_n) == (128, 192)
-
-
 def _unrolled(v: Variant) -> tuple[Unrolled, ...]:
     plain = v.walk is Walk.DENSE and v.mask is Mask.FULL and v.cluster.ctas == 1 and not v.scaling.per_key
-    if not plain or v.kind.diagnostic or not v.schedule.turns or not v.softmax.by_code or v.softmax.bent:
+    if not plain or v.kind.diagnostic:
         return ()
     forms = []
-    for most in UNROLLED.get((v.head_dim, v.tile_n), ()):
+    for most in tuned.numbers(v, "unrolled"):
         tiles = -(-most // v.tile_n)
         before = (tiles - 1) * v.tile_n
         last = _up(most - before, LAST_KEYS)
@@ -179,22 +167,21 @@ def _unrolled(v: Variant) -> tuple[Unrolled, ...]:
 
 
 @cache
-def derive(v: Variant) -> Sm90Derived:
-    family = FAMILIES[v.family]
+def derive(v: Variant) -> WarpgroupDerived:
     key_slots, value_slots = _slots(v)
     value_stage = _up(v.tile_n // halves(v) * (v.head_dim + ONES), SWIZZLE_ALIGNMENT)
     descale_slots = v.stages if v.scaling.per_key else 0
     # A second Q is loaded while the first is still in use. The CTAs of a cluster have one item.
     buffers = 2 if v.cluster.ctas == 1 else 1
     smem = _smem(v, buffers, value_stage, descale_slots)
-    if buffers == 2 and sum(size for _, size in smem) > family.smem_per_block:
+    if buffers == 2 and sum(size for _, size in smem) > SMEM_PER_BLOCK:
         buffers = 1
         smem = _smem(v, buffers, value_stage, descale_slots)
     products = parts(v)
     quantises_q = False
     if buffers == 2 and _quantises_q(v):
         with_source = _smem(v, buffers, value_stage, descale_slots, quantises_q=True)
-        if quantises_q := sum(size for _, size in with_source) <= family.smem_per_block:
+        if quantises_q := sum(size for _, size in with_source) <= SMEM_PER_BLOCK:
             smem = with_source
     mma = halves(v) * -(-v.head_dim // 32) + products * v.terms * v.tile_n // 32
     consumer, producer = CONSUMER_REGISTERS.get(v.warpgroups, 0), PRODUCER_REGISTERS.get(v.warpgroups, 0)
@@ -205,7 +192,7 @@ def derive(v: Variant) -> Sm90Derived:
         # Each part its own accumulator where they fit, else two in turns.
         if (v.head_dim + products * COLUMNS_PART) // 2 > MOST_ACCUMULATORS:
             part_buffers = 2
-    return Sm90Derived(
+    return WarpgroupDerived(
         threads=32 * v.warps + PRODUCER_THREADS,
         rows_per_warp=v.tile_m // v.warps,
         smem_parts=smem,
@@ -229,7 +216,7 @@ def derive(v: Variant) -> Sm90Derived:
         part_buffers=part_buffers,
         tight=tight,
         quantises_q=quantises_q,
-        prepares=_prepares(v),
+        prepares=tuned.found(v, "prepares") is not None,
         unrolled=_unrolled(v),
         merge_bytes=0 if v.cluster.ctas == 1 else 4 * v.tile_m * (v.head_dim + MERGE_STATE),
         stream_bytes=key_slots * v.tile_n // halves(v) * row_pitch(v.head_dim) + value_slots * value_stage,

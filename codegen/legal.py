@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from codegen.derive import derive
-from codegen.rule import Rule
-from codegen.rules_sm89 import SM89_RULES
-from codegen.rules_sm90 import SM90A_RULES
+from codegen.axes import Scaling
+from codegen.families import FAMILIES, Family
 from codegen.variant import Variant
-
-RULES: dict[str, tuple[Rule, ...]] = {"sm89": SM89_RULES, "sm90a": SM90A_RULES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +17,21 @@ class Rejection:
 
 def check(v: Variant) -> Rejection | None:
     """The first rule of its family that the variant breaks, or None for a legal one."""
-    d = derive(v)
-    for rule in RULES[v.family]:
+    family = FAMILIES[v.family]
+    d = family.derive(v)
+    for rule in family.rules:
         if rule.broken(v, d):
             return Rejection(rule=rule.name, message=rule.explain(v, d))
     return None
 
 
-def kernel_asserts(family: str) -> list[tuple[str, str]]:
+def kernel_asserts(family: Family) -> list[tuple[str, str]]:
     """(C++ condition, message) for each rule of a family that a compiler can check."""
-    return [(r.condition.cpp(), f"{r.name}: {r.why}") for r in RULES[family] if r.condition is not None]
+    return [(r.condition.cpp(), f"{r.name}: {r.why}") for r in family.rules if r.condition is not None]
+
+
+def served(v: Variant) -> tuple[Scaling, ...]:
+    """The scaling modes of calls that the kernel computes."""
+    if v.scaling is not Scaling.BLOCK or not FAMILIES[v.family].strided_descales:
+        return (v.scaling,)
+    return tuple(s for s in Scaling if s is v.scaling or s.coarse)

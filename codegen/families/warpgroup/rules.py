@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import cast
 
-from codegen.axes import Out, Scaling, Schedule, Softmax, Tile
-from codegen.derive_sm90 import ROWS_PER_WARPGROUP, WIDE_HEAD_DIM, Sm90Derived
+from codegen import tuned
+from codegen.axes import Scaling, Schedule
 from codegen.derived import Derived
 from codegen.expr import lift
+from codegen.families.warpgroup.derive import ROWS_PER_WARPGROUP, SMEM_PER_BLOCK, WIDE_HEAD_DIM, WarpgroupDerived
 from codegen.rule import (
     E4M3_OUT_TOKEN,
     E5M2_OUT,
@@ -22,6 +23,7 @@ from codegen.rule import (
     TWO_TERMS_OUT,
     WARPS,
     Rule,
+    head_dim_rule,
     refused,
     smem_rule,
 )
@@ -34,23 +36,10 @@ SPLIT_ROWS = (64, 128)  # a split serves problems with few rows
 # column parts (C7511).
 QUADRATIC_COLUMNS = 256
 
-# What the estimate admits and nvcc 13.0 was seen to spill (None: any): accumulators of wgmma are whole blocks of
-# neighbouring registers, and at the limit the blocks leave gaps; `quadratic` takes no fewer registers than the `linear`
-# that stands here. The gates find what is missing. Since the LSE
-# sums left the hot path only the one of head_dim 192 spills; the others wait for somebody to time them.
-SPILLS: tuple[tuple[int, Tile, Softmax, Schedule, Out | None], ...] = (
-    (96, Tile(m=128, n=256, warps=8), Softmax.LINEAR, Schedule.PINGPONG, Out.E4M3),
-    (128, Tile(m=64, n=128, warps=4), Softmax.EXP2, Schedule.OVERLAP, None),
-    (128, Tile(m=128, n=192, warps=8), Softmax.LINEAR, Schedule.PINGPONG, Out.E4M3),
-    (128, Tile(m=128, n=64, warps=8), Softmax.EXP2, Schedule.PINGPONG, None),
-    (192, Tile(m=128, n=192, warps=8), Softmax.LINEAR, Schedule.COLUMNS, None),
-    (256, Tile(m=128, n=128, warps=8), Softmax.EXP2, Schedule.SERIAL, None),
-)
-
 
 def _merge(d: Derived) -> tuple[int, int]:
     """Bytes that the CTAs of a cluster exchange, and bytes that they have for it."""
-    sm90 = cast(Sm90Derived, d)
+    sm90 = cast(WarpgroupDerived, d)
     return sm90.merge_bytes, sm90.stream_bytes
 
 
@@ -64,7 +53,7 @@ def _columns_offered(v: Variant) -> bool:
     return v.head_dim > WIDE_HEAD_DIM and room and v.warpgroups == 2
 
 
-SM90A_RULES = (
+RULES: tuple[Rule, ...] = (
     LINEAR_RANGE,
     LINEAR_E5M2,
     LINEAR_TOKEN,
@@ -81,11 +70,9 @@ SM90A_RULES = (
     E4M3_OUT_TOKEN,
     TWO_TERMS_E5M2,
     TWO_TERMS_OUT,
-    Rule(
-        name="HEAD-DIM",
-        why="TMA writes rows of 64 or of 128 bytes without bank conflicts; only 96 is padded to one of them",
-        refuses=lambda v, d: v.head_dim not in HEAD_DIM_CHOICES,
-        explain=lambda v, d: f"head_dim {v.head_dim} is none of {', '.join(map(str, HEAD_DIM_CHOICES))}",
+    head_dim_rule(
+        HEAD_DIM_CHOICES,
+        "TMA writes rows of 64 or of 128 bytes without bank conflicts; only 96 is padded to one of them",
     ),
     Rule(
         name="WARPGROUP-ROWS",
@@ -132,7 +119,7 @@ SM90A_RULES = (
     Rule(
         name="HALVED-SLOTS",
         why="a tile in halves takes two slots of K at a time, and one fewer are there than of V",
-        refuses=lambda v, d: cast(Sm90Derived, d).key_slots < cast(Sm90Derived, d).halves,
+        refuses=lambda v, d: cast(WarpgroupDerived, d).key_slots < cast(WarpgroupDerived, d).halves,
         explain=lambda v, d: f"{v.stages} stages are too few for tiles of {v.tile_n} keys in halves",
     ),
     Rule(
@@ -144,7 +131,7 @@ SM90A_RULES = (
             f"schedule {' or '.join(s for s in Schedule if s.serial)} and one term of P"
         ),
     ),
-    smem_rule("sm90a", "sm_90a"),
+    smem_rule(SMEM_PER_BLOCK, "sm_90a"),
     Rule(
         name="MERGE-BYTES",
         why="what the CTAs of a cluster exchange lies where the stages of K and V were",
@@ -155,11 +142,7 @@ SM90A_RULES = (
     Rule(
         name="SPILLS",
         why="the compiler was seen to spill it",
-        refuses=lambda v, d: any(
-            (v.head_dim, v.tile, Softmax.LINEAR if v.softmax.by_code else v.softmax, v.schedule) == seen[:4]
-            and seen[4] in (None, v.out)
-            for seen in SPILLS
-        ),
+        refuses=lambda v, d: tuned.found(v, "spills") is not None,
         explain=lambda v, d: f"about {d.registers} registers a thread fit, but the blocks of accumulators do not",
     ),
 )

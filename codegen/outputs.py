@@ -12,18 +12,16 @@ from codegen.arch import TARGETS
 from codegen.axes import Scaling
 from codegen.families import derive
 from codegen.families.view import symbol
-from codegen.keys import LOAD_BOUNDS, LOAD_ROWS, MOST, SEQLEN_BOUNDS, SHORT, bucket_text
+from codegen.keys import LOAD_BOUNDS, LOAD_ROWS, MOST, SHORT
 from codegen.ledger import render as render_ledger
 from codegen.legal import served
-from codegen.matrix import HEAD_DIMS, head_dims, profile_of
+from codegen.matrix import head_dims, profile_of
 from codegen.pack import Pack, pack_profile, pack_targets, packs_of
 from codegen.render import environment, render_kernel, render_pack
 from codegen.scaling import KEY_BLOCK, key_block
 from codegen.select import Selection
 from codegen.table import Table, build, targets_of
 from codegen.variant import Variant
-
-CELLS_PER_LINE = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,6 @@ def files(request: Request, selection: Selection) -> dict[str, str]:
     out = dict(kernels)
     out["manifest.json"] = _manifest(request, packs, kernels)
     out["dispatch.json"] = _dispatch_json(table)
-    out["dispatch_table.inc"] = _dispatch_inc(table, request.variants, env)
     out["registry.cpp"] = _registry(request.variants, packs, env)
     out["ledger.txt"] = render_ledger(selection)
     return out
@@ -92,8 +89,6 @@ def _manifest(request: Request, packs: tuple[Pack, ...], kernels: dict[str, str]
                 "smem_bytes": d.smem_bytes,
                 "quantises_q": d.quantises_q,
                 "unrolled": [[u.least_keys, u.most_keys] for u in d.unrolled],
-                "mma_per_tile": d.mma_per_tile,
-                "mma_in_loop": d.mma_in_loop,
                 "targets": list(targets_of(v, request.archs)),
                 "file": path,
                 "sha256": _digest(kernels[path]),
@@ -146,47 +141,6 @@ def _dispatch_json(table: Table) -> str:
     lines += [" ],", ' "cells": [']
     lines.append(",\n".join("  " + ",".join(map(str, row)) for row in rows))
     return "\n".join(lines) + "\n ]\n}\n"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableRow:
-    comment: str
-    lines: list[tuple[int, ...]]
-
-
-def _dispatch_inc(table: Table, variants: tuple[Variant, ...], env: Environment) -> str:
-    position = {v.id: i for i, v in enumerate(variants)}
-    of_decision = [-1 if d.variant is None else position[d.variant] for d in table.decisions]
-    shape = [len(values) for _, values in table.axes]
-    width = 1
-    for size in shape[4:]:
-        width *= size
-    rows = []
-    values = [v for _, v in table.axes]
-    for start in range(0, len(table.cells), width):
-        row = start // width
-        dtype = values[3][row % shape[3]]
-        bucket = row // shape[3] % shape[2]
-        head_dim = values[1][row // shape[3] // shape[2] % shape[1]]
-        arch = values[0][row // shape[3] // shape[2] // shape[1]]
-        cells = [of_decision[c] for c in table.cells[start : start + width]]
-        rows.append(
-            TableRow(
-                comment=f"{arch} head_dim {head_dim} seqlen {bucket_text(bucket)} {dtype}",
-                lines=[tuple(cells[i : i + CELLS_PER_LINE]) for i in range(0, width, CELLS_PER_LINE)],
-            )
-        )
-    return env.get_template("dispatch_table.inc.j2").render(
-        axes=table.axes,
-        shape=shape,
-        head_dims=HEAD_DIMS,
-        seqlen_bounds=SEQLEN_BOUNDS,
-        load_rows=LOAD_ROWS,
-        load_bounds=LOAD_BOUNDS,
-        most=MOST,
-        short=SHORT,
-        rows=rows,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

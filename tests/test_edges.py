@@ -250,7 +250,7 @@ def test_one_block_of_zeros() -> None:
 @pytest.mark.parametrize(("target", "loop"), [("sm89", "l.qmma"), ("sm90a", "l.qgmma")])
 def test_reported_kernels_run_fp8_instructions(target: str, loop: str) -> None:
     """In the committed report on the machine code of every kernel; that it is current is a test of test_gates.py."""
-    lines = (ROOT / "docs" / f"gates_{target}_release.txt").read_text().splitlines()
+    lines = (ROOT / "generated" / "gates" / f"{target}_release.txt").read_text().splitlines()
     titles = next(line.split() for line in lines if re.match(r"kernel\s", line))
     rows = {line.split()[0]: dict(zip(titles, line.split(), strict=True)) for line in lines if line.startswith(target)}
     native = [v for v in load_manifest(generated_dir()).variants if v.family == target]

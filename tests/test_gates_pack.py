@@ -304,7 +304,7 @@ def _packs(arch: str, profile: str) -> tuple[Pack, ...]:
 def test_the_reports_were_read_from_the_committed_packs(arch: str, profile: str) -> None:
     """Every form of every pack of a build for the target, from the sources and headers as they are committed."""
     packs = _packs(arch, profile)
-    text = report.split((ROOT / "docs" / f"gates_{arch}_{profile}.txt").read_text())["pack"]
+    text = report.split((ROOT / "generated" / "gates" / f"{arch}_{profile}.txt").read_text())["pack"]
     forms = {f"{p.id}.{form.name}" for p in packs for form in packing.FORMS}
     delivered = {f"{p.id}.deliver" for p in packs if p.delivers and arch == "sm90a"}
     assert set(report.parse(text)[1]) == forms | delivered

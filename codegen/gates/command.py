@@ -22,7 +22,7 @@ DEFAULT_OUT = Path(__file__).resolve().parent.parent.parent / "build" / "gates"
 @emulated_option
 @click.option("--jobs", type=click.IntRange(min=1), default=None, help="Compilers at once. Default: by cores, memory.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=DEFAULT_OUT, help="Work files.")
-@click.option("--report", default=None, help="Default for whole profiles: docs/gates_{arch}_{profile}.txt.")
+@click.option("--report", default=None, help="Default for whole profiles: generated/gates/{arch}_{profile}.txt.")
 @click.option(
     "--packs", "packs_only", is_flag=True, help="Only the kernels that quantise and pack, and their part of the report."
 )

@@ -14,7 +14,7 @@ from codegen.gates.toolbox import ROOT, open_toolbox
 from codegen.pack import Pack
 from codegen.variant import Variant
 
-REPORT = str(ROOT / "docs" / "gates_{arch}_{profile}.txt")
+REPORT = str(ROOT / "generated" / "gates" / "{arch}_{profile}.txt")
 SHOWN = 40  # changes listed in full; the numbers are all in the fresh report
 
 

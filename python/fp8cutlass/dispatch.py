@@ -1,4 +1,4 @@
-"""From a problem to a kernel: the lookup in ``dispatch.json``, of which the extension holds a compiled copy."""
+"""From a problem to a kernel: the lookup in ``dispatch.json``."""
 
 from __future__ import annotations
 

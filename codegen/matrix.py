@@ -40,6 +40,14 @@ SM90A_TILES = (
     Tile(m=192, n=256, warps=12),
 )
 
+# Of classes that get one kernel: 192 rows leave the loader too few registers for an item of a ragged batch.
+SM90A_FEW_TILES = (
+    Tile(m=128, n=64, warps=8),
+    Tile(m=128, n=128, warps=8),
+    Tile(m=128, n=192, warps=8),
+    Tile(m=128, n=256, warps=8),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
@@ -125,6 +133,39 @@ MATRICES = (
         cluster=tuple(Cluster),
         walk=(Walk.DENSE,),
     ),
+    # What few kernels serve: those of 16-bit output, as results of windows and ragged batches are.
+    Matrix(
+        name="sm90a windows",
+        family="sm90a",
+        kind=Kind.FWD,
+        head_dim=SM90A_HEAD_DIMS,
+        tile=SM90A_FEW_TILES,
+        stages=(2, 3, 4),
+        scaling=(Scaling.BLOCK,),
+        mask=(Mask.WINDOW,),
+        dtype=(Operand.E4M3,),
+        out=(Out.BF16, Out.FP16),
+        softmax=(Softmax.EXP2, Softmax.LINEAR),
+        schedule=(Schedule.PINGPONG, Schedule.COLUMNS, Schedule.SERIAL),
+        cluster=(Cluster.SOLO,),
+        walk=(Walk.DENSE,),
+    ),
+    Matrix(
+        name="sm90a ragged",
+        family="sm90a",
+        kind=Kind.FWD,
+        head_dim=SM90A_HEAD_DIMS,
+        tile=SM90A_FEW_TILES,
+        stages=(2, 3, 4),
+        scaling=(Scaling.BLOCK,),
+        mask=tuple(Mask),
+        dtype=(Operand.E4M3,),
+        out=(Out.BF16, Out.FP16),
+        softmax=(Softmax.EXP2, Softmax.LINEAR),
+        schedule=(Schedule.PINGPONG, Schedule.COLUMNS, Schedule.SERIAL),
+        cluster=(Cluster.SOLO,),
+        walk=(Walk.RAGGED,),
+    ),
     Matrix(
         name="sm90a diagnostic",
         family="sm90a",
@@ -144,8 +185,10 @@ MATRICES = (
 )
 
 
-def matrix_of(family: str, kind: Kind) -> Matrix | None:
-    return next((m for m in MATRICES if (m.family, m.kind) == (family, kind)), None)
+def matrix_of(family: str, kind: Kind, mask: Mask = Mask.FULL, walk: Walk = Walk.DENSE) -> Matrix | None:
+    """The matrix that declares such variants; of those with no window and no table of lengths without more words."""
+    found = (m for m in MATRICES if (m.family, m.kind) == (family, kind))
+    return next((m for m in found if kind.diagnostic or (mask in m.mask and walk in m.walk)), None)
 
 
 def head_dims(target: str) -> tuple[int, ...]:
@@ -156,9 +199,10 @@ def head_dims(target: str) -> tuple[int, ...]:
 
 def undeclared(v: Variant) -> str | None:
     """Which part of a variant no matrix declares, and what is declared; None for a declared point."""
-    matrix = matrix_of(v.family, v.kind)
+    matrix = matrix_of(v.family, v.kind, v.mask, v.walk)
     if matrix is None:
-        return f"{v.family}_{v.kind} is not declared ({', '.join(f'{m.family}_{m.kind}' for m in MATRICES)} are)"
+        declared = dict.fromkeys(f"{m.family}_{m.kind}" for m in MATRICES)
+        return f"{v.family}_{v.kind}, mask {v.mask}, walk {v.walk} is not declared ({', '.join(declared)} are)"
     for axis in Matrix.AXES:
         value, values = getattr(v, axis), getattr(matrix, axis)
         if value not in values:
@@ -213,6 +257,9 @@ def profile_of(v: Variant) -> str:
     """The smallest profile that contains an emitted variant."""
     if v.kind.diagnostic:
         return "ci"
+    if v.special:
+        plain = v.out is Out.BF16 and v.softmax is Softmax.LINEAR
+        return "dev" if plain and v.head_dim == 64 else "ci" if plain else "release"
     return _two_terms_profile(v) if v.terms > 1 else _PROFILE[v.family](v)
 
 

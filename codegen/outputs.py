@@ -159,6 +159,7 @@ class RegistryEntry:
     coarse: bool
     draws: bool
     quantises_q: bool
+    ragged: bool
 
 
 def _registry(variants: tuple[Variant, ...], packs: tuple[Pack, ...], env: Environment) -> str:
@@ -176,6 +177,7 @@ def _registry(variants: tuple[Variant, ...], packs: tuple[Pack, ...], env: Envir
             coarse=len(served(v)) > 1,
             draws=v.schedule.draws and v.cluster.ctas == 1,
             quantises_q=derive(v).quantises_q,
+            ragged=v.walk.tables,
         )
         for v in variants
     ]

@@ -11,9 +11,9 @@ from functools import cache
 from codegen.axes import Mask, Operand, Out, Scaling, Walk
 from codegen.evidence import Measurement, measured
 from codegen.families import FAMILIES, derive
-from codegen.keys import LOADS, SEQLEN_BOUNDS, representative
+from codegen.keys import LOADS, MOST, SEQLEN_BOUNDS, representative
 from codegen.legal import Rejection, check
-from codegen.matrix import MATRICES, Matrix, in_profile
+from codegen.matrix import MATRICES, Matrix, in_profile, matrix_of
 from codegen.scaling import key_block
 from codegen.variant import SHAPE, Variant
 
@@ -24,6 +24,7 @@ WORTH = 1.06
 # Where kernels were measured, a class gets as many, up to six, as bring every measured cell within 2% of the best.
 CLOSE = 1.02
 MOST_MEASURED = 6
+ONLY_CELL = (SEQLEN_BOUNDS.index(4096), MOST)  # what a class with one kernel is chosen for
 MOST_RARE = 2  # one for light loads, one for heavy ones
 
 FAR = 1.05  # from here on the ledger does not say by how much a kernel was outranked, so that its rows can be joined
@@ -157,6 +158,8 @@ def _by_measurement(candidates: tuple[Variant, ...], most: int, costs: Costs) ->
 def _winners(candidates: tuple[Variant, ...], most: int) -> tuple[tuple[Variant, ...], dict[Variant, Rejection]]:
     """The kernels of a class, at most so many, with the least regret over the cells, and why not the others."""
     costs: dict[str, dict[Cell, float]] = {v.id: measured_costs(v) for v in candidates}
+    if most == 1:
+        costs = {i: {cell: us for cell, us in of.items() if cell == ONLY_CELL} for i, of in costs.items()}
     seen = any(costs.values())
     if seen:
         chosen = _by_measurement(candidates, most, costs)
@@ -185,11 +188,14 @@ def _winners(candidates: tuple[Variant, ...], most: int) -> tuple[tuple[Variant,
 def _modelled(v: Variant) -> Variant:
     """The variant with what neither model nor measurement reads set to one value, so that equal classes rank once."""
     scaling = v.scaling if v.scaling.per_key else Scaling.TENSOR
-    return replace(v, scaling=scaling, dtype=Operand.E4M3, out=Out.BF16, walk=Walk.DENSE)
+    mask = Mask.CAUSAL if v.mask.windowed else v.mask
+    return replace(v, scaling=scaling, mask=mask, dtype=Operand.E4M3, out=Out.BF16, walk=Walk.DENSE)
 
 
 def _most(v: Variant) -> int:
     """How many kernels the class of a variant may get: fewer in the modes that few calls have."""
+    if v.special:
+        return 1
     return MOST_RARE if v.softmax.rare or not v.dtype.made or v.out.scaled else MOST_MEASURED
 
 
@@ -200,7 +206,7 @@ def _for_other_masks(emitted: Iterable[Variant], outranked: Mapping[str, Rejecti
     there = {(problem_class(v), key_block(v)) for v in emitted}
     missing: dict[tuple[object, ...], Variant] = {}
     for v in emitted:
-        for mask in Mask:
+        for mask in () if v.special else (Mask.FULL, Mask.CAUSAL):
             other = replace(v, mask=mask)
             place = problem_class(other), key_block(other)
             if not v.kind.diagnostic and not v.out.scaled and place not in there and other.id in outranked:
@@ -236,7 +242,9 @@ def of_profile(variants: Iterable[Variant], profile: str) -> tuple[Variant, ...]
 
 def rivals(v: Variant) -> list[Variant]:
     """All declared points of a variant's class, legal or not."""
-    matrix = next(m for m in MATRICES if m.family == v.family and m.kind == v.kind)
+    matrix = matrix_of(v.family, v.kind, v.mask, v.walk)
+    if matrix is None:
+        return []
     return [
         replace(v, **dict(zip(SHAPE, values, strict=True)))
         for values in itertools.product(*(getattr(matrix, axis) for axis in SHAPE))

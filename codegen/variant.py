@@ -80,6 +80,11 @@ class Variant:
         """Whether the first key of a row does, too."""
         return self.mask.windowed
 
+    @property
+    def special(self) -> bool:
+        """Whether it serves a window or a ragged batch, for which a class has one kernel, and the table no cell."""
+        return self.windowed or self.walk.tables
+
     # What the template calls the tile's parts.
     @property
     def tile_m(self) -> int:

@@ -164,6 +164,8 @@ ForwardParams forward_params(const Arguments& a, const VariantEntry& variant) {
   // Beyond these bounds an offset shows every key or none, and the kernels add it to row numbers in 32 bits.
   params.causal_offset =
       static_cast<int>(std::clamp<int64_t>(a.causal_offset, -int64_t{params.seqlen_q}, int64_t{params.seqlen_k}));
+  params.window_offset =
+      static_cast<int>(std::clamp<int64_t>(a.window_offset, -int64_t{params.seqlen_q}, int64_t{params.seqlen_k}));
   return params;
 }
 

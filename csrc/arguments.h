@@ -30,6 +30,7 @@ struct Arguments {
   std::optional<View> amax;         // (1,)
   double scale;
   int64_t causal_offset;
+  int64_t window_offset;
   std::optional<QuerySource> source;
 };
 

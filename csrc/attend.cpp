@@ -172,7 +172,7 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
   if (leave_q) source = QuerySource{c.score_amax, c.scale < 0, true};  // it is the pack kernel, launched in order
   ForwardParams params = forward_params(
       {leave_q ? q : *q8_view, *packing.k8, *packing.v8, q_descale_view, *packing.k_descale, *packing.v_descale,
-       tensors.out_descale, out, tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset, source},
+       tensors.out_descale, out, tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset, 0, source},
       variant);
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);

@@ -13,6 +13,7 @@
 #include "fp8cutlass/params.h"
 #include "launch.h"
 #include "pack_arguments.h"
+#include "ragged.h"
 
 namespace fp8cutlass {
 
@@ -35,11 +36,11 @@ void launch_here(const VariantEntry& variant, ForwardParams& params, const Tenso
 void forward(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
              const Tensor& k_descale, const Tensor& v_descale, const std::optional<Tensor>& out_descale,
              const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& amax, double scale,
-             int64_t causal_offset) {
+             int64_t causal_offset, int64_t window_offset) {
   const VariantEntry& entry = find_variant(variant, false);
-  ForwardParams params = forward_params(
-      {q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale, causal_offset, std::nullopt},
-      entry);
+  ForwardParams params = forward_params({q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale,
+                                         causal_offset, window_offset, std::nullopt},
+                                        entry);
   launch_here(entry, params, q);
 }
 
@@ -50,7 +51,7 @@ void diagnose(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v
               const Tensor& tile_o) {
   const VariantEntry& entry = find_variant(variant, true);
   ForwardParams params = forward_params(
-      {q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale, causal_offset, std::nullopt},
+      {q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale, causal_offset, 0, std::nullopt},
       entry);
   params.diag = diagnostic_outputs({scores, p, weight, tile_o}, q, params, entry);
   launch_here(entry, params, q);
@@ -72,6 +73,22 @@ void pack(int64_t key_block, const std::optional<Tensor>& q, const std::optional
   check_launch(entry.launch(params, current_stream(device)), entry.id, device);
 }
 
+void forward_ragged(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
+                    const Tensor& k_descale, const Tensor& v_descale, const Tensor& cu_q, const Tensor& cu_k,
+                    const std::optional<Tensor>& used_q, const std::optional<Tensor>& used_k, const Tensor& plan,
+                    const Tensor& out, const std::optional<Tensor>& lse, double scale, int64_t window_left,
+                    int64_t window_right, bool bottom_right, bool keys_in_blocks) {
+  const VariantEntry& entry = find_variant(variant, false);
+  ForwardParams params = ragged_params({q, k, v, q_descale, k_descale, v_descale, cu_q, cu_k, used_q, used_k, plan, out,
+                                        lse, scale, window_left, window_right, bottom_right, keys_in_blocks},
+                                       entry);
+  launch_here(entry, params, q);
+}
+
+int64_t ragged_plan_words(int64_t variant, int64_t tokens, int64_t sequences) {
+  return plan_words(tokens, sequences, find_variant(variant, false));
+}
+
 Tensor attend_half(const Tensor& constants, const Tensor& q, const Tensor& k, const Tensor& v,
                    const std::optional<Tensor>& k_mean, const std::optional<Tensor>& out_descale,
                    const std::optional<Tensor>& lse, const std::optional<Tensor>& amax) {
@@ -88,7 +105,7 @@ Tensor attend_half(const Tensor& constants, const Tensor& q, const Tensor& k, co
   "Tensor? out_descale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? amax, float scale, int causal_offset"
 
 STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
-  m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS ") -> ()");
+  m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS ", int window_offset=0) -> ()");
   m.def("diagnose(" FP8CUTLASS_COMMON_ARGUMENTS
         ", Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o) -> ()");
   m.def(
@@ -97,11 +114,22 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "Tensor(d!)? q_descale, Tensor(e!)? k_descale, Tensor(f!)? v_descale, Tensor(g!)? amax, "
       "bool hadamard, Tensor(h!)? k_mean) -> ()");
   m.def(
+      "forward_ragged(int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
+      "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor(a!) plan, "
+      "Tensor(b!) out, Tensor(c!)? lse, float scale, int window_left, int window_right, bool bottom_right, "
+      "bool keys_in_blocks) -> ()");
+  m.def("ragged_plan_words(int variant, int tokens, int sequences) -> int");
+  m.def(
       "attend(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor(a!)? k_mean=None, Tensor? out_descale=None, "
       "Tensor(b!)? lse=None, Tensor(c!)? amax=None) -> Tensor");
 }
 
+STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CompositeExplicitAutograd, m) {
+  m.impl("ragged_plan_words", TORCH_BOX(&fp8cutlass::ragged_plan_words));
+}
+
 STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {
+  m.impl("forward_ragged", TORCH_BOX(&fp8cutlass::forward_ragged));
   m.impl("forward", TORCH_BOX(&fp8cutlass::forward));
   m.impl("diagnose", TORCH_BOX(&fp8cutlass::diagnose));
   m.impl("pack", TORCH_BOX(&fp8cutlass::pack));

@@ -11,7 +11,9 @@ void launch(const VariantEntry& variant, ForwardParams& params, int device, cuda
   params.sm_count = sm_count(device);
   // Only where there are more items than CTAs at a time is anything left to draw.
   const int64_t m_tiles = (int64_t{params.seqlen_q} + variant.tile_m - 1) / variant.tile_m;
-  if (params.counters == nullptr && variant.draws && m_tiles * params.batch * params.heads > params.sm_count)
+  const int64_t items =
+      params.ragged.most > 0 ? int64_t{params.ragged.most} * params.heads : m_tiles * params.batch * params.heads;
+  if (params.counters == nullptr && variant.draws && items > params.sm_count)
     params.counters = work_counters(device, stream, false).words;
   check_launch(variant.launch(params, stream), variant.id, device);
 }

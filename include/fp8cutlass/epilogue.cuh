@@ -47,19 +47,19 @@ __device__ __forceinline__ void clear_dead_rows(float (&o)[kBlocks][4], const fl
 }
 
 // Writes the rows of one 16-row fragment. `row` is the query row of this lane's row 0 (row 1 is 8 below), which begins
-// at element `begin` of O; rows at or past seqlen_q are not written. `v_descale` multiplies every column,
+// at element `begin` of O; rows at or past `rows` are not written. `v_descale` multiplies every column,
 // `column_descale` each its own (null: 1). Of kShares CTAs that store the same rows, `rank` stores every kShares-th
 // group of 32 columns.
 template <class Out, int kShares = 1, int kBlocks>
-__device__ __forceinline__ void store_rows(const ForwardParams& p, int64_t begin, int row, const float (&o)[kBlocks][4],
-                                           const float (&sum)[2], float v_descale, const float* column_descale,
-                                           float out_scale, int rank = 0) {
+__device__ __forceinline__ void store_rows(const ForwardParams& p, int64_t begin, int rows, int row,
+                                           const float (&o)[kBlocks][4], const float (&sum)[2], float v_descale,
+                                           const float* column_descale, float out_scale, int rank = 0) {
   const int t = threadIdx.x % 4;
   uint8_t* const first = static_cast<uint8_t*>(p.o) + (begin + 8 * t) * Out::kBytes;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int i = row + 8 * r;
-    if (i >= p.seqlen_q) continue;
+    if (i >= rows) continue;
     const float norm = normaliser(sum[r], v_descale);
     uint8_t* const to = first + r * (8 * Out::kBytes) * p.o_stride_row;
 #pragma unroll
@@ -82,27 +82,27 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, int64_t begin
 }
 
 // LSE in natural units from a lane's part of the unquantised sums and their reference; all lanes of a quad must call.
-// -inf where no key was seen.
-__device__ __forceinline__ void store_lse(const ForwardParams& p, int batch, int head, int row, const float (&exact)[2],
-                                          const float (&ref)[2]) {
+// -inf where no key was seen. `place` tells where that of a row of the sequence, which has `rows`, lies in p.lse.
+template <class Place>
+__device__ __forceinline__ void store_lse(const ForwardParams& p, const Place& place, int rows, int row,
+                                          const float (&exact)[2], const float (&ref)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = quad_sum(exact[r]);
     const int i = row + 8 * r;
-    if (threadIdx.x % 4 == 0 && i < p.seqlen_q)
-      p.lse[(int64_t(batch) * p.heads + head) * p.seqlen_q + i] = sum == 0.f ? -INFINITY : kLn2 * (ref[r] + log2f(sum));
+    if (threadIdx.x % 4 == 0 && i < rows) p.lse[place(i)] = sum == 0.f ? -INFINITY : kLn2 * (ref[r] + log2f(sum));
   }
 }
 
 // Raises p.amax to the largest |o| that store_rows wrote with the same arguments, before the output scale.
 template <int kShares = 1, int kBlocks>
-__device__ __forceinline__ void store_amax(const ForwardParams& p, int row, const float (&o)[kBlocks][4],
+__device__ __forceinline__ void store_amax(const ForwardParams& p, int rows, int row, const float (&o)[kBlocks][4],
                                            const float (&sum)[2], float v_descale, const float* column_descale,
                                            int rank = 0) {
   float amax = 0.f;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (row + 8 * r >= p.seqlen_q) continue;
+    if (row + 8 * r >= rows) continue;
     const float norm = normaliser(sum[r], v_descale);
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {

@@ -32,6 +32,32 @@ struct QueryScaling {
   uint32_t flip;           // XORed onto four e4m3 bytes: 0x80808080 turns their signs
 };
 
+// A tile of rows of one sequence of a ragged batch, as the plan lists it.
+struct alignas(16) RowTile {
+  int sequence;
+  int row;         // its first row, in the sequence
+  int rows, keys;  // of the sequence
+  int query, key;  // the tokens of Q and K where the sequence begins
+  int block;       // of packed V and of block descales, where the sequence begins
+  int unused;
+};
+
+// A ragged batch: (tokens, heads, D), the sequences one after the other. All null and zero where sequences are alike.
+// batch is then 1, seqlen_q and seqlen_k are all tokens, seqlen_k_padded is the length of packed V.
+struct RaggedBatch {
+  RowTile* tiles;              // on the device, of all sequences, those with most keys first: what the plan makes
+  int* count;                  // of them, on the device
+  int most;                    // the host's upper bound of it
+  const int *cu_q, *cu_k;      // (sequences + 1,) on the device: where each sequence's tokens of Q and of K begin
+  const int *used_q, *used_k;  // (sequences,) on the device: how many of them count; or null: all
+  int sequences;
+  int key_tokens;      // of K, as cu_k counts them
+  int keys_in_blocks;  // K lies as packed V does: a sequence begins at its block
+  int bottom_right;    // the mask's offsets count from the last row's last key, not from the first row's first
+  // Steps from sequence to sequence in descales that a sequence's rows and blocks share; else 0.
+  int q_descale_sequence, k_descale_sequence, v_descale_sequence;
+};
+
 // One attention forward. Q, K and V are FP8, one byte an element, but for Q where `query` says otherwise.
 struct ForwardParams {
   const uint8_t* q;  // (B, H, Sq, D), strides in bytes, last dimension contiguous, 16-byte aligned rows
@@ -51,7 +77,7 @@ struct ForwardParams {
   float* lse;   // (B, H, Sq) contiguous natural-log sum of exponentials, or null
   float* amax;  // (1,) running maximum of |o| before the output scale, or null; the caller zeroes it
   int batch, heads, kv_heads, seqlen_q, seqlen_k, seqlen_k_padded;
-  int causal_offset;   // key j is visible to row i when j <= i + causal_offset; read by causal variants only
+  int causal_offset;   // key j is visible to row i when j <= i + causal_offset; read where the mask has a diagonal
   float scale;         // softmax scale, >= 0
   int sm_count;        // multiprocessors of the device: sizes the persistent grid
   unsigned* counters;  // zeroed words, left zeroed, from which the CTAs of kernels that draw take work items; or null
@@ -62,6 +88,8 @@ struct ForwardParams {
   // when that kernel has ended.
   unsigned* ready;
   int ready_blocks;
+  int window_offset;  // key j is visible to row i when j >= i + window_offset; read where the mask is a window
+  RaggedBatch ragged;
 };
 
 // Returns a cudaError_t as int; 0 is success. Never synchronises.
@@ -81,6 +109,7 @@ struct VariantEntry {
   bool coarse;       // reads descales by steps, so that coarser ones serve as well
   bool draws;        // its CTAs draw work items from ForwardParams::counters
   bool quantises_q;  // takes Q in bf16 and fp16, too
+  bool ragged;       // walks a ragged batch, and no other
 };
 
 // Defined in the generated registry, in manifest order.

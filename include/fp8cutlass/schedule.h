@@ -1,9 +1,7 @@
 // Which query tile a persistent CTA works on. Host-callable: tests/host checks that every tile is visited once.
 #pragma once
 
-#include <cute/config.hpp>
-
-#include "fp8cutlass/params.h"
+#include "fp8cutlass/walk/item.h"
 
 namespace fp8cutlass {
 
@@ -16,8 +14,6 @@ struct WorkItem {
   const uint8_t *q, *k;  // first row of the query tile, first row of K
 };
 
-CUTE_HOST_DEVICE constexpr int ceil_div(int a, int b) { return a / b + (a % b != 0); }
-
 // The value, hidden from the optimiser: what follows from it is computed where it is used instead of being hoisted out
 // of the persistent loop into registers that the main loop needs.
 CUTE_HOST_DEVICE int unhoisted(int x) {
@@ -25,10 +21,6 @@ CUTE_HOST_DEVICE int unhoisted(int x) {
   asm volatile("" : "+r"(x));
 #endif
   return x;
-}
-
-CUTE_HOST_DEVICE int64_t work_items(const ForwardParams& p, int tile_m) {
-  return int64_t(ceil_div(p.seqlen_q, tile_m)) * p.batch * p.heads;
 }
 
 // Causal tiles differ in length, so the longest go first, heads innermost; without a mask the tiles of one head are

@@ -42,6 +42,19 @@ __device__ __forceinline__ void mask_columns(float (&s)[kBlocks][4], const int (
       if (8 * n + 2 * t + i % 2 > last[i / 2]) s[n][i] = -INFINITY;
 }
 
+// Columns before first[r], too.
+template <int kBlocks>
+__device__ __forceinline__ void mask_columns(float (&s)[kBlocks][4], const int (&first)[2], const int (&last)[2]) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int column = 8 * n + 2 * t + i % 2;
+      if (column < first[i / 2] || column > last[i / 2]) s[n][i] = -INFINITY;
+    }
+}
+
 // slope[r]: logits in octaves (log2) a score unit, > 0. If `want_exact`, `keep` is called with the sums of this lane's
 // unquantised exponentials of both rows.
 template <int kBlocks, class Keep>
@@ -151,6 +164,25 @@ __device__ __forceinline__ void mask_columns(uint32_t (&s)[kBlocks][2], const in
     for (int r = 0; r < 2; ++r) {
       const uint32_t beyond = half2_less(limit[r], half2_of(8 * n));
       s[n][r] = (s[n][r] & ~beyond) | (kHalf2NegInf & beyond);
+    }
+}
+
+// Columns before first[r], too.
+template <int kBlocks>
+__device__ __forceinline__ void mask_columns(uint32_t (&s)[kBlocks][2], const int (&first)[2], const int (&last)[2]) {
+  mask_columns(s, last);
+  uint32_t limit[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int begin = min(max(first[r], 0), 8 * kBlocks) - 2 * int(threadIdx.x % 4);  // 8 n is hidden below
+    limit[r] = fp16x2(float(begin), float(begin - 1));
+  }
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t before = half2_less(half2_of(8 * n), limit[r]);
+      s[n][r] = (s[n][r] & ~before) | (kHalf2NegInf & before);
     }
 }
 

@@ -78,6 +78,7 @@ def emulate(
     scale: float,
     scaling: str | None = None,
     causal_offset: int = 0,
+    window_offset: int | None = None,
     out_descale: torch.Tensor | None = None,
     emulated_mma: bool = False,
     return_lse: bool = True,
@@ -92,7 +93,9 @@ def emulate(
         variant: gives tile sizes, softmax, causal and output type.
         scale: softmax scale, >= 0.
         scaling: one of the modes that the variant serves; None is its own.
-        causal_offset: key j is visible to row i when ``j <= i + causal_offset``; read by causal variants only.
+        causal_offset: key j is visible to row i when ``j <= i + causal_offset``; read by causal variants, and with a
+            window.
+        window_offset: where there is a window, whatever the variant's mask: ``j >= i + window_offset``, too.
         out_descale: (1,), e4m3 output only: stored = o / out_descale.
         emulated_mma: round f16 scores as the compiler's emulation of FP8 ``mma.sync`` does (sm_90a).
         return_lse: False saves the sum of unquantised exponentials; ``lse`` is then meaningless.
@@ -115,7 +118,8 @@ def emulate(
             scale,
             slice(start, min(start + step, groups)),
         )
-        parts.append(_attend(chunk, variant, seqlen_q, causal_offset, emulated_mma, return_lse, diagnostics))
+        offsets = causal_offset if variant.causal or window_offset is not None else None, window_offset
+        parts.append(_attend(chunk, variant, seqlen_q, offsets, emulated_mma, return_lse, diagnostics))
     o, lse, *extra = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
     o = o.view(batch, heads, seqlen_q, head_dim)
     amax = o.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax().reshape(1)
@@ -208,12 +212,14 @@ def _attend(
     chunk: _Chunk,
     variant: Variant,
     seqlen_q: int,
-    causal_offset: int,
+    offsets: tuple[int | None, int | None],
     emulated_mma: bool,
     return_lse: bool,
     diagnostics: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Return o (G, R, D) float32 and lse (G, R), then with ``diagnostics`` scores and p (G, R, keys), weight
+    """``offsets``: row i sees keys up to i plus the first, and from i plus the second on; None is no such end.
+
+    Return o (G, R, D) float32 and lse (G, R), then with ``diagnostics`` scores and p (G, R, keys), weight
     (G, R, tiles) and tile_o (G, R, tiles, D)."""
     device, tile_n, seqlen_k = chunk.q.device, variant.tile_n, chunk.k.shape[1]
     k_per_token = chunk.shared_by["k"] == "token"
@@ -221,11 +227,15 @@ def _attend(
     o = torch.zeros_like(chunk.q)
     row_sum = torch.zeros_like(chunk.q_slope)
     exact_sum, ref = torch.zeros_like(row_sum), torch.zeros_like(row_sum)
-    # One past the last key that the kernel's query tile, not only the row, looks at.
-    seen = torch.full_like(chunk.row, seqlen_k)
-    if variant.causal:
-        rows_end = ((chunk.row // variant.tile_m + 1) * variant.tile_m).clamp(max=seqlen_q)
-        seen = (rows_end + causal_offset).clamp(0, seqlen_k)
+    last, first = offsets
+    # One past the last key that the kernel's query tile, not only the row, looks at; and the tile that it begins with.
+    seen, begin = torch.full_like(chunk.row, seqlen_k), torch.zeros_like(chunk.row)
+    tile_row = chunk.row // variant.tile_m * variant.tile_m
+    if last is not None:
+        seen = ((tile_row + variant.tile_m).clamp(max=seqlen_q) + last).clamp(0, seqlen_k)
+    if first is not None:
+        last_tile = (seen - 1).clamp(min=0) // tile_n
+        begin = torch.minimum((tile_row + first).clamp(min=0) // tile_n, last_tile)
     keys = seqlen_k if diagnostics else int(seen.max())
     kept: list[tuple[torch.Tensor, ...]] = []
     for tile, start in enumerate(range(0, keys, tile_n)):
@@ -234,23 +244,24 @@ def _attend(
         k_descale = chunk.k_descale[:, None, part] if k_per_token else chunk.k_descale[:, tile, None, None]
         if k_per_token:
             s = s * k_descale
-        if variant.causal:
-            key = torch.arange(start, start + s.shape[2], device=device)
-            s = s.masked_fill(key > chunk.row + causal_offset, -torch.inf)
+        key = torch.arange(start, start + s.shape[2], device=device)
+        if last is not None:
+            s = s.masked_fill(key > chunk.row + last, -torch.inf)
+        if first is not None:
+            s = s.masked_fill(key < chunk.row + first, -torch.inf)
         unit = chunk.q_slope * 8.0 if variant.score == "f16" else chunk.q_slope
         slope = (unit if k_per_token else unit * k_descale).clamp(MIN_SLOPE[variant.score], MAX_SLOPE)
         p, p_bytes, weight, exact = SOFTMAXES[variant.softmax](s, slope, return_lse)
         tile_o, tile_sum = _values(p, chunk.v[:, part])
         if diagnostics:
             kept.append((s, p_bytes, weight, tile_o[:, :, None]))
-        if tile == 0:
-            ref = weight
+        ref = torch.where(begin == tile, weight, ref)
         rise = weight - ref
         shrink = torch.where(rise > MAX_RISE, torch.exp2(-rise), 1.0)
         ref = torch.where(rise > MAX_RISE, weight, ref)
         beta = torch.exp2(weight - ref)
         factor = beta if chunk.v_tile is None else beta * chunk.v_tile[:, tile, None, None]
-        visited = start < seen  # an unvisited tile adds nothing, not even the NaN of 0 * NaN
+        visited = (start < seen) & (begin <= tile)  # an unvisited tile adds nothing, not even the NaN of 0 * NaN
         o = o * shrink + torch.where(visited, factor * tile_o, 0.0)
         row_sum = row_sum * shrink + torch.where(visited, beta * tile_sum, 0.0)
         exact_sum = exact_sum * shrink + torch.where(visited, beta * exact, 0.0)

@@ -82,7 +82,7 @@ using Tile = sm90::OperandTile<64, 64>;
 using Source = sm90::OperandTile<64, 128>;  // Q in 16 bits
 
 static int run(const ForwardParams& p, void (*which)(sm90::KernelParams) = kernel) {
-  return sm90::launch<Source, Tile, Tile, Tile, 1, 1, false>(which, 256, 60000, p, nullptr);
+  return sm90::launch<Source, Tile, Tile, Tile, 1, 1, Mask::full>(which, 256, 60000, p, nullptr);
 }
 
 // What the launch got is what the driver makes of these parameters when it is asked: nothing of an earlier launch.

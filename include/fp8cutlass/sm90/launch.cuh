@@ -10,7 +10,7 @@
 
 #include "fp8cutlass/driver.h"
 #include "fp8cutlass/params.h"
-#include "fp8cutlass/sm90/work.h"
+#include "fp8cutlass/walk/order.h"
 
 namespace fp8cutlass::sm90 {
 
@@ -107,20 +107,21 @@ bool encode_query(KernelParams& params, uint64_t context, const ForwardParams& p
 }
 
 // kSplit > 1: one cluster of kSplit CTAs an item, not persistent.
-template <class SourceTile, class QTile, class KTile, class VTile, int kParts, int kSplit, bool kCausal>
+template <class SourceTile, class QTile, class KTile, class VTile, int kParts, int kSplit, Mask kMask>
 int launch(void (*kernel)(KernelParams), int threads, int smem_bytes, const ForwardParams& p, CUstream_st* stream) {
   constexpr int kHeadDim = QTile::kRowBytes;
-  const int64_t items = work_items(p, QTile::kRows);
+  const int64_t items = p.ragged.most > 0 ? int64_t{p.ragged.most} * p.heads : work_items(p, QTile::kRows);
   if (items == 0) return cudaSuccess;
   // Item numbers, and the rows and keys of a tile past the end, are 32-bit in the kernel.
   constexpr int kTilePastEnd = 256;
   if (items * kSplit + p.sm_count > INT32_MAX || p.seqlen_q > INT32_MAX - kTilePastEnd ||
-      p.seqlen_k > INT32_MAX - kTilePastEnd || (kCausal && int64_t(p.seqlen_q) + p.seqlen_k > INT32_MAX - kTilePastEnd))
+      p.seqlen_k > INT32_MAX - kTilePastEnd ||
+      (kMask != Mask::full && int64_t(p.seqlen_q) + p.seqlen_k > INT32_MAX - kTilePastEnd))
     return cudaErrorInvalidValue;
   if (tensor_map_encoder() == nullptr) return cudaErrorNotSupported;
   KernelParams params{};
   params.p = p;
-  params.order = work_order<QTile::kRows, kHeadDim, kCausal>(p);
+  params.order = work_order<QTile::kRows, kHeadDim, kMask>(p);
   params.want_lse = p.lse != nullptr;
   const int64_t keys = p.seqlen_k_padded;
   const unsigned long long context = context_id();

@@ -1,20 +1,12 @@
-// Which query tile a CTA works on next, and which of its KV tiles. Host-callable.
+// The order in which the items of sequences of one length are numbered. Host-callable.
 #pragma once
 
+#include <cuda_runtime_api.h>  // what fast_math.h expects of a host compiler
 #include <cutlass/fast_math.h>
 
-#include "fp8cutlass/schedule.h"
+#include "fp8cutlass/walk/item.h"
 
-namespace fp8cutlass::sm90 {
-
-struct alignas(16) Item {
-  int tiles;       // KV tiles to visit; 0: there is no more work (or, of a split, nothing for this CTA)
-  int first_tile;  // where they begin
-  int row;         // first query row
-  int batch, head;
-  int kv_head;  // batch * kv_heads + head of K and V
-  int64_t out;  // the element of O where its first row begins
-};
+namespace fp8cutlass {
 
 // Items are numbered phase by phase, in a phase section by section of heads, in a section row by row from the last one,
 // its heads innermost. To find one is the loader's longest way from item to item, so that what it divides by is
@@ -40,10 +32,10 @@ struct Order {
 // its first: first the upper three quarters of the rows, and a quarter, a sixteenth of the work, for the end. Long
 // sequences have few items, all the longer: there, phases halve three times. Short ones have many, which are short, and
 // a second phase would read K and V once more: there is one, but where rows are wide, which was not faster.
-template <bool kCausal, bool kWide>
+template <Mask kMask, bool kWide>
 CUTE_HOST_DEVICE void add_phases(Order& order, int tiles, int heads) {
   constexpr int kShortTiles = 8, kLongTiles = 32;
-  const bool one_phase = !kCausal || (tiles <= kShortTiles && !kWide), is_long = tiles >= kLongTiles;
+  const bool one_phase = kMask != Mask::causal || (tiles <= kShortTiles && !kWide), is_long = tiles >= kLongTiles;
   int first_item = 0;
   for (int end = tiles; end > 0;) {
     const int first_tile = one_phase ? 0 : is_long ? (end > tiles / 8 ? end / 2 : 0) : end == tiles ? tiles / 4 : 0;
@@ -58,8 +50,9 @@ CUTE_HOST_DEVICE void add_phases(Order& order, int tiles, int heads) {
 // and many, 1 to 3% faster there). Short sequences are 2 to 10% faster with no more heads than would fit it with 2048
 // keys (docs/lab/sm90a.md, row 42), as long as these have about two items an SM. Without a mask CTAs walk in step, and
 // the heads that share K and V suffice. Sections are about equally wide: a narrow last one would leave CTAs idle.
-template <int kTileM, int kHeadDim, bool kCausal>
+template <int kTileM, int kHeadDim, Mask kMask>
 CUTE_HOST_DEVICE Order work_order(const ForwardParams& p) {
+  constexpr bool kCausal = kMask == Mask::causal;  // the items of a window have as many keys as those without a mask
   constexpr int64_t kManyKeys = 2048;
   constexpr bool kWide = kHeadDim > 128;
   const int row_tiles = ceil_div(p.seqlen_q, kTileM);
@@ -84,12 +77,12 @@ CUTE_HOST_DEVICE Order work_order(const ForwardParams& p) {
   order.last_width = int(heads) - order.last_section;
   order.heads = p.heads;
   order.heads_per_kv = int(group);
-  add_phases<kCausal, kWide>(order, row_tiles, int(heads));
+  add_phases<kMask, kWide>(order, row_tiles, int(heads));
   return order;
 }
 
 // Item number `n`.
-template <int kTileM, int kTileN, bool kCausal>
+template <int kTileM, int kTileN, Mask kMask>
 CUTE_HOST_DEVICE Item item_at(const ForwardParams& p, const Order& order, int n) {
   int number = 0;
   while (number + 1 < order.phases && n >= order.phase[number + 1].first_item) ++number;
@@ -102,84 +95,22 @@ CUTE_HOST_DEVICE Item item_at(const ForwardParams& p, const Order& order, int n)
   item.row = (phase.first_tile + phase.tiles - 1 - row) * kTileM;
   order.heads(item.batch, item.head, first_head + head);
   item.kv_head = item.batch * p.kv_heads + order.heads_per_kv.div(item.head);
-  int64_t keys = p.seqlen_k;
-  if (kCausal) {
-    const int rows_end = item.row + kTileM < p.seqlen_q ? item.row + kTileM : p.seqlen_q;
-    const int64_t visible = int64_t(rows_end) + p.causal_offset;  // one past the last key that the last row sees
-    keys = visible < keys ? visible : keys;
-  }
+  const int rows_end = item.row + kTileM < p.seqlen_q ? item.row + kTileM : p.seqlen_q;
+  const Tiles tiles = tiles_of<kTileN, kMask>(item.row, rows_end, p.seqlen_k, band_of(p));
   item.out = item.batch * p.o_stride_batch + item.head * p.o_stride_head + item.row * p.o_stride_row;
-  item.first_tile = 0;
-  item.tiles = keys < 1 ? 1 : ceil_div(int(keys), kTileN);  // a tile where all is masked, if need be: no special case
+  item.first_tile = tiles.first;
+  item.tiles = tiles.count;
   return item;
 }
-
-#ifdef __CUDACC__
-// The number of a warp's first lane, in all its lanes; of a shuffle the compiler knows that.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
-
-// Items are drawn from the launch's counter, so that whoever is done first takes the next; every gridDim.x-th is taken
-// where the launch has none. Lane 0 of a warp draws; nothing is done with the word until next_item, as the first that
-// is done with it waits for memory.
-__device__ __forceinline__ unsigned draw_item(const ForwardParams& p, int lane) {
-  return p.counters != nullptr && lane == 0 ? atomicAdd(p.counters, 1u) : 0;
-}
-
-// The number of the item after `number`, of what draw_item returned. All lanes come here.
-__device__ __forceinline__ int next_item(const ForwardParams& p, int number, unsigned drawn) {
-  if (p.counters == nullptr) return number + int(gridDim.x);
-  const unsigned dealt = p.ready == nullptr ? gridDim.x : 0;
-  return int(__shfl_sync(~0u, drawn, 0) + dealt);
-}
-
-// The last CTA to leave puts the counters back to zero.
-__device__ __forceinline__ void leave_counters(const ForwardParams& p) {
-  if (p.counters == nullptr) return;
-  __threadfence();  // this CTA's draws come before its leave
-  if (atomicAdd(p.counters + 1, 1u) != gridDim.x - 1) return;
-  p.counters[0] = p.counters[1] = 0;
-}
-
-// ---- where the kernel before hands over its heads while this one runs -----------------------------------------------
-
-// The number of a CTA's first item, for one thread to ask. CTAs begin when they find room, some of them late, and
-// perhaps when nothing is left: so that one is drawn, too.
-__device__ __forceinline__ int first_item(const ForwardParams& p) {
-  return p.ready == nullptr ? int(blockIdx.x) : int(atomicAdd(p.counters, 1u));
-}
-
-// Whether K and V of a head are there for this thread and for its copies.
-__device__ __forceinline__ bool has_head(const ForwardParams& p, int kv_head) {
-  unsigned done;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(p.ready + kv_head) : "memory");
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-  return done >= unsigned(p.ready_blocks);
-}
-
-__device__ __forceinline__ void wait_for_head(const ForwardParams& p, int kv_head) {
-  while (!has_head(p, kv_head)) {
-  }
-}
-
-// leave_counters for a warp, and for the counters of the kernel before, which has ended.
-__device__ __forceinline__ void leave_handover(const ForwardParams& p, int lane) {
-  unsigned left = 0;
-  __threadfence();
-  if (lane == 0) left = atomicAdd(p.counters + 1, 1u);
-  if (__shfl_sync(~0u, left, 0) != gridDim.x - 1) return;
-  __threadfence();
-  if (lane < kCounters) p.counters[lane] = 0;
-  for (int head = lane; head < p.batch * p.kv_heads; head += 32) p.ready[head] = 0;
-}
-#endif
 
 // The part of an item that one CTA of a cluster takes. It may be empty.
 template <int kSplit>
 CUTE_HOST_DEVICE Item part_of(Item item, int rank) {
   const int tiles = item.tiles;
-  item.first_tile = tiles * rank / kSplit;
-  item.tiles = tiles * (rank + 1) / kSplit - item.first_tile;
+  const int first = tiles * rank / kSplit;
+  item.first_tile += first;
+  item.tiles = tiles * (rank + 1) / kSplit - first;
   return item;
 }
 
-}  // namespace fp8cutlass::sm90
+}  // namespace fp8cutlass

@@ -1,0 +1,31 @@
+// A work item: a tile of query rows of one head, and the tiles of keys that it visits.
+#pragma once
+
+#include <cstdint>
+
+#include "fp8cutlass/walk/mask.h"
+
+namespace fp8cutlass {
+
+struct alignas(16) Item {
+  int tiles;       // KV tiles to visit; 0: there is no more work (or, of a split, nothing for this CTA)
+  int first_tile;  // where they begin
+  int row;         // first query row, in its sequence
+  int batch, head;
+  int kv_head;  // batch * kv_heads + head of K and V; of a ragged batch the head alone
+  int64_t out;  // the element of O where its first row begins
+};
+
+// The same in a ragged batch, where sequences differ: an item knows its own, from the plan's entry of its row tile.
+struct alignas(16) RaggedItem : Item {
+  RowTile of;
+  int k_descale, v_descale;  // where those of its sequence and head begin
+  int diagonal;              // added to both ends of the band: keys - rows where the last row sees the last key, else 0
+};
+
+// Items of a call whose sequences are alike.
+CUTE_HOST_DEVICE int64_t work_items(const ForwardParams& p, int tile_m) {
+  return int64_t(ceil_div(p.seqlen_q, tile_m)) * p.batch * p.heads;
+}
+
+}  // namespace fp8cutlass

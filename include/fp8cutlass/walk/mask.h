@@ -1,0 +1,59 @@
+// Which keys a row of Q sees, and which tiles of keys a tile of rows visits. Host-callable.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include "fp8cutlass/params.h"
+
+namespace fp8cutlass {
+
+CUTE_HOST_DEVICE constexpr int ceil_div(int a, int b) { return a / b + (a % b != 0); }
+
+// On the device an instruction that adds and compares at once.
+CUTE_HOST_DEVICE int smaller(int a, int b) {
+#ifdef __CUDA_ARCH__
+  return min(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+// full: a row sees all keys. causal: those up to a diagonal. window: those between two diagonals.
+enum class Mask { full, causal, window };
+
+// Row i sees the keys i + first to i + last. `last` is read of masks with a diagonal, `first` of windows.
+struct Band {
+  int first, last;
+};
+
+CUTE_HOST_DEVICE Band band_of(const ForwardParams& p) { return {p.window_offset, p.causal_offset}; }
+
+struct Tiles {
+  int first, count;
+};
+
+// The tiles that rows `row` to `rows_end` - 1 visit, of a sequence of `keys` keys. There is at least one, all of it
+// masked if need be, so that a row without keys is no special case.
+template <int kTileN, Mask kMask>
+CUTE_HOST_DEVICE Tiles tiles_of(int row, int rows_end, int64_t keys, Band band) {
+  if (kMask != Mask::full) {
+    const int64_t visible = int64_t(rows_end) + band.last;  // one past the last key that the last row sees
+    keys = visible < keys ? visible : keys;
+  }
+  const int end = keys < 1 ? 1 : ceil_div(int(keys), kTileN);
+  if (kMask != Mask::window) return {0, end};
+  const int64_t begin = int64_t(row) + band.first;  // the first key that the first row sees
+  const int first = begin <= 0 ? 0 : begin / kTileN < end ? int(begin / kTileN) : end - 1;
+  return {first, end - first};
+}
+
+// Whether one of the rows `row` to `row` + kRows - 1 does not see all keys of a tile.
+template <int kTileN, int kRows, Mask kMask>
+CUTE_HOST_DEVICE bool is_masked(int row, int keys, Band band, int tile, int tile_keys = kTileN) {
+  int last = keys - 1;  // that the first row sees
+  if (kMask != Mask::full) last = smaller(last, row + band.last);
+  const bool beyond = last < tile * kTileN + tile_keys - 1;
+  return kMask == Mask::window ? beyond || row + kRows - 1 + band.first > tile * kTileN : beyond;
+}
+
+}  // namespace fp8cutlass

@@ -1,0 +1,125 @@
+// Lists the row tiles of a ragged batch for the attention kernel, those of the sequences with most keys first, so that
+// no long one is left for the end. Only the device knows the lengths.
+//
+// Nothing that the lengths say is trusted: whatever they are, an entry stays inside the tensors, and the list inside
+// its memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "fp8cutlass/delay.cuh"
+#include "fp8cutlass/params.h"
+
+namespace fp8cutlass::planning {
+namespace {  // a kernel of each source that includes this
+
+constexpr int kThreads = 1024;
+constexpr int kBuckets = kThreads;  // of sequences with about as many keys, the longest first
+constexpr int kBucketKeys = 64;
+
+struct PlanParams {
+  RaggedBatch batch;
+  int total_q, tile_m, key_block;
+};
+
+struct Sequence {
+  int query, rows, key, keys;
+};
+
+__device__ __forceinline__ int between(int x, int least, int most) { return max(least, min(x, most)); }
+
+__device__ __forceinline__ Sequence sequence_at(const PlanParams& p, int s) {
+  const RaggedBatch& b = p.batch;
+  Sequence found;
+  found.query = between(b.cu_q[s], 0, p.total_q), found.key = between(b.cu_k[s], 0, b.key_tokens);
+  found.rows = between(b.cu_q[s + 1], found.query, p.total_q) - found.query;
+  found.keys = between(b.cu_k[s + 1], found.key, b.key_tokens) - found.key;
+  if (b.used_q != nullptr) found.rows = between(b.used_q[s], 0, found.rows);
+  if (b.used_k != nullptr) found.keys = between(b.used_k[s], 0, found.keys);
+  return found;
+}
+
+__device__ __forceinline__ int tiles_of(const PlanParams& p, const Sequence& s) {
+  return s.rows / p.tile_m + (s.rows % p.tile_m != 0);
+}
+
+__device__ __forceinline__ int bucket_of(const Sequence& s) {
+  return kBuckets - 1 - min(s.keys / kBucketKeys, kBuckets - 1);
+}
+
+// Sums over the threads before this one; `total` is that of all threads. Every thread of the CTA comes here.
+__device__ __forceinline__ int64_t sum_before(int64_t x, int64_t (&of_warp)[kThreads / 32], int64_t& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int64_t sum = x;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int64_t other = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) of_warp[warp] = sum;
+  __syncthreads();
+  delay_point(18);
+  int64_t before = 0;
+  total = 0;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w < warp) before += of_warp[w];
+    total += of_warp[w];
+  }
+  return before + sum - x;
+}
+
+// One CTA of kThreads.
+__global__ void __launch_bounds__(kThreads) plan(const __grid_constant__ PlanParams p) {
+  using Count = unsigned long long;  // lengths that overlap may ask for any number
+  __shared__ Count place[kBuckets];  // tiles of a bucket, then where its next one goes
+  __shared__ int64_t of_warp[kThreads / 32];
+  place[threadIdx.x] = 0;
+  __syncthreads();
+  for (int s = threadIdx.x; s < p.batch.sequences; s += kThreads) {
+    const Sequence sequence = sequence_at(p, s);
+    const int tiles = tiles_of(p, sequence);
+    if (tiles > 0) atomicAdd(&place[bucket_of(sequence)], Count(tiles));
+  }
+  __syncthreads();
+  int64_t total;
+  const int64_t begin = sum_before(int64_t(min(place[threadIdx.x], Count(p.batch.most))), of_warp, total);
+  __syncthreads();
+  place[threadIdx.x] = Count(begin);
+  if (threadIdx.x == 0) *p.batch.count = int(min(total, int64_t(p.batch.most)));
+  __syncthreads();
+  // A lane looks up a sequence, then the warp lists the 32 one after the other: long ones by all lanes.
+  const int lane = threadIdx.x % 32;
+  for (int base = threadIdx.x / 32 * 32; base < p.batch.sequences; base += kThreads) {
+    Sequence own{};
+    int own_tiles = 0, own_place = p.batch.most;
+    if (base + lane < p.batch.sequences) {
+      own = sequence_at(p, base + lane);
+      own_tiles = tiles_of(p, own);
+      if (own_tiles > 0) own_place = int(min(atomicAdd(&place[bucket_of(own)], Count(own_tiles)), Count(p.batch.most)));
+    }
+    const int end = min(32, p.batch.sequences - base);
+    for (int i = 0; i < end; ++i) {
+      const int tiles = __shfl_sync(~0u, own_tiles, i), first = __shfl_sync(~0u, own_place, i);
+      RowTile entry{};
+      entry.sequence = base + i;
+      entry.rows = __shfl_sync(~0u, own.rows, i), entry.keys = __shfl_sync(~0u, own.keys, i);
+      entry.query = __shfl_sync(~0u, own.query, i), entry.key = __shfl_sync(~0u, own.key, i);
+      entry.block = entry.key / p.key_block + entry.sequence;
+      if (p.batch.keys_in_blocks) entry.key = entry.block * p.key_block;
+      for (int t = lane; t < tiles && t < p.batch.most - first; t += 32) {
+        entry.row = (tiles - 1 - t) * p.tile_m;  // from the last rows on, which see most keys
+        p.batch.tiles[first + t] = entry;
+      }
+    }
+  }
+}
+
+// Before each launch of a kernel that walks a ragged batch. Returns a cudaError_t as int.
+inline int launch(const ForwardParams& p, int tile_m, int key_block, CUstream_st* stream) {
+  plan<<<1, kThreads, 0, stream>>>({p.ragged, p.seqlen_q, tile_m, key_block});
+  return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace fp8cutlass::planning

@@ -1,0 +1,76 @@
+// The walk over a ragged batch: sequences of unequal lengths, their tokens one after the other in (tokens, heads, D).
+// Lengths are known to the device alone. A plan (plan.cuh) lists the row tiles of all sequences before the kernel runs;
+// every head has the same ones. The tensors have one batch element, whose rows are all tokens.
+//
+// Packed V and block descales cannot lie as tightly: a sequence begins at a block of its own, number
+// `key / key_block + sequence`, which is past the blocks of the sequence before, and known without a sum.
+#pragma once
+
+#include "fp8cutlass/walk/order.h"
+
+namespace fp8cutlass {
+
+template <Mask kMask>
+struct Ragged {
+  using Item = RaggedItem;
+  static constexpr bool kStartsAtZero = kMask != Mask::window;
+  static constexpr bool kCounted = false;
+
+  CUTE_HOST_DEVICE static int rows(const ForwardParams&, const Item& item) { return item.of.rows; }
+  CUTE_HOST_DEVICE static int keys(const ForwardParams&, const Item& item) { return item.of.keys; }
+  CUTE_HOST_DEVICE static Band band(const ForwardParams& p, const Item& item) {
+    return {p.window_offset + item.diagonal, p.causal_offset + item.diagonal};
+  }
+
+  CUTE_HOST_DEVICE static int batch(const Item&) { return 0; }
+  CUTE_HOST_DEVICE static int query_row(const Item& item) { return item.of.query + item.row; }
+  CUTE_HOST_DEVICE static int key_row(const Item& item) { return item.of.key; }
+  template <int kKeyBlock>
+  CUTE_HOST_DEVICE static int value_column(const Item& item) {
+    return item.of.block * kKeyBlock;
+  }
+
+  // A descale of a sequence and head has a step from sequence to sequence, one of a row or block the step of these.
+  CUTE_HOST_DEVICE static int64_t query_descale(const ForwardParams& p, const Item& item) {
+    return int64_t(item.batch) * p.ragged.q_descale_sequence + int64_t(item.head) * p.q_descale_head +
+           int64_t(item.of.query) * p.q_descale_row;
+  }
+  CUTE_HOST_DEVICE static int64_t key_descale(const ForwardParams&, const Item& item, int) { return item.k_descale; }
+  CUTE_HOST_DEVICE static int64_t value_descale(const ForwardParams&, const Item& item, int) { return item.v_descale; }
+  CUTE_HOST_DEVICE static auto lse(const ForwardParams& p, const Item& item) {
+    return [&p, query = item.of.query, head = item.head](int row) { return int64_t(head) * p.seqlen_q + query + row; };
+  }
+
+  CUTE_HOST_DEVICE static int items(const ForwardParams& p, const Order&) { return *p.ragged.count * p.heads; }
+  // The heads of a row tile are neighbours, and the row tiles come in the plan's order, those with most keys first: K
+  // and V are read from L2 by CTAs that run at the same time, and no long item is left for the end.
+  // The row tile of item number `n`, and the head.
+  CUTE_HOST_DEVICE static void find(const Order& order, int n, int& tile, int& head) { order.heads(tile, head, n); }
+  // All of an item but `of`, which is there.
+  template <int kTileM, int kTileN>
+  CUTE_HOST_DEVICE static void complete(const ForwardParams& p, const Order& order, int head, Item& item) {
+    const RowTile& of = item.of;
+    item.batch = of.sequence, item.head = head, item.kv_head = order.heads_per_kv.div(head);
+    item.row = of.row;
+    item.diagonal = p.ragged.bottom_right ? of.keys - of.rows : 0;
+    const int end = of.row + kTileM < of.rows ? of.row + kTileM : of.rows;
+    const Tiles tiles = tiles_of<kTileN, kMask>(of.row, end, of.keys, band(p, item));
+    item.first_tile = tiles.first, item.tiles = tiles.count;
+    item.k_descale =
+        of.sequence * p.ragged.k_descale_sequence + item.kv_head * p.k_descale_head + of.block * p.k_descale_block;
+    item.v_descale =
+        of.sequence * p.ragged.v_descale_sequence + item.kv_head * p.v_descale_head + of.block * p.v_descale_block;
+    item.out = int64_t(of.query + of.row) * p.o_stride_row + head * p.o_stride_head;
+  }
+  template <int kTileM, int kTileN>
+  CUTE_HOST_DEVICE static Item item_at(const ForwardParams& p, const Order& order, int n) {
+    int tile, head;
+    find(order, n, tile, head);
+    Item item;
+    item.of = p.ragged.tiles[tile];
+    complete<kTileM, kTileN>(p, order, head, item);
+    return item;
+  }
+};
+
+}  // namespace fp8cutlass

@@ -1,0 +1,178 @@
+// Which tiles an item visits, which of them need a mask, and which items there are, against plain loops over rows and
+// keys. Prints one line a property; exits non-zero if any fails. Built by tests/test_walk_host.py.
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "fp8cutlass/walk/dense.h"
+#include "fp8cutlass/walk/ragged.h"
+#include "fp8cutlass/walk/ragged_sizes.h"
+
+using namespace fp8cutlass;
+
+static int failures = 0;
+static void report(bool ok, const char* what) {
+  std::printf("%s %s\n", ok ? "ok" : "FAILED", what);
+  failures += !ok;
+}
+
+static unsigned state = 1;
+static int pick(int least, int most) {
+  state = state * 1664525u + 1013904223u;
+  return least + int((state >> 8) % unsigned(most - least + 1));
+}
+
+constexpr int kM = 64, kN = 32;
+
+template <Mask kMask>
+static bool sees(int row, int key, int keys, Band band) {
+  if (key >= keys) return false;
+  if (kMask != Mask::full && int64_t(key) > int64_t(row) + band.last) return false;
+  return kMask != Mask::window || int64_t(key) >= int64_t(row) + band.first;
+}
+
+// Every visible key lies in a visited tile, no tile before the first or past the last is needed, and a tile that is not
+// masked hides nothing from any row.
+template <Mask kMask>
+static bool spans(int rounds) {
+  for (int round = 0; round < rounds; ++round) {
+    const int rows = pick(1, 200), keys = pick(0, 300);
+    Band band{pick(-400, 300), pick(-300, 400)};
+    if (kMask == Mask::window && round % 3 == 0) band.first = band.last - pick(0, 40);
+    for (int row = 0; row < rows; row += kM) {
+      const int end = row + kM < rows ? row + kM : rows;
+      const Tiles tiles = tiles_of<kN, kMask>(row, end, keys, band);
+      if (tiles.count < 1 || tiles.first < 0) return false;
+      int least = keys, most = -1;
+      for (int r = row; r < end; ++r)
+        for (int key = 0; key < keys; ++key)
+          if (sees<kMask>(r, key, keys, band)) least = key < least ? key : least, most = key > most ? key : most;
+      if (most >= 0) {
+        if (least < tiles.first * kN || most >= (tiles.first + tiles.count) * kN) return false;
+        if (kMask == Mask::window && row + band.first >= 0 && tiles.first != (row + band.first) / kN) return false;
+        if (most < (tiles.first + tiles.count - 1) * kN && kMask == Mask::causal) return false;
+      }
+      for (int tile = tiles.first; tile < tiles.first + tiles.count; ++tile) {
+        bool hides = false;
+        for (int r = row; r < row + kM; ++r)
+          for (int key = tile * kN; key < (tile + 1) * kN; ++key) hides = hides || !sees<kMask>(r, key, keys, band);
+        if (hides != is_masked<kN, kM, kMask>(row, keys, band, tile)) return false;
+      }
+    }
+  }
+  return true;
+}
+
+// The items of a call: each row tile of each head once, in the tensors' places.
+template <Mask kMask>
+static bool items(int rounds) {
+  for (int round = 0; round < rounds; ++round) {
+    ForwardParams p{};
+    p.kv_heads = pick(1, 3), p.heads = p.kv_heads * pick(1, 4), p.batch = pick(1, 3);
+    p.seqlen_q = pick(1, 3000), p.seqlen_k = pick(1, 3000), p.sm_count = 132;
+    p.causal_offset = pick(-100, 100), p.window_offset = p.causal_offset - pick(0, 500);
+    p.o_stride_row = 64, p.o_stride_head = int64_t(64) * p.seqlen_q, p.o_stride_batch = p.o_stride_head * p.heads;
+    const Order order = work_order<kM, 64, kMask>(p);
+    std::set<std::tuple<int, int, int>> seen;
+    for (int n = 0; n < Dense<kMask>::items(p, order); ++n) {
+      const Item item = Dense<kMask>::template item_at<kM, kN>(p, order, n);
+      const int end = item.row + kM < p.seqlen_q ? item.row + kM : p.seqlen_q;
+      const Tiles tiles = tiles_of<kN, kMask>(item.row, end, p.seqlen_k, band_of(p));
+      const int64_t out = item.batch * p.o_stride_batch + item.head * p.o_stride_head + int64_t(64) * item.row;
+      if (item.row % kM || item.row >= p.seqlen_q || item.tiles != tiles.count || item.first_tile != tiles.first)
+        return false;
+      if (item.kv_head != item.batch * p.kv_heads + item.head / (p.heads / p.kv_heads) || item.out != out) return false;
+      if (!seen.insert({item.batch, item.head, item.row}).second) return false;
+    }
+    if (int64_t(seen.size()) != work_items(p, kM)) return false;
+  }
+  return true;
+}
+
+// The parts of an item that a cluster shares, laid side by side.
+static bool parts() {
+  for (int round = 0; round < 300; ++round) {
+    Item whole{};
+    whole.first_tile = pick(0, 9), whole.tiles = pick(1, 30);
+    int next = whole.first_tile;
+    for (int rank = 0; rank < 4; ++rank) {
+      const Item part = part_of<4>(whole, rank);
+      if (part.first_tile != next || part.tiles < 0) return false;
+      next += part.tiles;
+    }
+    if (next != whole.first_tile + whole.tiles) return false;
+  }
+  return true;
+}
+
+// A ragged batch with the list that a plan makes, in any order: each row tile of each sequence and head once, and no
+// two sequences share a block of V.
+template <Mask kMask>
+static bool ragged(int rounds) {
+  using Walk = Ragged<kMask>;
+  constexpr int kBlock = 128;
+  for (int round = 0; round < rounds; ++round) {
+    const int sequences = pick(1, 9);
+    std::vector<RowTile> list;
+    std::vector<int> rows_of, keys_of, blocks_used;
+    int query = 0, key = 0, block_end = 0;
+    for (int s = 0; s < sequences; ++s) {
+      const int rows = pick(0, 300), keys = pick(0, 500), block = key / kBlock + s;
+      if (block < block_end) return false;  // where the blocks of the sequence before end
+      block_end = block + ceil_div(keys, kBlock);
+      for (int row = 0; row < rows; row += kM) list.push_back({s, row, rows, keys, query, key, block, 0});
+      rows_of.push_back(rows), keys_of.push_back(keys);
+      query += rows, key += keys;
+    }
+    if (block_end > ragged_blocks(key, sequences, kBlock)) return false;
+    if (int64_t(list.size()) > most_row_tiles(query, sequences, kM)) return false;
+    ForwardParams p{};
+    int count = int(list.size());
+    p.batch = 1, p.kv_heads = pick(1, 3), p.heads = p.kv_heads * pick(1, 4);
+    p.seqlen_q = query, p.seqlen_k = key, p.sm_count = 132;
+    p.causal_offset = pick(-20, 20), p.window_offset = p.causal_offset - pick(0, 200);
+    p.o_stride_row = int64_t(64) * p.heads, p.o_stride_head = 64;
+    p.k_descale_head = block_end + 3, p.k_descale_block = 1, p.v_descale_head = 1;
+    p.ragged.tiles = list.data(), p.ragged.count = &count, p.ragged.most = count, p.ragged.bottom_right = round % 2;
+    p.ragged.v_descale_sequence = p.kv_heads;
+    const Order order = work_order<kM, 64, kMask>(p);
+    std::set<std::tuple<int, int, int>> seen;
+    for (int n = 0; n < Walk::items(p, order); ++n) {
+      const RaggedItem item = Walk::template item_at<kM, kN>(p, order, n);
+      const int s = item.batch, shift = round % 2 ? keys_of[s] - rows_of[s] : 0;
+      const Band band{p.window_offset + shift, p.causal_offset + shift};
+      const int end = item.row + kM < rows_of[s] ? item.row + kM : rows_of[s];
+      const Tiles tiles = tiles_of<kN, kMask>(item.row, end, keys_of[s], band);
+      if (item.tiles != tiles.count || item.first_tile != tiles.first || Walk::rows(p, item) != rows_of[s] ||
+          Walk::keys(p, item) != keys_of[s] || Walk::band(p, item).first != band.first)
+        return false;
+      if (item.kv_head != item.head / (p.heads / p.kv_heads)) return false;
+      if (Walk::query_row(item) - item.row != list[0].query && s == list[0].sequence) return false;
+      if (item.out != int64_t(Walk::query_row(item)) * p.o_stride_row + 64 * item.head) return false;
+      if (Walk::key_descale(p, item, item.kv_head) != item.kv_head * (block_end + 3) + item.of.block) return false;
+      if (Walk::value_descale(p, item, item.kv_head) != s * p.kv_heads + item.kv_head) return false;
+      if (Walk::lse(p, item)(item.row) != int64_t(item.head) * query + Walk::query_row(item)) return false;
+      if (!seen.insert({s, item.head, item.row}).second) return false;
+    }
+    if (seen.size() != list.size() * size_t(p.heads)) return false;
+  }
+  return true;
+}
+
+int main() {
+  report(spans<Mask::full>(200), "without a mask every key is visited, and only the last tile is masked");
+  report(spans<Mask::causal>(200), "a diagonal is visited to its end, masked where it hides a key");
+  report(spans<Mask::window>(400), "a window is visited from its begin to its end, masked where it hides a key");
+  report(items<Mask::full>(60), "items without a mask cover every row tile once");
+  report(items<Mask::causal>(60), "items with a diagonal cover every row tile once");
+  report(items<Mask::window>(60), "items of a window cover every row tile once");
+  report(parts(), "the parts of an item lie side by side");
+  report(ragged<Mask::full>(60), "ragged items cover every row tile of every sequence once");
+  report(ragged<Mask::causal>(60), "ragged items with a diagonal, of either alignment, do");
+  report(ragged<Mask::window>(60), "ragged items of a window do");
+  std::printf("%d failures\n", failures);
+  return failures != 0;
+}

@@ -99,8 +99,8 @@ def render(selection: Selection) -> str:
         "# A row: points it stands for, the axes that are not free, the numbers that decided.",
     ]
     for matrix in MATRICES:
-        own = [(v, r) for v, r in selection.rejected if v.family == matrix.family and v.kind == matrix.kind]
-        emitted = sum(v.family == matrix.family and v.kind == matrix.kind for v in selection.emitted)
+        own = [(v, r) for v, r in selection.rejected if matrix.is_of(v)]
+        emitted = sum(map(matrix.is_of, selection.emitted))
         lines += ["", f"## {matrix.name}: declared {matrix.size:,} = emitted {emitted:,} + rejected {len(own):,}"]
         rows = group(own, matrix)
         for rule in dict.fromkeys(row[0] for row in sorted(rows, key=lambda r: r[0])):

@@ -74,6 +74,10 @@ class Matrix:
         for values in itertools.product(*(getattr(self, axis) for axis in self.AXES)):
             yield Variant(family=self.family, kind=self.kind, **dict(zip(self.AXES, values, strict=True)))
 
+    def is_of(self, v: Variant) -> bool:
+        """Whether this is the matrix for a variant of that family, kind, mask and walk."""
+        return (v.family, v.kind) == (self.family, self.kind) and v.mask in self.mask and v.walk in self.walk
+
     @property
     def size(self) -> int:
         size = 1
@@ -185,10 +189,9 @@ MATRICES = (
 )
 
 
-def matrix_of(family: str, kind: Kind, mask: Mask = Mask.FULL, walk: Walk = Walk.DENSE) -> Matrix | None:
-    """The matrix that declares such variants; of those with no window and no table of lengths without more words."""
-    found = (m for m in MATRICES if (m.family, m.kind) == (family, kind))
-    return next((m for m in found if kind.diagnostic or (mask in m.mask and walk in m.walk)), None)
+def matrix_of(family: str, kind: Kind) -> Matrix | None:
+    """The first matrix of a family and kind, which declares the head_dims, tiles and modes of all others."""
+    return next((m for m in MATRICES if (m.family, m.kind) == (family, kind)), None)
 
 
 def head_dims(target: str) -> tuple[int, ...]:
@@ -199,7 +202,7 @@ def head_dims(target: str) -> tuple[int, ...]:
 
 def undeclared(v: Variant) -> str | None:
     """Which part of a variant no matrix declares, and what is declared; None for a declared point."""
-    matrix = matrix_of(v.family, v.kind, v.mask, v.walk)
+    matrix = next((m for m in MATRICES if m.is_of(v)), None)
     if matrix is None:
         declared = dict.fromkeys(f"{m.family}_{m.kind}" for m in MATRICES)
         return f"{v.family}_{v.kind}, mask {v.mask}, walk {v.walk} is not declared ({', '.join(declared)} are)"

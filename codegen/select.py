@@ -13,7 +13,7 @@ from codegen.evidence import Measurement, measured
 from codegen.families import FAMILIES, derive
 from codegen.keys import LOADS, MOST, SEQLEN_BOUNDS, representative
 from codegen.legal import Rejection, check
-from codegen.matrix import MATRICES, Matrix, in_profile, matrix_of
+from codegen.matrix import MATRICES, Matrix, in_profile
 from codegen.scaling import key_block
 from codegen.variant import SHAPE, Variant
 
@@ -242,7 +242,7 @@ def of_profile(variants: Iterable[Variant], profile: str) -> tuple[Variant, ...]
 
 def rivals(v: Variant) -> list[Variant]:
     """All declared points of a variant's class, legal or not."""
-    matrix = matrix_of(v.family, v.kind, v.mask, v.walk)
+    matrix = next((m for m in MATRICES if m.is_of(v)), None)
     if matrix is None:
         return []
     return [

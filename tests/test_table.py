@@ -180,12 +180,21 @@ def test_every_kernel_is_reached(profile: str) -> None:
     """A kernel that no cell chooses costs build time for nothing, unless no other one of its mask and output reads keys
     that were packed for one that is chosen."""
     chosen = {decision.variant for decision in table(profile).decisions}
-    forward = [v for v in of_profile(select().emitted, profile) if v.kind is Kind.FWD]
+    forward = [v for v in of_profile(select().emitted, profile) if v.kind is Kind.FWD and not v.special]
     for v in (v for v in forward if v.id not in chosen):
         same_keys = [w for w in forward if problem_class(replace(w, mask=v.mask, out=v.out)) == problem_class(v)]
         readers = [w for w in same_keys if key_block(w) == key_block(v)]
         assert [w for w in readers if (w.causal, w.out) == (v.causal, v.out)] == [v], v.id
         assert any(w.id in chosen and w.out is not Out.E4M3 for w in readers), v.id
+
+
+def test_a_class_without_cells_has_one_kernel() -> None:
+    """No cell chooses between kernels for a window or a ragged batch, so that whoever looks for one must find one."""
+    special = [v for v in select().emitted if v.special]
+    assert {v.mask for v in special if not v.walk.tables} == {Mask.WINDOW}
+    assert {v.mask for v in special if v.walk.tables} == set(Mask)
+    assert len({problem_class(v) for v in special}) == len(special) and special
+    assert {v.id for v in special}.isdisjoint(d.variant for d in table("release").decisions)
 
 
 def test_the_chosen_is_the_first_by_the_comparator() -> None:

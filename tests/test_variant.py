@@ -71,7 +71,8 @@ def test_schedule_and_cluster_stand_in_an_id_unless_both_are_plain() -> None:
     for v in POINTS:
         plain = v.schedule is Schedule.MULTISTAGE and v.cluster is Cluster.SOLO
         assert plain == (v.family == "sm89")
-        assert v.id.endswith(str(v.softmax) if plain else f"{v.softmax}_{v.schedule}_{v.cluster}")
+        walk = f"_{v.walk}" if v.walk is Walk.RAGGED else ""
+        assert v.id.endswith((str(v.softmax) if plain else f"{v.softmax}_{v.schedule}_{v.cluster}") + walk)
 
 
 def test_mask_and_walk_in_an_id() -> None:

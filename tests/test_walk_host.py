@@ -1,7 +1,7 @@
 """Which tiles of keys a work item visits, proved on the host by tests/host/walk_test.cpp.
 
-Regressions these catch: a tile at either end of a window that is left out, or that is not masked although it hides a key
-from a row; an item that is visited twice or never; a sequence of a ragged batch that reads another one's descales.
+Regressions these catch: a tile at either end of a window that is left out, or that is not masked although it hides a
+key from a row; an item that is visited twice or never; a sequence of a ragged batch that reads another one's descales.
 """
 
 from __future__ import annotations

@@ -227,9 +227,9 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
       const int row = work.row + thread / 32 * kWarpRows + 16 * f + thread % 32 / 4;
       clear_dead_rows(o[f], rows[f].sum);
       const int64_t first = work.batch * p.o_stride_batch + work.head * p.o_stride_head + row * p.o_stride_row;
-      store_rows<Out>(p, first, row, o[f], rows[f].sum, v_descale, column_descale, 1.f);
-      if (want_lse) store_lse(p, work.batch, work.head, row, rows[f].exact, rows[f].ref);
-      if (p.amax != nullptr) store_amax(p, row, o[f], rows[f].sum, v_descale, column_descale);
+      store_rows<Out>(p, first, p.seqlen_q, row, o[f], rows[f].sum, v_descale, column_descale, 1.f);
+      if (want_lse) store_lse(p, [&](int row) { return (int64_t(work.batch) * p.heads + work.head) * p.seqlen_q + row; }, p.seqlen_q, row, rows[f].exact, rows[f].ref);
+      if (p.amax != nullptr) store_amax(p, p.seqlen_q, row, o[f], rows[f].sum, v_descale, column_descale);
     }
     if (next >= items) return;
   }

@@ -17,12 +17,13 @@
 #include "fp8cutlass/epilogue.cuh"
 #include "fp8cutlass/params.h"
 #include "fp8cutlass/sm90/barrier.cuh"
+#include "fp8cutlass/sm90/draw.cuh"
 #include "fp8cutlass/sm90/launch.cuh"
 #include "fp8cutlass/sm90/operand.h"
 #include "fp8cutlass/sm90/query.cuh"
 #include "fp8cutlass/sm90/wgmma.cuh"
-#include "fp8cutlass/sm90/work.h"
 #include "fp8cutlass/softmax.cuh"
+#include "fp8cutlass/walk/dense.h"
 
 namespace fp8cutlass {
 namespace {
@@ -40,7 +41,9 @@ constexpr int kKeySlots = 2, kValueSlots = 2;  // stages of the pipeline, each i
 constexpr int kQBuffers = 2;
 constexpr int kSplit = 1;         // CTAs that share an item
 constexpr int kItemSlots = 4;     // work items that are known at a time
-constexpr bool kCausal = false;
+constexpr Mask kMask = Mask::full;
+using Walk = Dense<kMask>;  // which keys an item visits, and where they lie
+using Item = Walk::Item;
 constexpr int kKeyBlocks = 8;    // n8 blocks of S
 constexpr int kKeySteps = 2;      // k32 steps of P V
 constexpr int kDimBlocks = 16;    // n8 blocks of O
@@ -83,8 +86,8 @@ struct SharedStorage {
   ExactSums exact[128 * kWarpgroups];
   float slope[kItemSlots][kTileM];  // with the items: softmax scale times Q's descale, as octaves a score unit of K's descale
   struct alignas(1024) {
-    sm90::Item next[2];  // of the loader: the item that it loads and the one after, for the warps that fetch Q
-    sm90::Item items[kItemSlots];  // this item, the one before (its epilogue may still run) and those that are loaded ahead
+    Item next[2];  // of the loader: the item that it loads and the one after, for the warps that fetch Q
+    Item items[kItemSlots];  // this item, the one before (its epilogue may still run) and those that are loaded ahead
     sm90::Barrier q_full[kQBuffers], q_empty[kQBuffers];
     sm90::Barrier next_full[2], next_empty[2];
     sm90::Barrier source_full;
@@ -111,29 +114,28 @@ constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NOR
 
 // An item and what its first copies go with, fetched while the item before is loaded.
 struct Ahead {
-  sm90::Item item;
+  Item item;
 };
 
-__device__ __forceinline__ float row_descale(const ForwardParams& p, const sm90::Item& item, int row) {
-  const int64_t head = int64_t(item.batch) * p.heads + item.head;
-  return p.q_descale[head * p.q_descale_head + int64_t(min(item.row + row, p.seqlen_q - 1)) * p.q_descale_row];
+__device__ __forceinline__ float row_descale(const ForwardParams& p, const Item& item, int row) {
+  return p.q_descale[Walk::query_descale(p, item) + int64_t(min(item.row + row, Walk::rows(p, item) - 1)) * p.q_descale_row];
 }
 
 // A row's slope for a descale of 1.
 __device__ __forceinline__ float unit_slope(const ForwardParams& p) { return p.scale * kLog2e; }
 
-__device__ __forceinline__ sm90::Item item_of(const sm90::KernelParams& params, int number) {
-  return sm90::item_at<kTileM, kTileN, kCausal>(params.p, params.order, number);
+__device__ __forceinline__ Item item_of(const sm90::KernelParams& params, int number) {
+  return Walk::item_at<kTileM, kTileN>(params.p, params.order, number);
 }
 
-__device__ __forceinline__ Ahead look_ahead(const sm90::KernelParams& params, const sm90::Item& item) {
+__device__ __forceinline__ Ahead look_ahead(const sm90::KernelParams& params, const Item& item) {
   Ahead ahead;
   ahead.item = item;
   return ahead;
 }
 
 // The item of a turn for the warps that fetch Q; one without tiles ends them and those that compute.
-__device__ __forceinline__ void publish(decltype(SharedStorage::control)& control, const sm90::Item& item, unsigned turn) {
+__device__ __forceinline__ void publish(decltype(SharedStorage::control)& control, const Item& item, unsigned turn) {
   sm90::wait(control.next_empty[turn % 2], (turn / 2 & 1) ^ 1);  // a fresh barrier counts as passed with parity 1
   control.next[turn % 2] = item;
   sm90::arrive(control.next_full[turn % 2]);
@@ -141,12 +143,12 @@ __device__ __forceinline__ void publish(decltype(SharedStorage::control)& contro
 
 // A tile of Q, for one lane. `full` is held until it is there.
 template <class Tile>
-__device__ __forceinline__ void copy_query(const sm90::KernelParams& params, const sm90::Item& item, sm90::Barrier& full, uint8_t* to) {
+__device__ __forceinline__ void copy_query(const sm90::KernelParams& params, const Item& item, sm90::Barrier& full, uint8_t* to) {
   sm90::expect(full, Tile::kBytes);
 #pragma unroll
   for (int b = 0; b < Tile::kBlocks; ++b)
-    Copy::copy(&params.q, &full, kHint, to + b * Tile::kBlockBytes, b * Tile::kWidth, item.row, item.head * params.q_head_step,
-               item.batch * params.q_batch_step);
+    Copy::copy(&params.q, &full, kHint, to + b * Tile::kBlockBytes, b * Tile::kWidth, Walk::query_row(item), item.head * params.q_head_step,
+               Walk::batch(item) * params.q_batch_step);
 }
 
 __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedStorage& shared) {
@@ -157,7 +159,8 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
     for (const CUtensorMap* map : {&params.q, &params.k, &params.v}) cute::prefetch_tma_descriptor(map);
   Stage stage;
   int number = control.first;
-  const sm90::Item first = item_of(params, number);  // there is one, or this CTA would have left
+  const int items = Walk::items(p, params.order);
+  const Item first = item_of(params, number);  // there is one, or this CTA would have left
   if (lane == 0) publish(control, first, 0);
   if (p.ready == nullptr) {
     sm90::wait_for_operands();
@@ -166,19 +169,20 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   }
   Ahead ahead = look_ahead(params, first);
   unsigned drawn = sm90::draw_item(p, lane);  // for the next item: a tile ahead, as memory takes its time
-  for (unsigned turn = 0; number < params.order.items; ++turn) {
-    const sm90::Item& item = control.next[turn % 2];  // read from shared memory: registers are few
+  for (unsigned turn = 0; number < items; ++turn) {
+    const Item& item = control.next[turn % 2];  // read from shared memory: registers are few
     __syncwarp();
     // Known to be the same in all lanes: else every copy would be issued by a loop over lanes that might differ.
     const int tiles = sm90::uniform(item.tiles), first_tile = sm90::uniform(item.first_tile), kv_head = sm90::uniform(item.kv_head);
     const int k_batch = sm90::uniform(item.batch * params.k_batch_step);
-    const int k_head = sm90::uniform((item.kv_head - item.batch * p.kv_heads) * params.k_head_step);
+    const int k_head = sm90::uniform((item.kv_head - Walk::batch(item) * p.kv_heads) * params.k_head_step);
+    constexpr int k_row = 0, v_column = 0;  // where the sequence begins
     bool seen = true;  // K and V of the next item
     // For one lane. The arrival for K, with the number of bytes, is left to the caller, as descales come with it.
     const auto copy_keys = [&](int slot, int key) {
 #pragma unroll
       for (int b = 0; b < KTile::kBlocks; ++b)
-        Copy::copy(&params.k, &control.k_full[slot], kHint, shared.k[slot] + b * KTile::kBlockBytes, b * KTile::kWidth, key, k_head, k_batch);
+        Copy::copy(&params.k, &control.k_full[slot], kHint, shared.k[slot] + b * KTile::kBlockBytes, b * KTile::kWidth, k_row + key, k_head, k_batch);
     };
     const auto copy_values = [&](int slot, int key) {
       sm90::arrive_expect(control.v_full[slot], VTile::kRowBytes * kHeadDim);
@@ -187,31 +191,38 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
 #pragma unroll
         for (int part = 0; part < kParts; ++part)
           Copy::copy(&params.v, &control.v_full[slot], kHint, shared.v[slot] + b * VTile::kBlockBytes + value_row(part) * VTile::kWidth,
-                     key + b * VTile::kWidth, part * kPartColumns, kv_head);
+                     v_column + key + b * VTile::kWidth, part * kPartColumns, kv_head);
     };
 #pragma unroll 1
     for (int j = 0; j < tiles; ++j, stage = stage.next()) {
-      const int tile = first_tile + j, key = tile * kTileN, s = stage.slot;
-      sm90::wait(control.k_empty[s], stage.parity ^ 1);
-      if (cute::elect_one_sync()) {
-        copy_keys(s, key);
-        cute::SM90_BULK_COPY_G2S::copy(p.k_descale + int64_t(kv_head) * p.seqlen_k_padded + key, &control.k_full[s], shared.k_descale[s],
-                                       4 * kTileN);
-        sm90::arrive_expect(control.k_full[s], KTile::kBytes + 4 * kTileN);
+      const int tile = first_tile + j;
+      constexpr int half = 0;
+      {
+        const int s = stage.slot, key = tile * kTileN + half * kSlotKeys;
+        sm90::wait(control.k_empty[s], stage.parity ^ 1);
+        if (cute::elect_one_sync()) {
+          copy_keys(s, key);
+          cute::SM90_BULK_COPY_G2S::copy(p.k_descale + int64_t(kv_head) * p.seqlen_k_padded + key, &control.k_full[s], shared.k_descale[s],
+                                         4 * kTileN);
+          sm90::arrive_expect(control.k_full[s], KTile::kBytes + 4 * kTileN);
+        }
       }
-      sm90::wait(control.v_empty[s], stage.parity ^ 1);
-      if (cute::elect_one_sync()) copy_values(s, key);
+      {
+        const int s = stage.slot, parity = stage.parity;
+        sm90::wait(control.v_empty[s], parity ^ 1);
+        if (cute::elect_one_sync()) copy_values(s, tile * kTileN + half * kSlotKeys);
+      }
       if (j == 0) {
         number = sm90::next_item(p, number, drawn);
-        if (number < params.order.items) {
+        if (number < items) {
           ahead.item = item_of(params, number);
           seen = p.ready == nullptr || sm90::has_head(p, ahead.item.kv_head);
           if (seen) ahead = look_ahead(params, ahead.item);
         }
-        if (number >= params.order.items) ahead.item.tiles = 0;
+        if (number >= items) ahead.item.tiles = 0;
         if (lane == 0) publish(control, ahead.item, turn + 1);
       }
-      if (j + 1 == tiles && number < params.order.items) drawn = sm90::draw_item(p, lane);
+      if (j + 1 == tiles && number < items) drawn = sm90::draw_item(p, lane);
     }
     if (!seen) {  // its K and V were not there when this item began
       sm90::wait_for_head(p, ahead.item.kv_head);
@@ -231,7 +242,7 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
   for (unsigned turn = 0;; ++turn) {
     const unsigned slot = turn % kQBuffers;
     sm90::wait(control.next_full[turn % 2], turn / 2 & 1);
-    const sm90::Item& item = control.next[turn % 2];
+    const Item& item = control.next[turn % 2];
     const int tiles = item.tiles;
     if (!fp8 && tiles > 0) {
       sm90::sync_fetchers<sm90::kRowThreads>();  // nobody reads the source of the item before any more
@@ -309,22 +320,20 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   const auto v_descale = [](const Stage&) { return 1.f; };
 
   // Whether a row of this warpgroup does not see all keys of a tile. Asked before the scores are there.
-  const auto is_masked = [&](const sm90::Item& item, int tile) {
-    int last = p.seqlen_k - 1;  // that the first row sees
-    if (kCausal) last = min(last, item.row + 64 * warpgroup + p.causal_offset);
-    return last < tile * kTileN + kTileN - 1;
+  const auto is_masked = [&](const Item& item, int tile) {
+    return fp8cutlass::is_masked<kTileN, 64, kMask>(item.row + 64 * warpgroup, Walk::keys(p, item), Walk::band(p, item), tile);
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
   const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
-    const sm90::Item& item = control.items[turn % kItemSlots];
+    const Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
     scale_columns(s, shared.k_descale[stage.slot]);
     if (masked) {
       int last[2];  // the last key, relative to the tile, that each of the two rows sees
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        last[r] = p.seqlen_k - 1 - key;
-        if (kCausal) last[r] = min(last[r], item.row + row_in_tile() + 8 * r + p.causal_offset - key);
+        last[r] = Walk::keys(p, item) - 1 - key;
+        if (kMask != Mask::full) last[r] = min(last[r], item.row + row_in_tile() + 8 * r + Walk::band(p, item).last - key);
       }
       mask_columns(s, last);
     }
@@ -385,7 +394,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       }
     }
   };
-  const auto epilogue = [&](const sm90::Item& item) {
+  const auto epilogue = [&](const Item& item) {
     const int local = row_in_tile(), row = item.row + local;
     const float* column_descale = p.v_descale + int64_t(item.kv_head) * kHeadDim;
     // All that is seldom behind one jump; the vote keeps it uniform.
@@ -393,11 +402,11 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       clear_dead_rows(o, sum);
       if (want_lse) {
         const float2 exact = exact_sums().item;
-        store_lse(p, item.batch, item.head, row, {exact.x, exact.y}, ref);
+        store_lse(p, Walk::lse(p, item), Walk::rows(p, item), row, {exact.x, exact.y}, ref);
       }
-      if (p.amax != nullptr) store_amax<kSplit>(p, row, o, sum, kTruncation, column_descale);
+      if (p.amax != nullptr) store_amax<kSplit>(p, Walk::rows(p, item), row, o, sum, kTruncation, column_descale);
     }
-    store_rows<Out, kSplit>(p, item.out + local * p.o_stride_row, row, o, sum, kTruncation, column_descale, 1.f);
+    store_rows<Out, kSplit>(p, item.out + local * p.o_stride_row, Walk::rows(p, item), row, o, sum, kTruncation, column_descale, 1.f);
   };
 
   // The tiles of all items form one stream: the first Q K^T of an item is issued with the last P V of the item before,
@@ -406,30 +415,31 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   Product t;
   Stage stage;              // of the tile in s
   unsigned turn = 0;        // its item
-  int j = 0;                // which of the item's tiles it is
   sm90::wait(control.q_full[0], 0);
-  int tiles = control.items[0].tiles;
+  int tile = 0;                                 // the number of the tile in s, in its sequence
+  int end = control.items[0].tiles;             // of the item's last tile, and one
   sm90::wait(control.k_full[0], 0);
   cute::warpgroup_arrive();
   issue_scores(s, 0, 0);
   cute::warpgroup_commit_batch();
   cute::warpgroup_wait<0>();
   sm90::fence(s);
-  sm90::arrive_if(control.q_empty[0], tiles == 1);
-  softmax(s, 0, 0, stage, k_descale(stage), is_masked(control.items[0], 0));
+  sm90::arrive_if(control.q_empty[0], end == tile + 1);
+  softmax(s, 0, tile, stage, k_descale(stage), is_masked(control.items[0], tile));
   sm90::arrive(control.k_empty[0]);
   pack_p(prob, s);
 #pragma unroll 1
   while (true) {  // prob is P of tile j, its P V and the next Q K^T are to be issued
     const Stage next = stage.next();
-    const bool first = j == 0, last = j + 1 == tiles, finishes = first && turn > 0;
-    ++j;
+    const bool first = tile == 0, last = tile + 1 == end, finishes = first && turn > 0;
+    ++tile;
     if (last) {
-      ++turn, j = 0;
+      ++turn;
       sm90::wait(control.q_full[turn % kQBuffers], turn / kQBuffers & 1);
-      tiles = control.items[turn % kItemSlots].tiles;
+      tile = 0;
+      end = control.items[turn % kItemSlots].tiles;
     }
-    if (tiles > 0) sm90::wait(control.k_full[next.slot], next.parity);
+    if (end > 0) sm90::wait(control.k_full[next.slot], next.parity);
     sm90::wait(control.v_full[stage.slot], stage.parity);
     sm90::fence(prob);
     cute::warpgroup_arrive();
@@ -443,19 +453,19 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       if (finishes) epilogue(control.items[(turn - 1 - last) % kItemSlots]);  // the item before this tile's
     });
     const float k_scale = k_descale(next);
-    const bool masked = is_masked(control.items[turn % kItemSlots], j);
+    const bool masked = is_masked(control.items[turn % kItemSlots], tile);
     cute::warpgroup_wait<1>();
     sm90::fence(s);
-    if (tiles > 0) {
-      sm90::arrive_if(control.q_empty[turn % kQBuffers], j + 1 == tiles);
-      softmax(s, turn, j, next, k_scale, masked);
+    if (end > 0) {
+      sm90::arrive_if(control.q_empty[turn % kQBuffers], tile + 1 == end);
+      softmax(s, turn, tile, next, k_scale, masked);
       sm90::arrive(control.k_empty[next.slot]);
     }
     cute::warpgroup_wait<0>();
     sm90::fence(t);
     sm90::arrive(control.v_empty[stage.slot]);
     promote(t, 0, v_descale(stage));
-    if (tiles == 0) break;
+    if (end == 0) break;
     pack_p(prob, s);
     stage = next;
   }
@@ -517,13 +527,13 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
   sm90::fence_async();
   __syncthreads();
   // A CTA that found room so late that the others have taken everything has nothing to do but to leave.
-  if (control.first < params.order.items) work(params, shared, warpgroup);
+  if (control.first < Walk::items(params.p, params.order)) work(params, shared, warpgroup);
   if (threadIdx.x < 32) leave(params.p);
 #endif
 }
 
 int launch(const ForwardParams& params, CUstream_st* stream) {
-  return sm90::launch<SourceTile, QTile, KTile, VTile, kParts, kSplit, kCausal>(attention, kThreads, int(sizeof(SharedStorage)), params, stream);
+  return sm90::launch<SourceTile, QTile, KTile, VTile, kParts, kSplit, kMask>(attention, kThreads, int(sizeof(SharedStorage)), params, stream);
 }
 
 }  // namespace

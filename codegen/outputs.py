@@ -65,7 +65,7 @@ def _manifest(request: Request, packs: tuple[Pack, ...], kernels: dict[str, str]
             {
                 "id": v.id,
                 "family": v.family,
-                "kind": str(v.kind),
+                "kind": v.serves,
                 "head_dim": v.head_dim,
                 "tile_m": v.tile_m,
                 "tile_n": v.tile_n,

@@ -81,6 +81,11 @@ class Variant:
         return self.mask.windowed
 
     @property
+    def serves(self) -> str:
+        """What calls it is for, as the manifest says it: fwd, window, ragged; or diag."""
+        return "ragged" if self.walk.tables else "window" if self.windowed else str(self.kind)
+
+    @property
     def special(self) -> bool:
         """Whether it serves a window or a ragged batch, for which a class has one kernel, and the table no cell."""
         return self.windowed or self.walk.tables

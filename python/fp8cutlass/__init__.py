@@ -19,6 +19,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attention",
+    "attention_varlen",
     "explain",
     "pack_kv",
     "quantize",
@@ -45,6 +46,7 @@ if TYPE_CHECKING or not _is_command():
     from .quantize import quantize
     from .scaling import DelayedScale, StaticScale
     from .tuner import tune
+    from .varlen import attention_varlen
 else:
 
     def __getattr__(name: str) -> object:
@@ -53,7 +55,7 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        for home in ("api", "errors", "packed", "packing", "quantize", "scaling", "tuner"):
+        for home in ("api", "errors", "packed", "packing", "quantize", "scaling", "tuner", "varlen"):
             module = import_module(f".{home}", __name__)
             globals().update((public, getattr(module, public)) for public in __all__ if hasattr(module, public))
         return globals()[name]

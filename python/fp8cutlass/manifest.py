@@ -39,7 +39,7 @@ class Variant:
 
     id: str
     family: str
-    kind: str  # "fwd" or "diag"
+    kind: str  # "fwd", "diag", or what has no cell of the table: "window" and "ragged"
     head_dim: int
     tile_m: int
     tile_n: int
@@ -48,6 +48,8 @@ class Variant:
     scaling: str
     scalings: tuple[str, ...]
     key_block: int
+    mask: str  # "full", "causal" or "window"
+    walk: str  # "dense" or "ragged"
     causal: bool
     dtype: str  # "e4m3" or "e5m2"
     out: str  # "bf16", "fp16" or "e4m3"

@@ -1,0 +1,262 @@
+"""A ragged batch from tensors to its outputs: sequences of unequal lengths, their tokens one after the other.
+
+On a card K and V are copied to blocks first, where each sequence begins at a block of its own, so that the kernels that
+quantise and pack dense tensors serve: `include/fp8cutlass/walk/ragged.h` says where. Lengths stay on the device. On the
+CPU each sequence is emulated by itself, which is the specification.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from . import extension
+from .dispatch import PRECISE_ENOUGH, Problem, decide, padded_head_dim
+from .emulator import OUT_DTYPES, emulate
+from .errors import NoKernelError, UnsupportedError
+from .fused import quantise_and_pack
+from .launch import Call, quantised, score_amax
+from .manifest import KEY_BLOCK, Variant, load_manifest
+from .memory import as_bytes
+from .pack import pack_v
+from .target import Target, target
+
+FAR = 1 << 30  # keys before or after a row's own, of a window without an end
+SOFTMAXES = {"fast": ("linear", "exp2"), "accurate": ("exp2",)}  # what serves a precision, the preferred one first
+OUT_NAMES = {dtype: name for name, dtype in OUT_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class RaggedCall:
+    """What ``attention_varlen`` has checked. ``descales`` are those of FP8 q, k and v, (1,) or (sequences, heads)."""
+
+    q: torch.Tensor  # (tokens, H, D)
+    k: torch.Tensor  # (tokens, Hkv, D)
+    v: torch.Tensor
+    cu_q: torch.Tensor  # (sequences + 1,) int32
+    cu_k: torch.Tensor
+    used_q: torch.Tensor | None  # (sequences,) int32
+    used_k: torch.Tensor | None
+    max_q: int
+    max_k: int
+    descales: tuple[torch.Tensor, ...]
+    scale: float
+    left: int  # keys before a row's own that it sees, -1 for all
+    right: int
+    bottom_right: bool
+    out_dtype: torch.dtype
+    precision: str
+    return_lse: bool
+    kernel: str
+
+    @property
+    def mask(self) -> str:
+        """The kernels' word for it."""
+        if self.left < 0 and self.right < 0:
+            return "full"
+        return "causal" if self.left < 0 and self.right == 0 else "window"
+
+
+def blocks_of(tokens: int, sequences: int, key_block: int) -> int:
+    """Blocks of packed K and V: those of all tokens, one for each sequence, and as many more as V is padded to."""
+    blocks = -(-tokens // key_block) + sequences
+    while blocks * key_block % KEY_BLOCK:
+        blocks += 1
+    return blocks
+
+
+def places(cu: torch.Tensor, used: torch.Tensor | None, tokens: int, key_block: int) -> torch.Tensor:
+    """Where each of ``tokens`` goes in the blocks, (tokens,) int64; one past their end where it belongs to no sequence.
+
+    Sequence s begins at block ``cu[s] // key_block + s``, which is past the blocks of the sequence before.
+    """
+    sequences = cu.shape[0] - 1
+    token = torch.arange(tokens, device=cu.device)
+    ends = cu[1:].long()
+    sequence = torch.searchsorted(ends, token, right=True).clamp(max=sequences - 1)
+    begin = cu.long()[sequence]
+    length = ends[sequence] - begin
+    if used is not None:
+        length = torch.minimum(length, used.long()[sequence])
+    within = token - begin
+    place = (begin // key_block + sequence) * key_block + within
+    end = blocks_of(tokens, sequences, key_block) * key_block
+    there = (within >= 0) & (within < length) & (place >= 0) & (place < end)
+    return torch.where(there, place, end)
+
+
+def to_blocks(x: torch.Tensor, place: torch.Tensor, blocks: int, key_block: int) -> torch.Tensor:
+    """Copy x (tokens, heads, D) to where ``places`` says, (1, heads, blocks * key_block, D); zeros between."""
+    spread = x.new_zeros((blocks * key_block + 1, *x.shape[1:]))
+    spread.index_copy_(0, place, x)
+    return spread[:-1].transpose(0, 1)[None]
+
+
+def choose(at: Target, call: RaggedCall) -> tuple[Variant, int]:
+    """The one kernel of the class, and its number in the extension; NoKernelError where the target has none."""
+    manifest = load_manifest(at.directory)
+    head_dim = padded_head_dim(call.q.shape[2], manifest.head_dims[at.arch])
+    wanted = {"kind": "ragged", "head_dim": head_dim, "mask": call.mask, "out": OUT_NAMES[call.out_dtype]}
+    fp8 = bool(call.descales)
+    for softmax in SOFTMAXES["accurate" if fp8 and not call.kernel else call.precision]:
+        for number, v in enumerate(manifest.variants):
+            fits = all(getattr(v, name) == value for name, value in wanted.items()) and at.arch in v.targets
+            if fits and v.softmax == softmax and call.kernel in ("", v.id):
+                return v, number
+    if call.kernel:
+        raise UnsupportedError(f"kernel={call.kernel!r} is not built, or does not serve this ragged batch")
+    words = ", ".join(f"{name} {value}" for name, value in wanted.items() if name != "kind")
+    raise NoKernelError(f"no kernel for ragged batches on {at.arch} in profile {manifest.profile!r}: {words}")
+
+
+def run(call: RaggedCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out (tokens, H, D) and LSE (H, tokens): 0 and -inf where a token belongs to no sequence; the LSE (0,) where it is
+    not wanted."""
+    tokens, heads, head_dim = call.q.shape
+    lse = call.q.new_full((heads, tokens) if call.return_lse else (0,), -torch.inf, dtype=torch.float32)
+    if not call.q.is_cuda:
+        out = call.q.new_zeros((tokens, heads, head_dim), dtype=call.out_dtype)
+        _emulate(call, out, lse)
+        return out, lse
+    at = target(call.q.device)
+    variant, number = choose(at, call)
+    out = call.q.new_zeros((tokens, heads, variant.head_dim), dtype=call.out_dtype)
+    if tokens and call.k.shape[0]:
+        launch(call, variant, number, out, lse if call.return_lse else None)
+    return (out if variant.head_dim == head_dim else out[..., :head_dim].contiguous()), lse
+
+
+def launch(call: RaggedCall, variant: Variant, number: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Make the operands of one kernel and run it."""
+    extension.load()
+    sequences = call.cu_q.shape[0] - 1
+    q, k, v, descales, in_blocks = _operands(call, variant)
+    words = torch.ops.fp8cutlass_C.ragged_plan_words(number, call.q.shape[0], sequences)
+    plan = torch.empty(words, dtype=torch.int32, device=q.device)
+    ends = (FAR if end < 0 else end for end in (call.left, call.right))
+    tables = (call.cu_q, call.cu_k, call.used_q, call.used_k, plan)
+    torch.ops.fp8cutlass_C.forward_ragged(
+        number, q, k, v, *descales, *tables, as_bytes(out).view(out.dtype), lse, abs(call.scale), *ends,
+        call.bottom_right, in_blocks,
+    )  # fmt: skip
+
+
+def _operands(
+    call: RaggedCall, variant: Variant
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], bool]:
+    """Q (tokens, H, D), K, packed V (Hkv, D, columns) and the descales as the kernel reads them; whether K lies in
+    blocks."""
+    tokens, sequences, block = call.k.shape[0], call.cu_k.shape[0] - 1, variant.key_block
+    blocks = blocks_of(tokens, sequences, block)
+    place = places(call.cu_k, call.used_k, tokens, block)
+    missing = variant.head_dim - call.q.shape[2]
+    if call.descales:
+        q, k, v = (F.pad(x.view(torch.uint8), (0, missing)) for x in (call.q, call.k, call.v))
+        q = q ^ 0x80 if call.scale < 0 else q
+        packed = pack_v(to_blocks(v, place, blocks, block))
+        return q.contiguous(), k.contiguous(), packed[0], call.descales, False
+    k, v = (to_blocks(x, place, blocks, block) for x in (call.k, call.v))
+    made = quantise_and_pack(
+        call.q.transpose(0, 1)[None],
+        k,
+        v,
+        head_dim=variant.head_dim,
+        key_block=block,
+        amax=score_amax(variant),
+        granularity={"q": "token", "k": "block", "v": "block"},
+        negate_q=call.scale < 0,
+    )
+    if made.q is None or made.k is None or made.v is None:
+        raise RuntimeError("an operand was not made")
+    descales = (made.q_descale, made.k_descale, made.v_descale)
+    if any(d is None for d in descales):
+        raise RuntimeError("a descale was not made")
+    return made.q[0].transpose(0, 1), made.k[0].transpose(0, 1), made.v[0], descales, True  # type: ignore[return-value]
+
+
+def _emulate(call: RaggedCall, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Each sequence by itself, by the kernel that the table has for its sizes."""
+    q_ends, k_ends = call.cu_q.tolist(), call.cu_k.tolist()
+    for s in range(len(q_ends) - 1):
+        q, k, v = (
+            call.q[q_ends[s] : q_ends[s + 1]],
+            call.k[k_ends[s] : k_ends[s + 1]],
+            call.v[k_ends[s] : k_ends[s + 1]],
+        )
+        if call.used_q is not None:
+            q = q[: max(0, int(call.used_q[s]))]
+        if call.used_k is not None:
+            k, v = k[: max(0, int(call.used_k[s]))], v[: max(0, int(call.used_k[s]))]
+        if not len(q) or not len(k):
+            continue
+        of = slice(q_ends[s], q_ends[s] + len(q))
+        dense_q, dense_k, dense_v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        descales = tuple(d[s : s + 1] if d.dim() == 2 else d for d in call.descales)
+        result, log_sum = emulate_sequence(call, dense_q, dense_k, dense_v, descales)
+        out[of] = result[0].transpose(0, 1)
+        if call.return_lse:
+            lse[:, of] = log_sum[0]
+
+
+def emulate_sequence(
+    call: RaggedCall,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    descales: tuple[torch.Tensor, ...],
+    variant: Variant | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence, (1, heads, tokens, D), by ``variant`` or by the kernel that the table has for such a call."""
+    rows, keys, head_dim = q.shape[2], k.shape[2], q.shape[3]
+    offset = keys - rows if call.bottom_right else 0
+    right, left = (FAR if end < 0 else end for end in (call.right, call.left))
+    scaling = "block"
+    if descales:
+        scaling = "head" if descales[0].dim() == 2 else "tensor"
+    if variant is None:
+        at = target(q.device)
+        problem = Problem(
+            arch=at.arch, head_dim=head_dim, seqlen_q=rows, seqlen_k=keys, batch=1, heads=q.shape[1],
+            dtype="e4m3", out=OUT_NAMES[call.out_dtype], scaling=scaling, causal=call.mask == "causal",
+            precision="accurate" if descales else call.precision, quantised=bool(descales), sm_count=at.sm_count,
+        )  # fmt: skip
+        variant, _, _ = decide(at.directory, problem)
+    q_descale, k_descale, v_descale = descales or (None, None, None)
+    one = Call(
+        q, k, v, q_descale, k_descale, v_descale, None, call.out_dtype, scaling, call.precision, True, 0, call.scale,
+        True, False, "",
+    )  # fmt: skip
+    if not descales:
+        one = quantised(one, variant, {"q": "token", "k": "block", "v": "block"})
+    missing = variant.head_dim - head_dim
+    q, k, v = (F.pad(x.view(torch.uint8), (0, missing)).view(x.dtype) for x in (one.q, one.k, one.v))
+    if call.scale < 0:
+        q = (q.view(torch.uint8) ^ 0x80).view(q.dtype)
+    if one.q_descale is None or one.k_descale is None or one.v_descale is None:
+        raise RuntimeError("a descale was not made")
+    result = emulate(
+        q,
+        k,
+        v,
+        one.q_descale,
+        one.k_descale,
+        one.v_descale,
+        variant=variant,
+        scale=abs(call.scale),
+        scaling=scaling,
+        causal_offset=offset + right,
+        window_offset=offset - left if call.mask == "window" else None,
+        return_lse=call.return_lse,
+    )
+    return result.out[..., :head_dim], result.lse
+
+
+def default_scale(head_dim: int) -> float:
+    """1 / sqrt(D)."""
+    return 1.0 / math.sqrt(head_dim)
+
+
+PRECISIONS = tuple(p for p in PRECISE_ENOUGH if p in SOFTMAXES)

@@ -1,0 +1,207 @@
+"""Attention over ragged batches on the CPU, against float64, and what is refused.
+
+Regressions these catch: a sequence that sees another one's keys; a window or a diagonal aligned to the wrong end; rows
+without keys that are not 0; tokens past ``seqused`` that count; K and V copied to a block of another sequence; a wrong
+argument that is not refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import fp8cutlass
+from fp8cutlass import attention, attention_varlen, quantize
+from fp8cutlass.errors import UnsupportedError
+from fp8cutlass.ragged import blocks_of, places, to_blocks
+
+ROWS, KEYS = [5, 0, 130, 1, 200, 64], [40, 33, 130, 0, 260, 7]
+LIMIT = 0.09  # relative L2 error of FP8 operands against the given ones
+
+
+def ends(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def batch(rows: list[int], keys: list[int], heads: int = 4, kv_heads: int = 2, head_dim: int = 64) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(len(rows) + sum(rows))
+
+    def draw(tokens: int, count: int) -> torch.Tensor:
+        return torch.randn(tokens, count, head_dim, generator=generator).bfloat16()
+
+    return draw(sum(rows), heads), draw(sum(keys), kv_heads), draw(sum(keys), kv_heads), ends(rows), ends(keys)
+
+
+def expected(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: list[int],
+    keys: list[int],
+    left: int = -1,
+    right: int = -1,
+    bottom_right: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and LSE in float64, sequence by sequence, key by key."""
+    out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.full(q.shape[1::-1], -math.inf, dtype=torch.float64)
+    group, q0, k0 = q.shape[1] // k.shape[1], 0, 0
+    for r, n in zip(rows, keys, strict=True):
+        if r and n:
+            qs = q[q0 : q0 + r].double().transpose(0, 1)
+            ks, vs = (x[k0 : k0 + n].double().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
+            scores = qs @ ks.transpose(1, 2) / math.sqrt(q.shape[2])
+            own = torch.arange(r)[:, None] + (n - r if bottom_right else 0)
+            key = torch.arange(n)
+            hidden = torch.zeros(r, n, dtype=torch.bool)
+            if right >= 0:
+                hidden |= key > own + right
+            if left >= 0:
+                hidden |= key < own - left
+            scores = scores.masked_fill(hidden, -math.inf)
+            lse[:, q0 : q0 + r] = scores.logsumexp(-1)
+            p = torch.where(hidden.all(-1)[:, None], 0.0, scores.softmax(-1).nan_to_num(0.0))
+            out[q0 : q0 + r] = (p @ vs).transpose(0, 1)
+        q0, k0 = q0 + r, k0 + n
+    return out, lse
+
+
+def close(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
+    (out, lse), (right, log_sum) = got, wanted
+    assert not out.isnan().any()
+    assert (out.double() - right).norm() <= LIMIT * right.norm()
+    assert (lse.isneginf() == log_sum.isneginf()).all()
+    seen = ~log_sum.isneginf()
+    assert (lse.double() - log_sum)[seen].abs().max() < 0.25
+    assert (out[log_sum.transpose(0, 1).isneginf()] == 0).all()
+
+
+@pytest.mark.parametrize("bottom_right", [True, False])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (16, 0), (0, 0), (40, 25), (-1, 9), (9, -1), (1000, 1000)])
+@pytest.mark.parametrize("precision", ["fast", "accurate"])
+def test_against_float64(window: tuple[int, int], bottom_right: bool, precision: str) -> None:
+    q, k, v, cu_q, cu_k = batch(ROWS, KEYS)
+    alignment = "bottom_right" if bottom_right else "top_left"
+    options = {"window_size": window, "causal_alignment": alignment, "precision": precision, "return_lse": True}
+    got = attention_varlen(q, k, v, cu_q, cu_k, 200, 260, **options)
+    close(got, expected(q, k, v, ROWS, KEYS, *window, bottom_right))
+
+
+def test_causal_is_a_window_without_keys_after() -> None:
+    q, k, v, cu_q, cu_k = batch(ROWS, KEYS)
+    causal = attention_varlen(q, k, v, cu_q, cu_k, 200, 260, causal=True)
+    assert torch.equal(causal, attention_varlen(q, k, v, cu_q, cu_k, 200, 260, window_size=(-1, 0)))
+    near = attention_varlen(q, k, v, cu_q, cu_k, 200, 260, causal=True, window_size=(8, 5))
+    assert torch.equal(near, attention_varlen(q, k, v, cu_q, cu_k, 200, 260, window_size=(8, 0)))
+    assert not torch.equal(causal, near)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_equal_lengths_are_a_dense_batch(causal: bool) -> None:
+    q, k, v, cu_q, cu_k = batch([96] * 3, [96] * 3)
+    dense = attention(*(x.view(3, 96, -1, 64).transpose(1, 2) for x in (q, k, v)), is_causal=causal, enable_gqa=True)
+    ragged = attention_varlen(q, k, v, cu_q, cu_k, 96, 96, causal=causal)
+    assert torch.equal(ragged.view(3, 96, -1, 64).transpose(1, 2), dense)
+
+
+def test_only_what_is_used_counts() -> None:
+    q, k, v, cu_q, cu_k = batch([20, 30], [50, 60])
+    used_q, used_k = (torch.tensor(x, dtype=torch.int32) for x in ([7, 30], [50, 11]))
+    k[50 + 11 :], v[50 + 11 :] = torch.nan, torch.nan
+    out, lse = attention_varlen(q, k, v, cu_q, cu_k, 30, 60, used_q, used_k, causal=True, return_lse=True)
+    parts = (torch.cat((q[:7], q[20:])), k[: 50 + 11], v[: 50 + 11])
+    wanted = expected(*parts, [7, 30], [50, 11], -1, 0)
+    close((torch.cat((out[:7], out[20:])), torch.cat((lse[:, :7], lse[:, 20:]), 1)), wanted)
+    assert (out[7:20] == 0).all() and lse[:, 7:20].isneginf().all()
+
+
+@pytest.mark.parametrize("shared", ["tensor", "head", "kv_head"])
+def test_fp8_operands(shared: str) -> None:
+    q, k, v, cu_q, cu_k = batch(ROWS, KEYS)
+    fp8, descales = [], []
+    for x in (q, k, v):
+        x8, d = quantize(x.transpose(0, 1)[None], granularity="tensor")
+        fp8.append(x8[0].transpose(0, 1))
+        heads = k.shape[1] if shared == "kv_head" else x.shape[1]
+        descales.append(d if shared == "tensor" else d.expand(len(ROWS), heads).contiguous())
+    names = ("q_descale", "k_descale", "v_descale")
+    given = dict(zip(names, descales, strict=True))
+    got = attention_varlen(*fp8, cu_q, cu_k, 200, 260, causal=True, return_lse=True, **given)
+    real = [x.float() * d.reshape(-1)[0] for x, d in zip(fp8, descales, strict=True)]
+    close(got, expected(*real, ROWS, KEYS, -1, 0))
+
+
+def test_an_empty_batch_of_tokens() -> None:
+    q, k, v, cu_q, cu_k = batch([0, 0], [3, 4])
+    out, lse = attention_varlen(q, k, v, cu_q, cu_k, 0, 4, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (4, 0)
+
+
+@pytest.mark.parametrize("key_block", [128, 192, 256])
+def test_each_sequence_has_blocks_of_its_own(key_block: int) -> None:
+    keys = [300, 0, 1, 128, 129, 500]
+    cu, tokens = ends(keys), sum(keys)
+    place, blocks = places(cu, None, tokens, key_block), blocks_of(tokens, len(keys), key_block)
+    x = torch.arange(1, tokens + 1).view(-1, 1, 1).float()
+    spread = to_blocks(x, place, blocks, key_block)[0, 0, :, 0]
+    used: set[int] = set()
+    for s, n in enumerate(keys):
+        begin = int(cu[s]) // key_block + s
+        own = set(range(begin, begin + -(-n // key_block)))
+        assert not own & used and blocks >= begin + len(own)
+        used |= own
+        at = begin * key_block
+        assert torch.equal(spread[at : at + n], x[int(cu[s]) : int(cu[s]) + n, 0, 0])
+        assert (spread[at + n : (begin + len(own)) * key_block] == 0).all()
+    assert int((spread != 0).sum()) == tokens
+
+
+def test_lengths_that_lie_stay_inside() -> None:
+    """On a card nobody looks at them; a token that fits nowhere goes past the end, where it is cut off."""
+    for wrong in ([0, 90, 20, 60], [-5, 10, 700, 50], [50, 40, 30, 0], [0, 2**31 - 1, 5, 60]):
+        place = places(torch.tensor(wrong, dtype=torch.int32), None, 60, 128)
+        assert 0 <= int(place.min()) and int(place.max()) <= blocks_of(60, 3, 128) * 128
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"window_size": (-2, 0)}, "window_size must be"),
+    ({"window_size": 5}, "window_size must be"),
+    ({"window_size": (1.0, 0)}, "window_size must be"),
+    ({"causal": 1}, "causal and return_lse"),
+    ({"causal_alignment": "top"}, "causal_alignment"),
+    ({"precision": "high"}, "precision must be one of fast, accurate"),
+    ({"out_dtype": torch.float32}, "out_dtype"),
+    ({"softmax_scale": math.inf}, "softmax_scale"),
+    ({"softmax_scale": "1"}, "softmax_scale"),
+    ({"q_descale": torch.ones(1)}, "q_descale is for FP8"),
+    ({"cu_seqlens_k": torch.tensor([0, 3, 2, 10], dtype=torch.int32)}, "must rise"),
+    ({"cu_seqlens_k": torch.tensor([0, 3, 5, 11], dtype=torch.int32)}, "must rise"),
+    ({"cu_seqlens_q": torch.tensor([0, 3, 10], dtype=torch.int32)}, "sequences"),
+    ({"cu_seqlens_q": torch.tensor([0, 3, 5, 10])}, "int32"),
+    ({"seqused_k": torch.tensor([1, 2], dtype=torch.int32)}, "sequences"),
+]
+
+
+@pytest.mark.parametrize(("given", "reason"), REFUSED)
+def test_refusals_have_names(given: dict[str, Any], reason: str) -> None:
+    q, k, v, cu_q, cu_k = batch([3, 2, 5], [3, 2, 5])
+    arguments = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 5, "max_seqlen_k": 5} | given
+    with pytest.raises(UnsupportedError, match=reason):
+        attention_varlen(q, k, v, **arguments)
+
+
+def test_gradients_are_refused() -> None:
+    q, k, v, cu_q, cu_k = batch([3], [3])
+    with pytest.raises(UnsupportedError, match="no backward"):
+        attention_varlen(q.requires_grad_(), k, v, cu_q, cu_k, 3, 3)
+
+
+def test_compiled_in_one_graph() -> None:
+    q, k, v, cu_q, cu_k = batch(ROWS, KEYS)
+    compiled = torch.compile(fp8cutlass.attention_varlen, fullgraph=True, backend="aot_eager")
+    assert torch.equal(
+        compiled(q, k, v, cu_q, cu_k, 200, 260, causal=True),
+        attention_varlen(q, k, v, cu_q, cu_k, 200, 260, causal=True),
+    )

@@ -1,7 +1,8 @@
 """What was found out about single kernels by trying: tuning/kernels.csv, one row a finding.
 
-spills: the register estimate admits it and the compiler was seen to spill it. Accumulators of wgmma are whole blocks of
-neighbouring registers, and at the limit the blocks leave gaps. The gates find what is missing here.
+spills: the register estimate admits it, and the compiler was seen to spill it or to serialise its products.
+Accumulators of wgmma are whole blocks of neighbouring registers, and at the limit the blocks leave gaps. The gates find
+what is missing here.
 spilled: so many registers may go through local memory: a few words of a tile, stored behind the scores and read back
 under the products, and of an item.
 unrolled: forms of the kernel with an item's tiles unrolled, two or more, by the most keys of each.
@@ -18,13 +19,13 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
-from codegen.axes import Out, Schedule, Softmax
+from codegen.axes import Mask, Out, Schedule, Softmax, Walk
 from codegen.variant import Variant, axis_text
 
 PATH = Path(__file__).resolve().parent.parent / "tuning" / "kernels.csv"
 FINDINGS = ("spills", "spilled", "unrolled", "prepares")
-_WHERE = ("tile", "softmax", "schedule", "out")
-_NAMES = {"softmax": Softmax, "schedule": Schedule, "out": Out}
+_WHERE = ("tile", "softmax", "schedule", "out", "mask", "walk")
+_NAMES = {"softmax": Softmax, "schedule": Schedule, "out": Out, "mask": Mask, "walk": Walk}
 COLUMNS = ("family", "what", "head_dim", *_WHERE, "value", "evidence")
 
 

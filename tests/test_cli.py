@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from codegen.arch import TARGETS
-from codegen.axes import Kind, Softmax
+from codegen.axes import Kind, Mask, Softmax
 from codegen.cli import main
 from codegen.ledger import counts, render
 from codegen.matrix import PROFILES, profile_of
@@ -67,7 +67,7 @@ def test_list_names_the_variants_of_a_profile(profile: str) -> None:
     ("filters", "kept"),
     [
         (("head_dim=96",), lambda v: v.head_dim == 96),
-        (("mask=CAUSAL", "softmax=linear"), lambda v: v.causal and v.softmax is Softmax.LINEAR),
+        (("mask=CAUSAL", "softmax=linear"), lambda v: v.mask is Mask.CAUSAL and v.softmax is Softmax.LINEAR),
         (("kind=diag",), lambda v: v.kind is Kind.DIAG),
         (("schedule=serial", "cluster=split2"), lambda v: v.id.endswith("_serial_split2")),
         (("family=sm90a", "scaling=token"), lambda v: v.id.startswith("sm90a_") and "_token_" in v.id),

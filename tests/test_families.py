@@ -92,10 +92,10 @@ def test_a_finding_is_found_where_it_is_and_nowhere_else() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("sm90a,spits,64,*,*,*,*,,seen", "line 2: a row says what was found"),
-        ("sm90a,spills,64,*,*,*,*,,", "line 2: a row says what was found"),
-        ("sm90a,spills,64,*,exp3,*,*,,seen", "line 2: softmax exp3 is not known"),
-        ("sm90a,spills,64,*,*,serial|turns,*,,seen", "line 2: schedule turns is not known"),
+        ("sm90a,spits,64,*,*,*,*,*,*,,seen", "line 2: a row says what was found"),
+        ("sm90a,spills,64,*,*,*,*,*,*,,", "line 2: a row says what was found"),
+        ("sm90a,spills,64,*,exp3,*,*,*,*,,seen", "line 2: softmax exp3 is not known"),
+        ("sm90a,spills,64,*,*,serial|turns,*,*,*,,seen", "line 2: schedule turns is not known"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_an_error(row: str, said: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from codegen.arch import TARGETS
-from codegen.axes import Cluster, Kind, Scaling
+from codegen.axes import Cluster, Kind, Scaling, Walk
 from codegen.families import derive
 from codegen.families.view import symbol
 from codegen.matrix import PROFILES
@@ -170,7 +170,7 @@ def test_the_registry_has_the_manifest_s_order(generated: tuple[Path, Path]) -> 
         f"Granularity::{v.scaling.grain.v}, {str(v.kind is Kind.DIAG).lower()}, "
         f"{key_block(v)}, {str(v.family == 'sm90a' and v.scaling is Scaling.BLOCK).lower()}, "
         f"{str(v.family == 'sm90a' and v.cluster is Cluster.SOLO).lower()}, "
-        f"{str(derive(v).quantises_q).lower()}}},"
+        f"{str(derive(v).quantises_q).lower()}, {str(v.walk is Walk.RAGGED).lower()}}},"
         for v in select().emitted
     ]
     table = registry[registry.index("kVariants[] = {") : registry.index("kPacks[] = {")]

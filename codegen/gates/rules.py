@@ -9,7 +9,7 @@ from codegen.arch import REGISTERS_PER_SM, REGISTERS_PER_THREAD
 from codegen.gates.occupancy import ctas_per_sm
 from codegen.gates.packs import FAMILY as PACK
 from codegen.gates.sass import MATRIX
-from codegen.gates.subject import Failure, Kernel, Measured
+from codegen.gates.subject import PLAN, Failure, Kernel, Measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,14 +241,14 @@ GATES = (
         why="no register goes through local memory; a few words where rows are transformed (SPILLED)",
         native_only=True,
         check=_spill,
-        families=(PACK,),
+        families=(PACK, PLAN),
     ),
     Gate(
         name="NO-LOCAL",
         why="no stack, no LDL, no STL beyond these words",
         native_only=True,
         check=_local,
-        families=(PACK,),
+        families=(PACK, PLAN),
     ),
     Gate(
         name="SMEM",

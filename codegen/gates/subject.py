@@ -7,12 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from codegen.arch import TARGETS
+from codegen.axes import Walk
 from codegen.families import FAMILIES, derive
 from codegen.outputs import kernel_path
 from codegen.render import environment, render_kernel
 from codegen.variant import Variant
 
 ATTENTION = "9attention"  # in a mangled name, with its length in front
+PLAN = "plan"  # the kernel that lists the tiles of a ragged batch: the same one in each source of the walk
+PLAN_THREADS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +128,26 @@ def write_source(path: Path, text: str) -> None:
         path.write_text(text)
 
 
+def _plan(target: str, source: Path) -> Kernel:
+    return Kernel(
+        id=PLAN,
+        target=target,
+        family=PLAN,
+        source=source,
+        emulated=False,
+        head_dim=0,
+        threads=PLAN_THREADS,
+        ctas_per_sm=1,
+        smem_bytes=0,
+        smem_limit=TARGETS[target].smem_per_block,
+        mma_in_loop=0,
+        entry=f"{len(PLAN)}{PLAN}E",
+    )
+
+
 def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kernel]:
-    """A Kernel for each target, variant chosen for it, and form of the variant with unrolled tiles. Writes the sources
-    that `folder` does not have like that."""
+    """A Kernel for each target, variant chosen for it, and form of the variant with unrolled tiles; one more for the
+    plan of ragged batches. Writes the sources that `folder` does not have like that."""
     env = environment()
     kernels: list[Kernel] = []
     for v in dict.fromkeys(v for variants in chosen.values() for v in variants):
@@ -149,7 +169,7 @@ def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kern
                 smem_limit=min(family.smem_per_block, TARGETS[target].smem_per_block),
                 mma_in_loop=d.mma_in_loop,
                 spilled=d.spilled,
-                entry=f"{ATTENTION}ILi0E" if d.unrolled else "",
+                entry=f"{ATTENTION}ILi0E" if d.unrolled else f"{ATTENTION}E" if v.walk is Walk.RAGGED else "",
             )
             forms = (
                 replace(
@@ -158,4 +178,7 @@ def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kern
                 for u in d.unrolled
             )
             kernels += [plain, *forms]
+    for target, variants in chosen.items():
+        if ragged := [v for v in variants if v.walk is Walk.RAGGED]:
+            kernels.append(_plan(target, folder / kernel_path(min(ragged, key=lambda v: v.id))))
     return sorted(kernels, key=lambda k: (k.target, k.id))

@@ -11,7 +11,7 @@
 
 #include "fp8cutlass/schedule.h"
 #include "fp8cutlass/sm90/operand.h"
-#include "fp8cutlass/sm90/work.h"
+#include "fp8cutlass/walk/order.h"
 
 using namespace fp8cutlass;
 
@@ -202,19 +202,20 @@ void check_schedule(int batch, int heads, int kv_heads, int seqlen_q, int seqlen
 // The same of sm90's items, on a card like an H200. Where there is one phase (without a mask, and of short sequences of
 // heads that are not wide), sections come one after the other; the first item is one of the longest, the last one of
 // the first rows. Short sections have an item for each SM and more, where there are so many.
-template <int kTileM, int kTileN, int kHeadDim, bool kCausal>
+template <int kTileM, int kTileN, int kHeadDim, Mask kMask>
 void check_items(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k) {
+  constexpr bool kCausal = kMask == Mask::causal;
   ForwardParams p{};
   p.batch = batch, p.heads = heads, p.kv_heads = kv_heads, p.seqlen_q = seqlen_q, p.seqlen_k = seqlen_k;
   p.causal_offset = seqlen_k - seqlen_q, p.sm_count = 132;
   p.o_stride_batch = 1'000'000'007, p.o_stride_head = 10'007, p.o_stride_row = 101;
-  const sm90::Order order = sm90::work_order<kTileM, kHeadDim, kCausal>(p);
+  const Order order = work_order<kTileM, kHeadDim, kMask>(p);
   const int row_tiles = (seqlen_q + kTileM - 1) / kTileM;
   std::set<std::vector<int>> seen;
-  bool ok = order.items == batch * heads * row_tiles && order.phases <= sm90::Order::kMaxPhases;
+  bool ok = order.items == batch * heads * row_tiles && order.phases <= Order::kMaxPhases;
   int longest = 0, first_tiles = 0, last_row = 0, section = 0;
   for (int n = 0; n < order.items; ++n) {
-    const sm90::Item item = sm90::item_at<kTileM, kTileN, kCausal>(p, order, n);
+    const Item item = item_at<kTileM, kTileN, kMask>(p, order, n);
     const int head = item.batch * heads + item.head;
     ok = ok && item.batch < batch && item.head < heads && item.row % kTileM == 0 && item.row < seqlen_q;
     ok = ok && item.kv_head == item.batch * kv_heads + item.head / (heads / kv_heads) && item.first_tile == 0;
@@ -236,20 +237,20 @@ void check_items(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k)
   report(ok, kCausal ? "causal items visit each tile once" : "items visit each tile once", seqlen_q, seqlen_k);
 }
 
-template <bool kCausal>
+template <Mask kMask>
 void check_items_of() {
   for (int sq : {1, 64, 65, 300, 4224, 5000, 6100})
     for (int sk : {1, 129, 512, 6100}) {
-      check_items<64, 256, 64, kCausal>(2, 6, 3, sq, sk);
-      check_items<128, 128, 128, kCausal>(3, 5, 5, sq, sk);
-      check_items<192, 192, 64, kCausal>(1, 7, 1, sq, sk);
-      check_items<128, 256, 256, kCausal>(1, 1, 1, sq, sk);
+      check_items<64, 256, 64, kMask>(2, 6, 3, sq, sk);
+      check_items<128, 128, 128, kMask>(3, 5, 5, sq, sk);
+      check_items<192, 192, 64, kMask>(1, 7, 1, sq, sk);
+      check_items<128, 256, 256, kMask>(1, 1, 1, sq, sk);
     }
-  check_items<128, 128, 128, kCausal>(97, 7, 7, 512, 512);  // sections of several heads, the last one narrower
-  check_items<128, 128, 256, kCausal>(5, 8, 2, 2048, 2048);
-  check_items<128, 128, 256, kCausal>(16, 8, 8, 1024, 1024);  // wide: two phases
-  check_items<128, 128, 128, kCausal>(1, 67, 67, 512, 512);   // no two sections of an item for each SM
-  check_items<128, 128, 128, kCausal>(1, 99, 99, 512, 512);
+  check_items<128, 128, 128, kMask>(97, 7, 7, 512, 512);  // sections of several heads, the last one narrower
+  check_items<128, 128, 256, kMask>(5, 8, 2, 2048, 2048);
+  check_items<128, 128, 256, kMask>(16, 8, 8, 1024, 1024);  // wide: two phases
+  check_items<128, 128, 128, kMask>(1, 67, 67, 512, 512);   // no two sections of an item for each SM
+  check_items<128, 128, 128, kMask>(1, 99, 99, 512, 512);
 }
 
 int main() {
@@ -273,7 +274,7 @@ int main() {
         check_schedule<64, 64, true>(2, 6, 3, sq, sk, offset);
         check_schedule<128, 32, true>(1, 4, 4, sq, sk, offset);
       }
-  check_items_of<false>(), check_items_of<true>();
+  check_items_of<Mask::full>(), check_items_of<Mask::causal>();
   std::printf("%d failures\n", failures);
   return failures != 0;
 }

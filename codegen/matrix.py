@@ -94,7 +94,7 @@ MATRICES = (
         head_dim=SM89_HEAD_DIMS,
         tile=SM89_TILES,
         stages=(1, 2, 3, 4),
-        scaling=(Scaling.TENSOR, Scaling.HEAD, Scaling.BLOCK, Scaling.TOKEN),
+        scaling=(Scaling.BLOCK, Scaling.TOKEN),
         mask=(Mask.FULL, Mask.CAUSAL),
         dtype=(Operand.E4M3, Operand.E5M2),
         out=(Out.BF16, Out.FP16, Out.E4M3),
@@ -235,9 +235,9 @@ def _sm89_profile(v: Variant) -> str:
         return "ci"
     if v.head_dim == 64 and v.out is Out.BF16 and v.dtype is Operand.E4M3 and not v.causal:
         return "ci"
-    if v.head_dim == 64 and v.scaling in (Scaling.HEAD, Scaling.BLOCK) and v.out is not Out.BF16 and v.causal:
+    if v.head_dim == 64 and v.scaling is Scaling.BLOCK and v.out is not Out.BF16 and v.causal:
         return "ci"
-    if v.head_dim == 128 and v.dtype is Operand.E5M2 and v.out is Out.BF16 and v.scaling is Scaling.HEAD:
+    if v.head_dim == 128 and v.dtype is Operand.E5M2 and v.out is Out.BF16:
         return "ci"
     return "release"
 

@@ -115,6 +115,16 @@ LINEAR_TOKEN = Rule(
     of_choice=True,
 )
 
+E5M2_TOKEN = Rule(
+    name="E5M2-TOKEN",
+    why="e5m2 reaches attention from caches and gradients that carry one scale a tensor, head or block",
+    refuses=lambda v, d: not v.dtype.made and v.scaling.per_key,
+    explain=lambda v, d: refused(
+        f"{v.scaling} scaling of {v.dtype} operands is", (s for s in Scaling if not s.per_key)
+    ),
+    of_choice=True,
+)
+
 E5M2_OUT = Rule(
     name="E5M2-OUT",
     why="who stores in e5m2 computes in 16 bits; an e4m3 output belongs to an e4m3 pipeline",

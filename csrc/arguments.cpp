@@ -98,9 +98,9 @@ DescaleSteps check_descale(const View& descale, const char* name, Granularity sh
   const int64_t expected = descale_count(shared_by, batch_heads, tokens, variant.key_block, variant.head_dim);
   const int64_t given = descale.numel();
   const bool coarser = variant.coarse && shared_by != Granularity::channel;
-  if (given == expected) return {shared_by == Granularity::tensor ? 0 : to_int(expected / batch_heads, name), 1};
-  if (coarser && given == batch_heads) return {1, 0};
   if (coarser && given == 1) return {0, 0};
+  if (coarser && given == batch_heads) return {1, 0};
+  if (given == expected) return {to_int(expected / batch_heads, name), 1};
   fail(name, " has ", given, " values, variant ", variant.id, " reads ", expected,
        coarser ? ", or one a head, or one" : "");
 }

@@ -28,6 +28,8 @@ extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_e4m3_l
 extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_fp16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_fp16_linear;
+extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e5m2_bf16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e5m2_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_bf16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_bf16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_bf16_linear;
@@ -36,46 +38,8 @@ extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_e4m3_lin
 extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_fp16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e5m2_fp16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e5m2_bf16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e5m2_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_token_causal_e4m3_bf16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_token_causal_e4m3_bf16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d128_m64n64w4_s2_token_causal_e4m3_fp16_exp2;
@@ -92,6 +56,8 @@ extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_e4m3_l
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_fp16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_fp16_linear;
+extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e5m2_bf16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e5m2_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_bf16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_bf16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_bf16_linear;
@@ -100,46 +66,8 @@ extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_e4m3_lin
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_fp16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e5m2_fp16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e5m2_bf16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e5m2_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_token_causal_e4m3_bf16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_token_causal_e4m3_bf16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s1_token_causal_e4m3_fp16_exp2;
@@ -154,44 +82,16 @@ extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_block_causal_e4m3_fp16_l
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_block_full_e4m3_bf16_linear;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_block_full_e4m3_e4m3_linear;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_block_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_head_causal_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_head_causal_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_head_causal_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_head_full_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_head_full_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_head_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_tensor_causal_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_tensor_causal_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_tensor_causal_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_tensor_full_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_tensor_full_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n32w4_s2_tensor_full_e4m3_fp16_linear;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_block_causal_e4m3_bf16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_block_causal_e4m3_e4m3_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_block_causal_e4m3_fp16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_block_causal_e5m2_bf16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_block_causal_e5m2_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_block_full_e4m3_bf16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_block_full_e4m3_e4m3_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_block_full_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_head_causal_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_head_causal_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_head_causal_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_head_causal_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_head_causal_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_head_full_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_head_full_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_head_full_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_head_full_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_head_full_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_causal_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_causal_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_causal_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_causal_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_causal_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_full_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_full_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_full_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_full_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_full_e5m2_fp16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_block_full_e5m2_bf16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_block_full_e5m2_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_token_causal_e4m3_bf16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_token_causal_e4m3_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d256_m64n64w4_s2_token_full_e4m3_bf16_exp2;
@@ -204,6 +104,8 @@ extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_e4m3_l
 extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_fp16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_fp16_linear;
+extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e5m2_bf16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e5m2_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_bf16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_bf16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_bf16_linear;
@@ -212,46 +114,8 @@ extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_e4m3_lin
 extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_fp16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e5m2_fp16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e5m2_bf16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e5m2_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_token_causal_e4m3_bf16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_token_causal_e4m3_bf16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d32_m64n128w4_s4_token_causal_e4m3_fp16_exp2;
@@ -266,6 +130,8 @@ extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_e4m3_e
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_e4m3_linear;
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear;
+extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_block_causal_e5m2_bf16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_block_causal_e5m2_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_linear;
@@ -274,42 +140,8 @@ extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_e4m3_lin
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e5m2_fp16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e5m2_bf16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e5m2_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_token_causal_e4m3_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_token_full_e4m3_bf16_exp2;
@@ -318,10 +150,6 @@ extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_token_full_e4m3_fp16_exp
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n128w4_s2_token_full_e4m3_fp16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n64w4_s4_block_causal_e4m3_bf16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n64w4_s4_block_causal_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n64w4_s4_head_causal_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n64w4_s4_head_causal_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n64w4_s4_tensor_causal_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d64_m64n64w4_s4_tensor_causal_e4m3_fp16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n64w4_s4_token_causal_e4m3_bf16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d64_m64n64w4_s4_token_causal_e4m3_fp16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_bf16_exp2;
@@ -332,6 +160,8 @@ extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_e4m3_li
 extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_fp16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_fp16_linear;
+extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e5m2_bf16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e5m2_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_bf16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_bf16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_bf16_linear;
@@ -340,46 +170,8 @@ extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_e4m3_line
 extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_fp16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e5m2_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_bf16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_bf16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_e4m3_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_e4m3_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_fp16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_fp16_exp2x2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_fp16_linear;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e5m2_bf16_exp2;
-extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e5m2_fp16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e5m2_bf16_exp2;
+extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e5m2_fp16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_token_causal_e4m3_bf16_exp2;
 extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_token_causal_e4m3_bf16_exp2x2;
 extern const LaunchFn kLaunch_sm89_fwd_d96_m64n64w4_s2_token_causal_e4m3_fp16_exp2;
@@ -952,217 +744,109 @@ extern const PackFn kPack_d256_n256_fp16;
 const VariantEntry kVariants[] = {
     {"sm89_diag_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2", kLaunch_sm89_diag_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2, 128, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, true,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_diag_d128_m64n64w4_s2_block_causal_e4m3_bf16_linear", kLaunch_sm89_diag_d128_m64n64w4_s2_block_causal_e4m3_bf16_linear, 128, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, true,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_diag_d128_m64n64w4_s2_token_causal_e4m3_bf16_exp2", kLaunch_sm89_diag_d128_m64n64w4_s2_token_causal_e4m3_bf16_exp2, 128, 64, 64, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, true,
      128, false, false, false, false},
     {"sm89_diag_d256_m64n32w4_s2_block_causal_e4m3_bf16_exp2", kLaunch_sm89_diag_d256_m64n32w4_s2_block_causal_e4m3_bf16_exp2, 256, 64, 32, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, true,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_diag_d256_m64n32w4_s2_block_causal_e4m3_bf16_linear", kLaunch_sm89_diag_d256_m64n32w4_s2_block_causal_e4m3_bf16_linear, 256, 64, 32, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, true,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_diag_d256_m64n32w4_s2_token_causal_e4m3_bf16_exp2", kLaunch_sm89_diag_d256_m64n32w4_s2_token_causal_e4m3_bf16_exp2, 256, 64, 32, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, true,
      128, false, false, false, false},
     {"sm89_diag_d32_m64n64w4_s2_block_causal_e4m3_bf16_exp2", kLaunch_sm89_diag_d32_m64n64w4_s2_block_causal_e4m3_bf16_exp2, 32, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, true,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_diag_d32_m64n64w4_s2_block_causal_e4m3_bf16_linear", kLaunch_sm89_diag_d32_m64n64w4_s2_block_causal_e4m3_bf16_linear, 32, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, true,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_diag_d32_m64n64w4_s2_token_causal_e4m3_bf16_exp2", kLaunch_sm89_diag_d32_m64n64w4_s2_token_causal_e4m3_bf16_exp2, 32, 64, 64, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, true,
      128, false, false, false, false},
     {"sm89_diag_d64_m64n64w4_s2_block_causal_e4m3_bf16_exp2", kLaunch_sm89_diag_d64_m64n64w4_s2_block_causal_e4m3_bf16_exp2, 64, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, true,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_diag_d64_m64n64w4_s2_block_causal_e4m3_bf16_linear", kLaunch_sm89_diag_d64_m64n64w4_s2_block_causal_e4m3_bf16_linear, 64, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, true,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_diag_d64_m64n64w4_s2_token_causal_e4m3_bf16_exp2", kLaunch_sm89_diag_d64_m64n64w4_s2_token_causal_e4m3_bf16_exp2, 64, 64, 64, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, true,
      128, false, false, false, false},
     {"sm89_diag_d96_m64n64w4_s2_block_causal_e4m3_bf16_exp2", kLaunch_sm89_diag_d96_m64n64w4_s2_block_causal_e4m3_bf16_exp2, 96, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, true,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_diag_d96_m64n64w4_s2_block_causal_e4m3_bf16_linear", kLaunch_sm89_diag_d96_m64n64w4_s2_block_causal_e4m3_bf16_linear, 96, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, true,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_diag_d96_m64n64w4_s2_token_causal_e4m3_bf16_exp2", kLaunch_sm89_diag_d96_m64n64w4_s2_token_causal_e4m3_bf16_exp2, 96, 64, 64, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, true,
      128, false, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2, 128, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2x2, 128, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_bf16_linear, 128, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_e4m3_exp2, 128, 64, 64, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_e4m3_linear, 128, 64, 64, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_fp16_exp2, 128, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_fp16_exp2x2, 128, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_fp16_linear, 128, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
+    {"sm89_fwd_d128_m64n64w4_s2_block_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e5m2_bf16_exp2, 128, 64, 64, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
+    {"sm89_fwd_d128_m64n64w4_s2_block_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_causal_e5m2_fp16_exp2, 128, 64, 64, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_bf16_exp2, 128, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_bf16_exp2x2, 128, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_bf16_linear, 128, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_e4m3_exp2, 128, 64, 64, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_e4m3_linear, 128, 64, 64, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_fp16_exp2, 128, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_fp16_exp2x2, 128, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e4m3_fp16_linear, 128, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_bf16_exp2, 128, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_bf16_exp2x2, 128, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_bf16_linear, 128, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_e4m3_exp2, 128, 64, 64, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_e4m3_linear, 128, 64, 64, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_fp16_exp2, 128, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_fp16_exp2x2, 128, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e4m3_fp16_linear, 128, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e5m2_bf16_exp2, 128, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_causal_e5m2_fp16_exp2, 128, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_bf16_exp2, 128, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_bf16_exp2x2, 128, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_bf16_linear, 128, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_e4m3_exp2, 128, 64, 64, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_e4m3_linear, 128, 64, 64, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_fp16_exp2, 128, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_fp16_exp2x2, 128, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e4m3_fp16_linear, 128, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e5m2_bf16_exp2, 128, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_head_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_head_full_e5m2_fp16_exp2, 128, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_bf16_exp2, 128, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_bf16_exp2x2, 128, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_bf16_linear, 128, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_e4m3_exp2, 128, 64, 64, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_e4m3_linear, 128, 64, 64, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_fp16_exp2, 128, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_fp16_exp2x2, 128, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e4m3_fp16_linear, 128, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e5m2_bf16_exp2, 128, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_causal_e5m2_fp16_exp2, 128, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_bf16_exp2, 128, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_bf16_exp2x2, 128, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_bf16_linear, 128, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_e4m3_exp2, 128, 64, 64, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_e4m3_linear, 128, 64, 64, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_fp16_exp2, 128, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_fp16_exp2x2, 128, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e4m3_fp16_linear, 128, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e5m2_bf16_exp2, 128, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d128_m64n64w4_s2_tensor_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_tensor_full_e5m2_fp16_exp2, 128, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
+    {"sm89_fwd_d128_m64n64w4_s2_block_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e5m2_bf16_exp2, 128, 64, 64, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
+    {"sm89_fwd_d128_m64n64w4_s2_block_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_block_full_e5m2_fp16_exp2, 128, 64, 64, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_token_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d128_m64n64w4_s2_token_causal_e4m3_bf16_exp2, 128, 64, 64, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, false, false, false},
@@ -1189,172 +873,64 @@ const VariantEntry kVariants[] = {
      128, false, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_bf16_exp2, 256, 64, 32, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_bf16_exp2x2, 256, 64, 32, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_bf16_linear, 256, 64, 32, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_e4m3_exp2, 256, 64, 32, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_e4m3_linear, 256, 64, 32, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_fp16_exp2, 256, 64, 32, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_fp16_exp2x2, 256, 64, 32, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_fp16_linear, 256, 64, 32, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
+    {"sm89_fwd_d256_m64n32w4_s1_block_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e5m2_bf16_exp2, 256, 64, 32, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
+    {"sm89_fwd_d256_m64n32w4_s1_block_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_causal_e5m2_fp16_exp2, 256, 64, 32, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_bf16_exp2, 256, 64, 32, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_bf16_exp2x2, 256, 64, 32, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_bf16_linear, 256, 64, 32, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_e4m3_exp2, 256, 64, 32, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_e4m3_linear, 256, 64, 32, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_fp16_exp2, 256, 64, 32, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_fp16_exp2x2, 256, 64, 32, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e4m3_fp16_linear, 256, 64, 32, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_bf16_exp2, 256, 64, 32, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_bf16_exp2x2, 256, 64, 32, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_bf16_linear, 256, 64, 32, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_e4m3_exp2, 256, 64, 32, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_e4m3_linear, 256, 64, 32, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_fp16_exp2, 256, 64, 32, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_fp16_exp2x2, 256, 64, 32, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e4m3_fp16_linear, 256, 64, 32, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e5m2_bf16_exp2, 256, 64, 32, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_causal_e5m2_fp16_exp2, 256, 64, 32, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_bf16_exp2, 256, 64, 32, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_bf16_exp2x2, 256, 64, 32, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_bf16_linear, 256, 64, 32, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_e4m3_exp2, 256, 64, 32, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_e4m3_linear, 256, 64, 32, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_fp16_exp2, 256, 64, 32, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_fp16_exp2x2, 256, 64, 32, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e4m3_fp16_linear, 256, 64, 32, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e5m2_bf16_exp2, 256, 64, 32, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_head_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_head_full_e5m2_fp16_exp2, 256, 64, 32, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_bf16_exp2, 256, 64, 32, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_bf16_exp2x2, 256, 64, 32, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_bf16_linear, 256, 64, 32, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_e4m3_exp2, 256, 64, 32, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_e4m3_linear, 256, 64, 32, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_fp16_exp2, 256, 64, 32, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_fp16_exp2x2, 256, 64, 32, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e4m3_fp16_linear, 256, 64, 32, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e5m2_bf16_exp2, 256, 64, 32, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_causal_e5m2_fp16_exp2, 256, 64, 32, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_bf16_exp2, 256, 64, 32, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_bf16_exp2x2, 256, 64, 32, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_bf16_linear, 256, 64, 32, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_e4m3_exp2, 256, 64, 32, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_e4m3_linear, 256, 64, 32, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_fp16_exp2, 256, 64, 32, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_fp16_exp2x2, 256, 64, 32, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e4m3_fp16_linear, 256, 64, 32, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e5m2_bf16_exp2, 256, 64, 32, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s1_tensor_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_tensor_full_e5m2_fp16_exp2, 256, 64, 32, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
+    {"sm89_fwd_d256_m64n32w4_s1_block_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e5m2_bf16_exp2, 256, 64, 32, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
+    {"sm89_fwd_d256_m64n32w4_s1_block_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_block_full_e5m2_fp16_exp2, 256, 64, 32, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s1_token_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d256_m64n32w4_s1_token_causal_e4m3_bf16_exp2, 256, 64, 32, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, false, false, false},
@@ -1381,136 +957,52 @@ const VariantEntry kVariants[] = {
      128, false, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s2_block_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_block_causal_e4m3_bf16_linear, 256, 64, 32, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s2_block_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_block_causal_e4m3_e4m3_linear, 256, 64, 32, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s2_block_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_block_causal_e4m3_fp16_linear, 256, 64, 32, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s2_block_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_block_full_e4m3_bf16_linear, 256, 64, 32, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s2_block_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_block_full_e4m3_e4m3_linear, 256, 64, 32, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n32w4_s2_block_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_block_full_e4m3_fp16_linear, 256, 64, 32, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s2_head_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_head_causal_e4m3_bf16_linear, 256, 64, 32, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s2_head_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_head_causal_e4m3_e4m3_linear, 256, 64, 32, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s2_head_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_head_causal_e4m3_fp16_linear, 256, 64, 32, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s2_head_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_head_full_e4m3_bf16_linear, 256, 64, 32, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s2_head_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_head_full_e4m3_e4m3_linear, 256, 64, 32, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s2_head_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_head_full_e4m3_fp16_linear, 256, 64, 32, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s2_tensor_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_tensor_causal_e4m3_bf16_linear, 256, 64, 32, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s2_tensor_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_tensor_causal_e4m3_e4m3_linear, 256, 64, 32, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s2_tensor_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_tensor_causal_e4m3_fp16_linear, 256, 64, 32, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s2_tensor_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_tensor_full_e4m3_bf16_linear, 256, 64, 32, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s2_tensor_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_tensor_full_e4m3_e4m3_linear, 256, 64, 32, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n32w4_s2_tensor_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d256_m64n32w4_s2_tensor_full_e4m3_fp16_linear, 256, 64, 32, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n64w4_s2_block_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_block_causal_e4m3_bf16_exp2, 256, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n64w4_s2_block_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_block_causal_e4m3_e4m3_exp2, 256, 64, 64, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n64w4_s2_block_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_block_causal_e4m3_fp16_exp2, 256, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
+    {"sm89_fwd_d256_m64n64w4_s2_block_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_block_causal_e5m2_bf16_exp2, 256, 64, 64, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
+    {"sm89_fwd_d256_m64n64w4_s2_block_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_block_causal_e5m2_fp16_exp2, 256, 64, 64, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n64w4_s2_block_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_block_full_e4m3_bf16_exp2, 256, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n64w4_s2_block_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_block_full_e4m3_e4m3_exp2, 256, 64, 64, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n64w4_s2_block_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_block_full_e4m3_fp16_exp2, 256, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_head_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_head_causal_e4m3_bf16_exp2, 256, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_head_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_head_causal_e4m3_e4m3_exp2, 256, 64, 64, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_head_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_head_causal_e4m3_fp16_exp2, 256, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_head_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_head_causal_e5m2_bf16_exp2, 256, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_head_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_head_causal_e5m2_fp16_exp2, 256, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_head_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_head_full_e4m3_bf16_exp2, 256, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_head_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_head_full_e4m3_e4m3_exp2, 256, 64, 64, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_head_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_head_full_e4m3_fp16_exp2, 256, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_head_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_head_full_e5m2_bf16_exp2, 256, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_head_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_head_full_e5m2_fp16_exp2, 256, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_tensor_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_causal_e4m3_bf16_exp2, 256, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_tensor_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_causal_e4m3_e4m3_exp2, 256, 64, 64, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_tensor_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_causal_e4m3_fp16_exp2, 256, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_tensor_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_causal_e5m2_bf16_exp2, 256, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_tensor_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_causal_e5m2_fp16_exp2, 256, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_tensor_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_full_e4m3_bf16_exp2, 256, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_tensor_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_full_e4m3_e4m3_exp2, 256, 64, 64, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_tensor_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_full_e4m3_fp16_exp2, 256, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_tensor_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_full_e5m2_bf16_exp2, 256, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d256_m64n64w4_s2_tensor_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_tensor_full_e5m2_fp16_exp2, 256, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
+    {"sm89_fwd_d256_m64n64w4_s2_block_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_block_full_e5m2_bf16_exp2, 256, 64, 64, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
+    {"sm89_fwd_d256_m64n64w4_s2_block_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_block_full_e5m2_fp16_exp2, 256, 64, 64, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
     {"sm89_fwd_d256_m64n64w4_s2_token_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d256_m64n64w4_s2_token_causal_e4m3_bf16_exp2, 256, 64, 64, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, false, false, false},
@@ -1525,172 +1017,64 @@ const VariantEntry kVariants[] = {
      128, false, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_bf16_exp2, 32, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_bf16_exp2x2, 32, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_bf16_linear, 32, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_e4m3_exp2, 32, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_e4m3_linear, 32, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_fp16_exp2, 32, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_fp16_exp2x2, 32, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e4m3_fp16_linear, 32, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
+    {"sm89_fwd_d32_m64n128w4_s4_block_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e5m2_bf16_exp2, 32, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
+    {"sm89_fwd_d32_m64n128w4_s4_block_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_causal_e5m2_fp16_exp2, 32, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_bf16_exp2, 32, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_bf16_exp2x2, 32, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_bf16_linear, 32, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_e4m3_exp2, 32, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_e4m3_linear, 32, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_fp16_exp2, 32, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_fp16_exp2x2, 32, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_fp16_linear, 32, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_bf16_exp2, 32, 64, 128, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_bf16_exp2x2, 32, 64, 128, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_bf16_linear, 32, 64, 128, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_e4m3_exp2, 32, 64, 128, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_e4m3_linear, 32, 64, 128, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_fp16_exp2, 32, 64, 128, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_fp16_exp2x2, 32, 64, 128, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e4m3_fp16_linear, 32, 64, 128, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e5m2_bf16_exp2, 32, 64, 128, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_causal_e5m2_fp16_exp2, 32, 64, 128, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_bf16_exp2, 32, 64, 128, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_bf16_exp2x2, 32, 64, 128, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_bf16_linear, 32, 64, 128, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_e4m3_exp2, 32, 64, 128, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_e4m3_linear, 32, 64, 128, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_fp16_exp2, 32, 64, 128, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_fp16_exp2x2, 32, 64, 128, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e4m3_fp16_linear, 32, 64, 128, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e5m2_bf16_exp2, 32, 64, 128, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_head_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_head_full_e5m2_fp16_exp2, 32, 64, 128, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_bf16_exp2, 32, 64, 128, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_bf16_exp2x2, 32, 64, 128, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_bf16_linear, 32, 64, 128, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_e4m3_exp2, 32, 64, 128, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_e4m3_linear, 32, 64, 128, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_fp16_exp2, 32, 64, 128, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_fp16_exp2x2, 32, 64, 128, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e4m3_fp16_linear, 32, 64, 128, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e5m2_bf16_exp2, 32, 64, 128, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_causal_e5m2_fp16_exp2, 32, 64, 128, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_bf16_exp2, 32, 64, 128, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_bf16_exp2x2, 32, 64, 128, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_bf16_linear, 32, 64, 128, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_e4m3_exp2, 32, 64, 128, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_e4m3_linear, 32, 64, 128, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_fp16_exp2, 32, 64, 128, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_fp16_exp2x2, 32, 64, 128, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e4m3_fp16_linear, 32, 64, 128, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e5m2_bf16_exp2, 32, 64, 128, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d32_m64n128w4_s4_tensor_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_tensor_full_e5m2_fp16_exp2, 32, 64, 128, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
+    {"sm89_fwd_d32_m64n128w4_s4_block_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e5m2_bf16_exp2, 32, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
+    {"sm89_fwd_d32_m64n128w4_s4_block_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_block_full_e5m2_fp16_exp2, 32, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_token_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d32_m64n128w4_s4_token_causal_e4m3_bf16_exp2, 32, 64, 128, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, false, false, false},
@@ -1717,154 +1101,58 @@ const VariantEntry kVariants[] = {
      128, false, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_e4m3_exp2, 64, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_e4m3_linear, 64, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_exp2, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_fp16_linear, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
+    {"sm89_fwd_d64_m64n128w4_s2_block_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_causal_e5m2_bf16_exp2, 64, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
+    {"sm89_fwd_d64_m64n128w4_s2_block_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_causal_e5m2_fp16_exp2, 64, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2x2, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_linear, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_e4m3_exp2, 64, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_e4m3_linear, 64, 64, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_exp2x2, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_fp16_linear, 64, 64, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_bf16_exp2, 64, 64, 128, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_bf16_linear, 64, 64, 128, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_e4m3_exp2, 64, 64, 128, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_e4m3_linear, 64, 64, 128, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_fp16_exp2, 64, 64, 128, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e4m3_fp16_linear, 64, 64, 128, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e5m2_bf16_exp2, 64, 64, 128, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_causal_e5m2_fp16_exp2, 64, 64, 128, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_bf16_exp2, 64, 64, 128, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_bf16_exp2x2, 64, 64, 128, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_bf16_linear, 64, 64, 128, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_e4m3_exp2, 64, 64, 128, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_e4m3_linear, 64, 64, 128, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_fp16_exp2, 64, 64, 128, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_fp16_exp2x2, 64, 64, 128, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e4m3_fp16_linear, 64, 64, 128, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e5m2_bf16_exp2, 64, 64, 128, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_head_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_head_full_e5m2_fp16_exp2, 64, 64, 128, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_bf16_exp2, 64, 64, 128, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_bf16_linear, 64, 64, 128, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_e4m3_exp2, 64, 64, 128, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_e4m3_linear, 64, 64, 128, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_fp16_exp2, 64, 64, 128, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e4m3_fp16_linear, 64, 64, 128, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e5m2_bf16_exp2, 64, 64, 128, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_causal_e5m2_fp16_exp2, 64, 64, 128, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_bf16_exp2, 64, 64, 128, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_bf16_exp2x2, 64, 64, 128, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_bf16_linear, 64, 64, 128, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_e4m3_exp2, 64, 64, 128, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_e4m3_linear, 64, 64, 128, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_fp16_exp2, 64, 64, 128, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_fp16_exp2x2, 64, 64, 128, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e4m3_fp16_linear, 64, 64, 128, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e5m2_bf16_exp2, 64, 64, 128, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n128w4_s2_tensor_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_tensor_full_e5m2_fp16_exp2, 64, 64, 128, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
+    {"sm89_fwd_d64_m64n128w4_s2_block_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e5m2_bf16_exp2, 64, 64, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
+    {"sm89_fwd_d64_m64n128w4_s2_block_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_block_full_e5m2_fp16_exp2, 64, 64, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d64_m64n128w4_s2_token_causal_e4m3_bf16_exp2, 64, 64, 128, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, false, false, false},
@@ -1885,22 +1173,10 @@ const VariantEntry kVariants[] = {
      128, false, false, false, false},
     {"sm89_fwd_d64_m64n64w4_s4_block_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d64_m64n64w4_s4_block_causal_e4m3_bf16_exp2x2, 64, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n64w4_s4_block_causal_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d64_m64n64w4_s4_block_causal_e4m3_fp16_exp2x2, 64, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n64w4_s4_head_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d64_m64n64w4_s4_head_causal_e4m3_bf16_exp2x2, 64, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n64w4_s4_head_causal_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d64_m64n64w4_s4_head_causal_e4m3_fp16_exp2x2, 64, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n64w4_s4_tensor_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d64_m64n64w4_s4_tensor_causal_e4m3_bf16_exp2x2, 64, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d64_m64n64w4_s4_tensor_causal_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d64_m64n64w4_s4_tensor_causal_e4m3_fp16_exp2x2, 64, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d64_m64n64w4_s4_token_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d64_m64n64w4_s4_token_causal_e4m3_bf16_exp2x2, 64, 64, 64, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, false, false, false},
@@ -1909,172 +1185,64 @@ const VariantEntry kVariants[] = {
      128, false, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_bf16_exp2, 96, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_bf16_exp2x2, 96, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_bf16_linear, 96, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_e4m3_exp2, 96, 64, 64, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_e4m3_linear, 96, 64, 64, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_fp16_exp2, 96, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_fp16_exp2x2, 96, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e4m3_fp16_linear, 96, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
+    {"sm89_fwd_d96_m64n64w4_s2_block_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e5m2_bf16_exp2, 96, 64, 64, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
+    {"sm89_fwd_d96_m64n64w4_s2_block_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_causal_e5m2_fp16_exp2, 96, 64, 64, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_bf16_exp2, 96, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_bf16_exp2x2, 96, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_bf16_linear, 96, 64, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_e4m3_exp2, 96, 64, 64, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_e4m3_linear, 96, 64, 64, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_fp16_exp2, 96, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_fp16_exp2x2, 96, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e4m3_fp16_linear, 96, 64, 64, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_bf16_exp2, 96, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_bf16_exp2x2, 96, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_bf16_linear, 96, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_e4m3_exp2, 96, 64, 64, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_e4m3_linear, 96, 64, 64, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_fp16_exp2, 96, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_fp16_exp2x2, 96, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e4m3_fp16_linear, 96, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e5m2_bf16_exp2, 96, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_causal_e5m2_fp16_exp2, 96, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_bf16_exp2, 96, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_bf16_exp2x2, 96, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_bf16_linear, 96, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_e4m3_exp2, 96, 64, 64, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_e4m3_linear, 96, 64, 64, OutType::e4m3,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_fp16_exp2, 96, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_fp16_exp2x2, 96, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e4m3_fp16_linear, 96, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e5m2_bf16_exp2, 96, 64, 64, OutType::bf16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_head_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_head_full_e5m2_fp16_exp2, 96, 64, 64, OutType::fp16,
-     Granularity::head, Granularity::head, Granularity::head, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_bf16_exp2, 96, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_bf16_exp2x2, 96, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_bf16_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_bf16_linear, 96, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_e4m3_exp2, 96, 64, 64, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_e4m3_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_e4m3_linear, 96, 64, 64, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_fp16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_fp16_exp2, 96, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_fp16_exp2x2, 96, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_fp16_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e4m3_fp16_linear, 96, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_causal_e5m2_bf16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e5m2_bf16_exp2, 96, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_causal_e5m2_fp16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_causal_e5m2_fp16_exp2, 96, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_bf16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_bf16_exp2, 96, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_bf16_exp2x2", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_bf16_exp2x2, 96, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_bf16_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_bf16_linear, 96, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_e4m3_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_e4m3_exp2, 96, 64, 64, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_e4m3_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_e4m3_linear, 96, 64, 64, OutType::e4m3,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_fp16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_fp16_exp2, 96, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_fp16_exp2x2", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_fp16_exp2x2, 96, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_fp16_linear", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e4m3_fp16_linear, 96, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e5m2_bf16_exp2, 96, 64, 64, OutType::bf16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
-    {"sm89_fwd_d96_m64n64w4_s2_tensor_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_tensor_full_e5m2_fp16_exp2, 96, 64, 64, OutType::fp16,
-     Granularity::tensor, Granularity::tensor, Granularity::tensor, false,
-     128, false, false, false, false},
+     128, true, false, false, false},
+    {"sm89_fwd_d96_m64n64w4_s2_block_full_e5m2_bf16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e5m2_bf16_exp2, 96, 64, 64, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
+    {"sm89_fwd_d96_m64n64w4_s2_block_full_e5m2_fp16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_block_full_e5m2_fp16_exp2, 96, 64, 64, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, false, false, false},
     {"sm89_fwd_d96_m64n64w4_s2_token_causal_e4m3_bf16_exp2", kLaunch_sm89_fwd_d96_m64n64w4_s2_token_causal_e4m3_bf16_exp2, 96, 64, 64, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, false, false, false},
@@ -3702,7 +2870,7 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true, false},
 };
-const int kVariantCount = 917;
+const int kVariantCount = 709;
 
 const PackEntry kPacks[] = {
     {"pack_d32_n128_bf16", kPack_d32_n128_bf16, 32, 128, SourceType::bf16, false},

@@ -54,12 +54,12 @@ class Problem:
 
 
 def kernel(softmax: str, scaling: str = "block") -> Variant:
-    """The first bf16 forward kernel of head_dim 64 of the smaller profiles, without a mask."""
+    """The first bf16 forward kernel of head_dim 64 that serves a mode of scaling, without a mask."""
     family = "sm90a" if softmax == "quadratic" else "sm89"
-    wanted = {"family": family, "kind": "fwd", "head_dim": HEAD_DIM, "softmax": softmax, "scaling": scaling}
+    wanted = {"family": family, "kind": "fwd", "head_dim": HEAD_DIM, "softmax": softmax}
     wanted |= {"dtype": "e4m3", "out": "bf16", "causal": False}
-    variants = load_manifest(generated_dir()).variants
-    return next(v for v in variants if all(getattr(v, name) == value for name, value in wanted.items()))
+    serving = (v for v in load_manifest(generated_dir()).variants if scaling in v.scalings)
+    return next(v for v in serving if all(getattr(v, name) == value for name, value in wanted.items()))
 
 
 def normal_inputs(seqlen: int) -> list[torch.Tensor]:
@@ -85,8 +85,10 @@ def sorted_keys(seqlen: int) -> list[torch.Tensor]:
 def problem(softmax: str, seqlen: int, rising: bool = False, scaling: str = "block") -> Problem:
     """The emulator and the gate on random operands of ``seqlen`` queries and keys."""
     variant = kernel(softmax, scaling)
-    x = operands_of(variant, *(sorted_keys if rising else normal_inputs)(seqlen))
-    got = emulate(*x.fp8, *x.descales, variant=variant, scale=SCALE, return_lse=False, diagnostics=True)
+    x = operands_of(variant, *(sorted_keys if rising else normal_inputs)(seqlen), scaling)
+    got = emulate(
+        *x.fp8, *x.descales, variant=variant, scale=SCALE, scaling=scaling, return_lse=False, diagnostics=True
+    )
     if got.diagnostics is None:
         raise LookupError("the emulator kept no diagnostics")
     reference = attention64(*x.real, SCALE)

@@ -138,7 +138,7 @@ def test_a_pinned_kernel() -> None:
     ("arguments", "said"),
     [
         (("--shape", "1,8,64,64", "--dtype", "e5m2", "--scaling", "token", "--arch", "sm90a"), "E5M2-TOKEN"),
-        (("--shape", "1,8,64,64", "--dtype", "e5m2"), "E5M2-SCALING"),
+        (("--shape", "1,8,64,64", "--dtype", "e5m2", "--scaling", "token"), "E5M2-TOKEN"),
         (("--shape", "1,8,64,64", "--scaling", "row"), "scaling must be one of tensor, head, block, token, got 'row'"),
         (("--shape", "1,8,64,300", "--arch", "sm89"), "head_dim must lie in 1..256, got 300"),
         (("--shape", "1,8,64,64", "--kv-heads", "3"), "a multiple of those of key, got 8 and 3"),

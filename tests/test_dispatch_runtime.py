@@ -184,9 +184,9 @@ def test_a_pinned_kernel_serves_coarser_scaling(manifest: Manifest) -> None:
         assert relative_l2(attention(q, k, v, scaling=scaling, kernel=variant.id), want) < 0.06
     with pytest.raises(UnsupportedError, match="has scaling 'tensor' or 'head' or 'block'.*scaling='token'"):
         attention(q, k, v, scaling="token", kernel=variant.id)
-    ada = decide(manifest.directory, BASE)[0]
-    with pytest.raises(UnsupportedError, match="has scaling 'block', the call needs scaling='head'"):
-        attention(q, k, v, scaling="head", kernel=ada.id)
+    by_token = decide(manifest.directory, dataclasses.replace(BASE, scaling="token", precision="accurate"))[0]
+    with pytest.raises(UnsupportedError, match="has scaling 'token', the call needs scaling='head'"):
+        attention(q, k, v, scaling="head", kernel=by_token.id)
 
 
 def test_fp8_operands_get_a_kernel_of_their_blocks(manifest: Manifest) -> None:
@@ -221,16 +221,16 @@ def test_explain_shows_schedule_cluster_and_blocks(manifest: Manifest) -> None:
 
 
 def test_refusals_carry_the_tables_reason() -> None:
-    """e5m2 in block mode has no kernel: the message is the rule's, `supports` repeats it."""
+    """e5m2 in token mode has no kernel: the message is the rule's, `supports` repeats it."""
     q = randn(1, 2, 16, 64, seed=1).to(torch.float8_e5m2)
     descales = {"q_descale": 1.0, "k_descale": 1.0, "v_descale": 1.0}
-    with pytest.raises(UnsupportedError, match="E5M2-SCALING") as caught:
-        attention(q, q, q, scaling="block", **descales)
+    with pytest.raises(UnsupportedError, match="E5M2-TOKEN") as caught:
+        attention(q, q, q, scaling="token", **descales)
     assert caught.value.reasons and isinstance(caught.value, NoKernelError)
-    yes, why = supports(q, q, q, scaling="block", **descales)
-    assert not yes and "E5M2-SCALING" in why
-    assert explain(q, q, q, scaling="block", **descales).startswith("no kernel: ")
-    assert supports(q, q, q, scaling="head", **descales)[0]
+    yes, why = supports(q, q, q, scaling="token", **descales)
+    assert not yes and "E5M2-TOKEN" in why
+    assert explain(q, q, q, scaling="token", **descales).startswith("no kernel: ")
+    assert all(supports(q, q, q, scaling=scaling, **descales)[0] for scaling in ("head", "block"))
 
 
 @pytest.mark.parametrize("seqlen", [16, 512, 3000])

@@ -136,10 +136,10 @@ def test_explain_names_the_next_kernel_and_by_how_much() -> None:
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        (("--dtype", "e5m2", "--scaling", "token"), "E5M2-SCALING"),
+        (("--dtype", "e5m2", "--scaling", "token"), "E5M2-TOKEN"),
         (("--dtype", "e5m2", "--scaling", "head", "--out-dtype", "e4m3"), "E5M2-OUT"),
         (("--scaling", "token", "--out-dtype", "e4m3"), "E4M3-OUT-TOKEN"),
-        (("--scaling", "head", "--profile", "dev"), "NOT-BUILT"),
+        (("--scaling", "token", "--profile", "dev"), "NOT-BUILT"),
     ],
 )
 def test_explain_says_why_there_is_no_kernel(arguments: tuple[str, ...], rule: str) -> None:

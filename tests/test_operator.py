@@ -435,6 +435,7 @@ def test_what_a_launch_is_given(
             *descales,
             variant=variant,
             scale=scale,
+            scaling=scaling,
             causal_offset=offset,
             out_descale=out_descale,
         )

@@ -27,7 +27,7 @@ from codegen.select import select
 from codegen.variant import Variant, parse_id
 from fp8cutlass.manifest import SCORE_AMAX
 
-BASE = parse_id("sm89_fwd_d64_m64n64w4_s2_tensor_full_e4m3_bf16_linear")
+BASE = parse_id("sm89_fwd_d64_m64n64w4_s2_block_full_e4m3_bf16_linear")
 HOPPER = parse_id("sm90a_fwd_d64_m128n128w8_s2_block_full_e4m3_bf16_linear_serial_solo")
 RULES = {name: family.rules for name, family in FAMILIES.items()}
 RULE = {family: {rule.name: rule for rule in rules} for family, rules in RULES.items()}
@@ -93,14 +93,9 @@ CASES: list[tuple[str, Variant, str]] = [
         "linear softmax has one slope a row and tile, token scaling one a key",
     ),
     (
-        "E5M2-SCALING",
-        replace(EXP2, dtype=Operand.E5M2, scaling=Scaling.BLOCK),
-        "block scaling of e5m2 operands is not offered (tensor and head are)",
-    ),
-    (
-        "E5M2-SCALING",
+        "E5M2-TOKEN",
         replace(EXP2, dtype=Operand.E5M2, scaling=Scaling.TOKEN),
-        "token scaling of e5m2 operands is not offered (tensor and head are)",
+        "token scaling of e5m2 operands is not offered (tensor, head and block are)",
     ),
     (
         "E5M2-OUT",

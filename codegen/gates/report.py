@@ -12,7 +12,7 @@ from codegen.gates.packs import FAMILY as PACK
 from codegen.gates.rules import applicable, check, occupancy, smem_bytes
 from codegen.gates.sass import MATRIX
 from codegen.gates.subject import Kernel, Measured
-from codegen.gates.toolbox import INCLUDE, digest_of, own_headers
+from codegen.gates.toolbox import INCLUDE, code_of, digest_of, own_headers
 
 # The parts of a report, and how the first line of each begins.
 PARTS = {"attention": "# Compiled code of", PACK: "# Kernels that quantise and pack, of"}
@@ -144,10 +144,10 @@ def _cell(value: int | float | str) -> str:
 
 
 def sources_digest(sources: list[Path]) -> str:
-    """What the numbers were read from, 16 hex digits: the kernels in order and the headers of the project in them."""
-    digest = hashlib.sha256(digest_of(INCLUDE, own_headers(sources)).encode())
+    """What the numbers were read from, 16 hex digits: the code of the kernels in order and of their headers."""
+    digest = hashlib.sha256(digest_of(INCLUDE, own_headers(sources), code_of).encode())
     for source in sources:
-        digest.update(source.read_bytes())
+        digest.update(code_of(source))
     return digest.hexdigest()[:16]
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,9 +59,9 @@ class Toolbox:
 
     def digest(self, target: str, source: Path) -> str:
         """Changes whenever compiling could give another result."""
-        headers = digest_of(INCLUDE, own_headers([source]))
+        headers = digest_of(INCLUDE, own_headers([source]), code_of)
         parts = [self.nvcc_version, self.cutlass_digest, headers, *self.options, TARGETS[target].gencode]
-        return hashlib.sha256("\0".join(parts).encode() + b"\0" + source.read_bytes()).hexdigest()
+        return hashlib.sha256("\0".join(parts).encode() + b"\0" + code_of(source)).hexdigest()
 
 
 def own_headers(sources: Iterable[Path]) -> list[Path]:
@@ -75,11 +75,16 @@ def own_headers(sources: Iterable[Path]) -> list[Path]:
     return sorted(found)
 
 
-def digest_of(folder: Path, paths: Iterable[Path]) -> str:
-    """Of the names, relative to `folder`, and the bytes of these files."""
+def code_of(path: Path) -> bytes:
+    """A source without its comments, which change nothing that is measured."""
+    return re.sub(rb"\s*//[^\n]*", b"", path.read_bytes())
+
+
+def digest_of(folder: Path, paths: Iterable[Path], content: Callable[[Path], bytes] = Path.read_bytes) -> str:
+    """Of the names, relative to `folder`, and the contents of these files."""
     digest = hashlib.sha256()
     for path in paths:
-        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+        digest.update(f"{path.relative_to(folder)}\0".encode() + content(path))
     return digest.hexdigest()
 
 

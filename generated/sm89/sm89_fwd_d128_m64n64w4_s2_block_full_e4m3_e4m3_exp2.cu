@@ -123,22 +123,23 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
     uint32_t q[kFrags][kDimSteps][4];
 
     // slope: softmax scale times the descales that a whole row shares (Q's), as octaves a score unit
+    const float* q_descales = p.q_descale + (int64_t(work.batch) * p.heads + work.head) * p.q_descale_head;
 #pragma unroll
     for (int f = 0; f < kFrags; ++f)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = work.row + warp_row + 16 * f + 8 * r + group;
-        const int64_t q_head = int64_t(work.batch) * p.heads + work.head;
-        const float q_descale = row < p.seqlen_q ? p.q_descale[q_head * p.seqlen_q + row] : 1.f;
+        const float q_descale = row < p.seqlen_q ? q_descales[int64_t(row) * p.q_descale_row] : 1.f;
         rows[f].slope[r] = q_descale * (p.scale * kLog2e);
       }
 
 #pragma unroll 1
     for (int tile = 0; tile < work.tiles; ++tile) {
       const int key = tile * kTileN, slot = tile % kStages;  // first key, and where the tile lies
-      // one descale for 128 keys
-      const int64_t key_block = work.kv_head * ceil_div(p.seqlen_k, 128) + key / 128;
-      const float k_descale = p.k_descale[key_block], v_descale = p.v_descale[key_block];
+      // one descale for 128 keys, or for more; V's, where all keys of the head share it, counts at the end
+      const int key_block = key / 128;
+      const float k_descale = p.k_descale[work.kv_head * p.k_descale_head + key_block * p.k_descale_block];
+      const float v_descale = p.v_descale_block ? p.v_descale[work.kv_head * p.v_descale_head + key_block * p.v_descale_block] : 1.f;
 
       cute::cp_async_wait<kStages - 2>();  // this tile is here
       __syncthreads();                     // for all threads; and everybody is done with the slot that is loaded next
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
 
     const int thread = thread_index();
     constexpr float* column_descale = nullptr;
-    constexpr float v_descale = 1.f;
+    const float v_descale = p.v_descale_block ? 1.f : p.v_descale[work.kv_head * p.v_descale_head];
 #pragma unroll
     for (int f = 0; f < kFrags; ++f) {
       const int row = work.row + thread / 32 * kWarpRows + 16 * f + thread % 32 / 4;

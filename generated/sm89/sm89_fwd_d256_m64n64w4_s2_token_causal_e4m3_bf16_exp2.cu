@@ -128,13 +128,13 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
     for (int f = 0; f < kFrags; ++f) rows[f] = {};
 
     // slope: softmax scale times the descales that a whole row shares (Q's), as octaves a score unit
+    const float* q_descales = p.q_descale + (int64_t(work.batch) * p.heads + work.head) * p.q_descale_head;
 #pragma unroll
     for (int f = 0; f < kFrags; ++f)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = work.row + warp_row + 16 * f + 8 * r + group;
-        const int64_t q_head = int64_t(work.batch) * p.heads + work.head;
-        const float q_descale = row < p.seqlen_q ? p.q_descale[q_head * p.seqlen_q + row] : 1.f;
+        const float q_descale = row < p.seqlen_q ? q_descales[int64_t(row) * p.q_descale_row] : 1.f;
         rows[f].slope[r] = q_descale * (p.scale * kLog2e);
       }
 

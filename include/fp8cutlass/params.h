@@ -69,7 +69,7 @@ struct ForwardParams {
   const float* k_descale;  // token mode: (B, Hkv, seqlen_k_padded)
   const float* v_descale;
   // Steps from head to head (B * heads in a row) and from row or block to the next in the descales, 0 where they share
-  // one. Kernels of the sm90a family go by these, those of sm89 by the canonical shapes.
+  // one.
   int q_descale_head, q_descale_row, k_descale_head, k_descale_block, v_descale_head, v_descale_block;
   const float* out_descale;  // (1,), e4m3 output only: stored = o / out_descale
   void* o;                   // (B, H, Sq, D), strides in elements, last dimension contiguous, 16-byte aligned rows

@@ -164,7 +164,7 @@ def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, sc
     v_tile, v_column = None, torch.ones(groups, 1, 1, device=device)
     if shared_by["v"] == "channel":
         v_column = v_descale.reshape(groups, 1, head_dim)
-    elif variant.scaling == "block":  # applied tile by tile, also where it is coarser
+    elif variant.family == "sm90a" or v_descale.numel() > groups:  # applied tile by tile; by sm89 where tiles differ
         v_tile = per_tile(v_descale, shared_by["v"])[part]
     else:
         v_column = per_tile(v_descale, shared_by["v"])[:, :1, None]

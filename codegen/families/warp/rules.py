@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from codegen.axes import Scaling
 from codegen.derived import Derived
 from codegen.expr import lift
 from codegen.families.warp.derive import SMEM_PER_BLOCK
@@ -10,6 +9,7 @@ from codegen.rule import (
     CTAS,
     E4M3_OUT_TOKEN,
     E5M2_OUT,
+    E5M2_TOKEN,
     HEAD_DIM,
     LINEAR_E5M2,
     LINEAR_RANGE,
@@ -23,7 +23,6 @@ from codegen.rule import (
     WARPS,
     Rule,
     head_dim_rule,
-    refused,
     smem_rule,
 )
 from codegen.scaling import KEY_BLOCK
@@ -81,16 +80,7 @@ RULES: tuple[Rule, ...] = (
     ),
     LINEAR_E5M2,
     LINEAR_TOKEN,
-    Rule(
-        name="E5M2-SCALING",
-        why=(
-            "e5m2 reaches attention from caches and gradients that carry one scale a tensor or head; "
-            "quantise() makes e4m3"
-        ),
-        refuses=lambda v, d: not v.dtype.made and not v.scaling.coarse,
-        explain=lambda v, d: refused(f"{v.scaling} scaling of {v.dtype} operands is", (s for s in Scaling if s.coarse)),
-        of_choice=True,
-    ),
+    E5M2_TOKEN,
     E5M2_OUT,
     E4M3_OUT_TOKEN,
     TWO_TERMS_E5M2,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import cast
 
 from codegen import tuned
-from codegen.axes import Scaling, Schedule
+from codegen.axes import Schedule
 from codegen.derived import Derived
 from codegen.expr import lift
 from codegen.families.warpgroup.derive import ROWS_PER_WARPGROUP, SMEM_PER_BLOCK, WIDE_HEAD_DIM, WarpgroupDerived
 from codegen.rule import (
     E4M3_OUT_TOKEN,
     E5M2_OUT,
+    E5M2_TOKEN,
     LINEAR_E5M2,
     LINEAR_RANGE,
     LINEAR_TOKEN,
@@ -24,7 +25,6 @@ from codegen.rule import (
     WARPS,
     Rule,
     head_dim_rule,
-    refused,
     smem_rule,
 )
 from codegen.scaling import KEY_BLOCK
@@ -57,15 +57,7 @@ RULES: tuple[Rule, ...] = (
     LINEAR_RANGE,
     LINEAR_E5M2,
     LINEAR_TOKEN,
-    Rule(
-        name="E5M2-TOKEN",
-        why="e5m2 reaches attention from caches and gradients that carry one scale a tensor, head or block",
-        refuses=lambda v, d: not v.dtype.made and v.scaling.per_key,
-        explain=lambda v, d: refused(
-            f"{v.scaling} scaling of {v.dtype} operands is", (s for s in Scaling if not s.per_key)
-        ),
-        of_choice=True,
-    ),
+    E5M2_TOKEN,
     E5M2_OUT,
     E4M3_OUT_TOKEN,
     TWO_TERMS_E5M2,

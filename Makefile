@@ -2,13 +2,13 @@
 PYTHON ?= python3
 PROFILE ?= ci
 VENV := .venv/bin/python
-CI_BUILD := build/ci
+TEST_BUILD := build/test
 
-.PHONY: help demo test build lint generate check gates compile-ci pytest clean
+.PHONY: help demo test build lint generate check compile gates pytest clean
 
 help:
 	@echo "make demo      generate, build for this machine's card and run examples/demo.py (on the CPU without a card)"
-	@echo "make test      lint, check generated/, compile the ci profile for sm89 and sm90a, gates, pytest"
+	@echo "make test      lint, check generated/, compile for sm89 and sm90a, gates, pytest; says how long each took"
 	@echo "make build     build the extension into python/fp8cutlass (PROFILE=dev|ci|release, FP8CUTLASS_ARCHS)"
 	@echo "make lint      ruff, mypy, clang-format"
 	@echo "make generate  rewrite generated/"
@@ -36,19 +36,15 @@ lint:
 # One step after the other, whatever -j says: each is worth running only when the one before passed.
 test:
 	@$(PYTHON) scripts/bootstrap.py test
-	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory check
-	@$(MAKE) --no-print-directory compile-ci
-	@$(MAKE) --no-print-directory gates
-	@$(MAKE) --no-print-directory pytest
+	@$(VENV) scripts/steps.py lint check compile gates pytest
 
 # Byte for byte: generated/ is what the generator writes.
 check:
 	$(VENV) -m codegen --check
 
-# That every kernel of the profile compiles for both targets is itself a test.
-compile-ci:
-	$(VENV) scripts/build_extension.py --profile ci --arch sm89 --arch sm90a --build-dir $(CI_BUILD) --dest $(CI_BUILD)/fp8cutlass
+# An extension for both targets, host code and all, that the tests load. The gates compile the kernels of profile ci.
+compile:
+	$(VENV) scripts/build_extension.py --profile dev --arch sm89 --arch sm90a --build-dir $(TEST_BUILD) --dest $(TEST_BUILD)/fp8cutlass
 
 # Registers, spills, shared memory and instruction mix of every kernel, against the committed report.
 gates:

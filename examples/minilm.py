@@ -28,6 +28,10 @@ SENTENCES = (
 )
 
 
+# What models pass beside a mask that changes results, and that the function below does not do.
+CHANGE_RESULTS = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+
 class ModelMissing(RuntimeError):
     """The weights or the library to run them are not installed. The message says what to install."""
 
@@ -54,6 +58,24 @@ class Encoder:
             rows.append(torch.nn.functional.normalize(hidden.float().mean(1), dim=-1)[0].cpu())
         return torch.stack(rows)
 
+    @torch.inference_mode()
+    def encode_packed(self, sentences: tuple[str, ...]) -> torch.Tensor:
+        """The same with FP8 attention, all sentences in one call: their tokens one after the other, none of padding."""
+        self.model.set_attn_implementation("fp8cutlass")
+        tokens = [self.tokenizer(sentence)["input_ids"] for sentence in sentences]
+        lengths = [len(x) for x in tokens]
+        ends = torch.tensor([0, *lengths]).cumsum(0).int().to(self.device)
+        hidden = self.model(
+            input_ids=torch.tensor([sum(tokens, [])], device=self.device),
+            position_ids=torch.cat([torch.arange(n) for n in lengths])[None].to(self.device),
+            cu_seq_lens_q=ends,
+            cu_seq_lens_k=ends,
+            max_length_q=max(lengths),
+            max_length_k=max(lengths),
+        ).last_hidden_state
+        means = [x.float().mean(0) for x in hidden[0].split(lengths)]
+        return torch.nn.functional.normalize(torch.stack(means), dim=-1).cpu()
+
 
 def _attention(
     module: torch.nn.Module,
@@ -63,11 +85,29 @@ def _attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **_: Any,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int = 0,
+    max_length_k: int = 0,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The signature that transformers calls: (B, H, S, D) in, (B, S, H, D) out."""
-    out = fp8cutlass.attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
-    return out.transpose(1, 2).contiguous(), None
+    """The signature that transformers calls: (B, H, S, D) in, (B, S, H, D) out. With ``cu_seq_lens_q`` one row holds a
+    ragged batch."""
+    if refused := [name for name in CHANGE_RESULTS if others.get(name) is not None]:
+        raise fp8cutlass.UnsupportedError(f"the model asks for {', '.join(refused)}")
+    causal = module.is_causal if is_causal is None else is_causal
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
+        causal = causal and attention_mask is None and query.shape[2] > 1
+        out = fp8cutlass.attention(
+            query, key, value, attn_mask=attention_mask, dropout_p=dropout, is_causal=causal, scale=scaling
+        )
+        return out.transpose(1, 2).contiguous(), None
+    if attention_mask is not None or dropout:
+        raise fp8cutlass.UnsupportedError("a ragged batch takes neither a mask nor dropout")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    ends = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+    return fp8cutlass.attention_varlen(q, k, v, *ends, softmax_scale=scaling, causal=causal)[None], None
 
 
 def model_directory() -> Path:

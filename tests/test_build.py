@@ -22,7 +22,7 @@ import pytest
 from scripts import build_extension, toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
-PLACES = (ROOT / "build" / "ci" / "fp8cutlass", ROOT / "python" / "fp8cutlass")
+PLACES = (ROOT / "build" / "test" / "fp8cutlass", ROOT / "python" / "fp8cutlass")
 
 COMMON = (
     "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
@@ -89,7 +89,7 @@ def built() -> Built:
     for place in PLACES:
         if (place / "_C.so").is_file():
             return Built(place / "_C.so", json.loads((place / "_built" / "manifest.json").read_text()))
-    pytest.skip("nothing is built: run `make compile-ci`")
+    pytest.skip("nothing is built: run `make compile`")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -36,3 +36,19 @@ def test_embeddings_survive_fp8_attention(device: str, monkeypatch: pytest.Monke
     cosines = (original * ours).sum(-1)
     assert float(cosines.min()) >= 0.998
     assert not torch.equal(original, ours), "the attention was not exchanged"
+    packed = encoder.encode_packed(minilm.SENTENCES)
+    assert float((original * packed).sum(-1).min()) >= 0.998
+    assert not torch.equal(original, packed)
+
+
+def test_what_the_function_does_not_do_is_refused() -> None:
+    """A causal model gets its mask; what would change results is named."""
+    minilm = load_minilm()
+    module = SimpleNamespace(is_causal=True)
+    q, k, v = (torch.randn(1, 2, 9, 32, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
+    out, _ = minilm._attention(module, q, k, v, None)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    assert float((out - want).float().norm() / want.float().norm()) < 0.1
+    for name in minilm.CHANGE_RESULTS:
+        with pytest.raises(ValueError, match=f"the model asks for {name}"):
+            minilm._attention(module, q, k, v, None, **{name: 1})

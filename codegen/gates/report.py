@@ -160,7 +160,7 @@ def render(target: str, profile: str, compiler: str, measured: dict[Kernel, Meas
     rows = [["kernel", *(c.name for c in columns)]]
     rows += [[k.id, *(_cell(c.value(k, measured[k])) for c in columns)] for k in kernels]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]
-    sources = list(dict.fromkeys(k.source for k in kernels))
+    sources = sorted({k.source for k in kernels}, key=lambda path: path.stem)
     lines = [
         f"{PARTS[part]} profile {profile} for {target}, {len(kernels)} kernels.",
         "# Written and checked by `python -m codegen gates`.",

@@ -1,4 +1,4 @@
-"""The list of kernels (``manifest.json``) and the decisions between them (``dispatch.json``), as docs/architecture.md
+"""The list of kernels (``manifest.json``) and the decisions between them (``dispatch.json``), as docs/formats.md
 defines them.
 
 Where they are read from, first match wins:

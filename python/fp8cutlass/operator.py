@@ -2,7 +2,7 @@
 operands, which it quantises for the kernel that it chooses. Output, LSE and amax out, on CPU and CUDA alike.
 
 Both are functional and have fake kernels, so torch.compile, torch.export and FakeTensor see through them. Descales are
-canonical (docs/architecture.md); :func:`fp8cutlass.attention` brings everything else into that form.
+canonical (docs/numerics.md); :func:`fp8cutlass.attention` brings everything else into that form.
 """
 
 from __future__ import annotations

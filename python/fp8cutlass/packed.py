@@ -16,7 +16,7 @@ HELD = ("scaling", "precision", "smooth_k", "hadamard")  # arguments of attentio
 @dataclass(frozen=True, repr=False, eq=False)
 class PackedKV:
     """What ``pack_kv`` returns and ``attention`` takes as ``key``. The bytes are those that a call on key and value
-    itself would make; docs/architecture.md describes them. Not to be made or changed by hand."""
+    itself would make; docs/numerics.md describes them. Not to be made or changed by hand."""
 
     k: torch.Tensor  # (B, Hkv, Sk, head_dim of the kernel) uint8
     v: torch.Tensor  # (B, Hkv, head_dim of the kernel, ceil(Sk / 128) * 128) uint8

@@ -420,7 +420,9 @@ extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_e4m3_
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_linear_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_full_e4m3_fp16_quadratic_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_window_e4m3_bf16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_window_e4m3_bf16_linear_serial_solo_ragged;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_window_e4m3_fp16_linear_serial_solo;
+extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_window_e4m3_fp16_linear_serial_solo_ragged;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_causal_e4m3_bf16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_causal_e4m3_bf16_linear_columns_solo_ragged;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_causal_e4m3_fp16_linear_columns_solo;
@@ -430,8 +432,6 @@ extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_bf16_
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_e4m3_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_fp16_linear_columns_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_fp16_linear_columns_solo_ragged;
-extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_window_e4m3_bf16_linear_columns_solo_ragged;
-extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_window_e4m3_fp16_linear_columns_solo_ragged;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n64w8_s2_block_causal_e4m3_bf16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n64w8_s2_block_causal_e4m3_fp16_exp2x2_serial_solo;
 extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n64w8_s2_block_full_e4m3_bf16_exp2x2_serial_solo;
@@ -1987,9 +1987,15 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d256_m128n128w8_s2_block_window_e4m3_bf16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_window_e4m3_bf16_linear_serial_solo, 256, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false, false},
+    {"sm90a_fwd_d256_m128n128w8_s2_block_window_e4m3_bf16_linear_serial_solo_ragged", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_window_e4m3_bf16_linear_serial_solo_ragged, 256, 128, 128, OutType::bf16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, false, true},
     {"sm90a_fwd_d256_m128n128w8_s2_block_window_e4m3_fp16_linear_serial_solo", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_window_e4m3_fp16_linear_serial_solo, 256, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false, false},
+    {"sm90a_fwd_d256_m128n128w8_s2_block_window_e4m3_fp16_linear_serial_solo_ragged", kLaunch_sm90a_fwd_d256_m128n128w8_s2_block_window_e4m3_fp16_linear_serial_solo_ragged, 256, 128, 128, OutType::fp16,
+     Granularity::token, Granularity::block, Granularity::block, false,
+     128, true, true, false, true},
     {"sm90a_fwd_d256_m128n256w8_s3_block_causal_e4m3_bf16_linear_columns_solo", kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_causal_e4m3_bf16_linear_columns_solo, 256, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, false, false},
@@ -2015,12 +2021,6 @@ const VariantEntry kVariants[] = {
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, false, false},
     {"sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_fp16_linear_columns_solo_ragged", kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_fp16_linear_columns_solo_ragged, 256, 128, 256, OutType::fp16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true, false, true},
-    {"sm90a_fwd_d256_m128n256w8_s3_block_window_e4m3_bf16_linear_columns_solo_ragged", kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_window_e4m3_bf16_linear_columns_solo_ragged, 256, 128, 256, OutType::bf16,
-     Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true, false, true},
-    {"sm90a_fwd_d256_m128n256w8_s3_block_window_e4m3_fp16_linear_columns_solo_ragged", kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_window_e4m3_fp16_linear_columns_solo_ragged, 256, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, false, true},
     {"sm90a_fwd_d256_m128n64w8_s2_block_causal_e4m3_bf16_exp2x2_serial_solo", kLaunch_sm90a_fwd_d256_m128n64w8_s2_block_causal_e4m3_bf16_exp2x2_serial_solo, 256, 128, 64, OutType::bf16,

@@ -37,7 +37,7 @@ from scripts import toolchain  # noqa: E402  (needs the path above when run as a
 from scripts.build_extension import PROFILES  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-KERNELS = "kns=attention,kns=pack,kns=amax,kns=deliver"  # parts of their names
+KERNELS = "kns=attention,kns=pack,kns=amax,kns=deliver,kns=plan"  # parts of their names
 CLUSTERS = {"solo": 1, "split2": 2, "split4": 4}
 FOUND = 9  # exit status of compute-sanitizer when it has something to say
 PLANTED = ROOT / "tests" / "planted"
@@ -78,9 +78,10 @@ def chosen(profile: str, only: Sequence[str], each: bool) -> list[Any]:
     form of its loop and cluster; the first of every kind first, so that what time leaves out is more of the same."""
     gpu = importlib.import_module("gpu")
     profiles = PROFILES[: PROFILES.index(profile) + 1]
-    variants = [v for v in gpu.built_variants("fwd") if v.profile in profiles and (not only or v.id in only)]
+    forward = [v for kind in ("fwd", "window", "ragged") for v in gpu.built_variants(kind)]
+    variants = [v for v in forward if v.profile in profiles and (not only or v.id in only)]
     packs = [p for p in gpu.built_packs() if p["profile"] in profiles and (not only or p["id"] in only)]
-    first = {(v.family, v.head_dim, v.schedule, gpu.loop_form(v), v.cluster): v for v in reversed(variants)}
+    first = {(v.family, v.kind, v.head_dim, v.schedule, gpu.loop_form(v), v.cluster): v for v in reversed(variants)}
     first_packs = {(p["head_dim"], p["key_block"]): p for p in reversed(packs)}
     leading = [*first_packs.values(), *first.values()]
     ids = {_id(k) for k in leading}
@@ -99,10 +100,16 @@ def run_problems(kernels: Sequence[Any], seconds: float | None) -> tuple[int, in
     for number, kernel in enumerate(kernels):
         if seconds is not None and time.monotonic() - started >= seconds:
             return launched, len(kernels) - number
-        for _ in run_pack(kernel) if isinstance(kernel, dict) else run_variant(kernel):
+        for _ in _launches(kernel):
             torch.cuda.synchronize()
             launched += 1
     return launched, 0
+
+
+def _launches(kernel: Any) -> Iterator[None]:
+    if isinstance(kernel, dict):
+        return run_pack(kernel)
+    return {"window": run_window, "ragged": run_ragged}.get(kernel.kind, run_variant)(kernel)
 
 
 def run_part(profile: str, only: Sequence[str], each: bool, part: str, seconds: float | None) -> None:
@@ -150,6 +157,56 @@ def run_variant(variant: Any) -> Iterator[None]:
             for hand_over in (False, True):
                 gpu.attend_source(variant, *halves, **on_card, hand_over=hand_over)
                 yield
+
+
+def run_window(variant: Any) -> Iterator[None]:
+    """Launches a kernel of windows, once a turn: bands that begin and end inside tiles, or hide whole rows."""
+    import torch
+
+    gpu, launch = importlib.import_module("gpu"), importlib.import_module("fp8cutlass.launch")
+    manifest = gpu.built_manifest()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[variant.out]
+    for heads, kv_heads, rows, keys in problems(variant.tile_m, variant.tile_n, variant.stages, variant.cluster, ()):
+        q, k, v = (
+            torch.randn(1, h, tokens, variant.head_dim).to(dtype).cuda()
+            for h, tokens in ((heads, rows), (kv_heads, keys), (kv_heads, keys))
+        )
+        options = (None, dtype, "block", "fast", True, 0, 0.125, True, False, "")
+        call = launch.Call(q, k, v, None, None, None, *options)
+        o = launch.kernel_operands(call, variant, manifest.scaling["block"])
+        for left, right in ((variant.tile_n + 5, 0), (3, 40)):
+            out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
+            torch.ops.fp8cutlass_C.forward(
+                manifest.index[variant.id], o.q, o.k, o.v, o.q_descale, o.k_descale, o.v_descale, None, out, lse, None,
+                0.125, keys - rows + right, keys - rows - left,
+            )  # fmt: skip
+            yield
+
+
+def run_ragged(variant: Any) -> Iterator[None]:
+    """Launches a kernel of ragged batches with its plan, once a turn: sequences without rows or keys, of one token, of
+    whole tiles; more items than CTAs."""
+    import torch
+
+    gpu, ragged = importlib.import_module("gpu"), importlib.import_module("fp8cutlass.ragged")
+    m, n = variant.tile_m, variant.tile_n
+    window = {"full": (-1, -1), "causal": (-1, 0), "window": (n + 5, 3)}[variant.mask]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[variant.out]
+    for rows, keys in (
+        ([m + 6, 0, 1, m], [(2 * variant.stages + 1) * n + 37, 5, 0, n]),
+        ([70, m + 1] * 30, [n, 9] * 30),
+    ):
+        q, k, v = (
+            torch.randn(sum(tokens), heads, variant.head_dim).to(dtype).cuda()
+            for tokens, heads in ((rows, 4), (keys, 2), (keys, 2))
+        )
+        ends = [torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32).cuda() for x in (rows, keys)]
+        call = ragged.RaggedCall(
+            q, k, v, *ends, None, None, max(rows), max(keys), (), 0.125, *window, True, dtype, "fast", True, variant.id
+        )
+        out, lse = torch.empty_like(q), torch.empty(q.shape[1::-1], device=q.device)
+        ragged.launch(call, variant, gpu.built_manifest().index[variant.id], out, lse)
+        yield
 
 
 def run_pack(pack: dict[str, Any]) -> Iterator[None]:

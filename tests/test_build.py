@@ -41,6 +41,13 @@ ATTEND = (
 DIAGNOSTIC = "Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o"
 
 # Run in its own process: the operators can be registered once, and the package may have loaded another copy.
+RAGGED = (
+    "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor(a!) plan, "
+    "Tensor(b!) out, Tensor(c!)? lse, float scale, int window_left, int window_right, bool bottom_right, "
+    "bool keys_in_blocks"
+)
+
 INSPECT = """
 import ctypes, json, sys, torch
 path = sys.argv[1]
@@ -58,7 +65,8 @@ except NotImplementedError as error:
     refusal = str(error)
 print(json.dumps({
     "schemas": [str(ops.forward.default._schema), str(ops.diagnose.default._schema),
-                str(ops.pack.default._schema), str(ops.attend.default._schema)],
+                str(ops.pack.default._schema), str(ops.attend.default._schema),
+                str(ops.forward_ragged.default._schema), str(ops.ragged_plan_words.default._schema)],
     "ids": [c.fp8cutlass_variant_id(i).decode() for i in range(count)],
     "outside": [c.fp8cutlass_variant_id(-1), c.fp8cutlass_variant_id(count)],
     "refusal": refusal,
@@ -99,10 +107,12 @@ def answers(built: Built) -> dict[str, Any]:
 
 def test_schemas(answers: dict[str, Any]) -> None:
     assert answers["schemas"] == [
-        f"fp8cutlass_C::forward({COMMON}) -> ()",
+        f"fp8cutlass_C::forward({COMMON}, int window_offset=0) -> ()",
         f"fp8cutlass_C::diagnose({COMMON}, {DIAGNOSTIC}) -> ()",
         f"fp8cutlass_C::pack({PACK}) -> ()",
         f"fp8cutlass_C::attend({ATTEND}) -> Tensor",
+        f"fp8cutlass_C::forward_ragged({RAGGED}) -> ()",
+        "fp8cutlass_C::ragged_plan_words(int variant, int tokens, int sequences) -> int",
     ]
 
 

@@ -406,6 +406,15 @@ def test_what_ptxas_says_of_lost_performance_is_kept() -> None:
     assert parse_resources(PTXAS).advice == ()
 
 
+def test_what_ptxas_says_of_a_kernel_stands_before_it() -> None:
+    """Of a source with several, the advice goes to the kernel that it names, and what names none to all."""
+    said = "ptxas info    : (C7511) Potential Performance Loss: products serialised in the function '_Z9attentionE'"
+    text = f"{said}\n{PTXAS}{PTXAS}".replace("'kernel'", "'_Z9attentionE'", 1).replace("'kernel'", "'_Z4planE'", 1)
+    assert parse_resources(text, "9attentionE").advice == (said,)
+    assert parse_resources(text, "4planE").advice == ()
+    assert parse_resources(text.replace("_Z9attentionE'", "it'", 1), "4planE").advice == ()
+
+
 def test_a_loop_without_products_is_no_main_loop() -> None:
     assert parse(SASS.replace("QMMA.16832", "FADD").replace("HMMA", "FADD")).loop is None
 

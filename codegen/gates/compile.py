@@ -39,6 +39,7 @@ def parse_resources(text: str, entry: str = "") -> Resources:
 
     Functions that were not inlined report too: their spills are added, their stack is part of the kernel's call chain.
     """
+    advice = [x for x in _ADVICE.findall(text) if entry in x or "in the function" not in x]  # stands before its kernel
     if entry:
         text = "".join(part for part in _EACH.split(text) if (found := _ENTRY.search(part)) and entry in found[1])
     entries, frames, used = _ENTRY.findall(text), _FRAME.findall(text), _USED.findall(text)
@@ -52,7 +53,7 @@ def parse_resources(text: str, entry: str = "") -> Resources:
         spill_stores=sum(stores),
         spill_loads=sum(loads),
         static_smem=int(static[1]) if static else 0,
-        advice=tuple(_ADVICE.findall(text)),
+        advice=tuple(advice),
     )
 
 

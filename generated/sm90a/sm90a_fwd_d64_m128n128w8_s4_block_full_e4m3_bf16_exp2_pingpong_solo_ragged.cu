@@ -153,8 +153,8 @@ __device__ __forceinline__ void publish(const sm90::KernelParams& params, declty
   if (lane == 0) {
     item.tiles = item.first_tile = 0;
     if (there) Walk::complete<kTileM, kTileN>(p, params.order, head, item);
-    sm90::arrive(control.next_full[turn % 2]);
   }
+  sm90::arrive(control.next_full[turn % 2]);  // all lanes, as each wrote a word
   __syncwarp();
 }
 
@@ -503,7 +503,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
     // Every thread arrives for itself where it reads or writes itself; what only the copy engine writes, one lane expects.
     constexpr int kReaders = 128 * kWarpgroups;
     for (int i = 0; i < kQBuffers; ++i) sm90::init(control.q_full[i], sm90::kRowThreads), sm90::init(control.q_empty[i], kReaders);
-    for (int i = 0; i < 2; ++i) sm90::init(control.next_full[i], 1), sm90::init(control.next_empty[i], sm90::kRowThreads);
+    for (int i = 0; i < 2; ++i) sm90::init(control.next_full[i], 32), sm90::init(control.next_empty[i], sm90::kRowThreads);
     for (int i = 0; i < kKeySlots; ++i) sm90::init(control.k_full[i], 1), sm90::init(control.k_empty[i], kReaders);
     for (int i = 0; i < kValueSlots; ++i) sm90::init(control.v_full[i], 1), sm90::init(control.v_empty[i], kReaders);
     sm90::fence_init();

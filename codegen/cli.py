@@ -31,7 +31,7 @@ from codegen.options import (
 from codegen.outputs import files
 from codegen.render import environment, render_kernel
 from codegen.select import of_profile, select
-from codegen.writer import compare, write
+from codegen.writer import compare, is_ours, write
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "generated"
 
@@ -81,11 +81,14 @@ def main(
         raise click.ClickException("--only and --filter leave kernels out: name another folder with --out")
     rendered = files(request, select())
     if not check_only:
-        if out.is_dir() and any(out.iterdir()) and not (out / "manifest.json").is_file():
+        if not is_ours(out):
             raise click.ClickException(
-                f"--out {out} holds other files and no manifest.json: name a new or empty folder"
+                f"--out {out} holds other files and no manifest.json of the generator: name a new or empty folder"
             )
-        result = write(out, rendered)
+        try:
+            result = write(out, rendered)
+        except OSError as error:
+            raise click.ClickException(f"--out {out}: {error}") from error
         click.echo(
             f"{len(request.variants)} kernels for {', '.join(request.archs)} (profile {request.profile}) in {out}: "
             f"{len(result.written)} files written, {len(result.unchanged)} unchanged, {len(result.removed)} removed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +39,30 @@ def _present(root: Path) -> set[str]:
     return {p.relative_to(root).as_posix() for pattern in OWNED for p in root.glob(pattern)}
 
 
+def is_ours(root: Path) -> bool:
+    """Whether a folder is absent or empty, or holds a manifest of the generator."""
+    if not root.is_dir() or not any(root.iterdir()):
+        return True
+    try:
+        manifest = json.loads((root / "manifest.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and {"format", "profile", "archs", "variants"} <= manifest.keys()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """A file is there with all its bytes, or as it was. What a link names is left alone."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
 def write(root: Path, files: dict[str, str]) -> Written:
-    """Bytes on disk become exactly `files`.
+    """Bytes on disk become exactly `files`. Raises OSError; files that were not yet reached are then as they were.
 
     A file whose bytes are right keeps its time stamp, so that builds stay incremental.
     """
@@ -50,7 +73,7 @@ def write(root: Path, files: dict[str, str]) -> Written:
             unchanged.append(name)
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text.encode())
+        _replace(path, text.encode())
         written.append(name)
     removed = sorted(_present(root) - set(files))
     for name in removed:

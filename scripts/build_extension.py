@@ -224,6 +224,8 @@ def requested_archs() -> list[str]:
             f"there are no kernels for compute capability {named}. Set FP8CUTLASS_ARCHS to build for other machines, "
             "or FP8CUTLASS_SKIP_BUILD=1 to install without kernels (CPU emulator only)."
         )
+    if not found:
+        print(f"no card found: building for {DEFAULT_ARCH}, a guess; FP8CUTLASS_ARCHS names others", file=sys.stderr)
     return found or [DEFAULT_ARCH]
 
 

@@ -16,7 +16,7 @@ import torch
 from reference import randn
 
 import fp8cutlass
-from fp8cutlass import UnsupportedError, attention, explain, supports
+from fp8cutlass import UnsupportedError, attention, attention_varlen, explain, pack_kv, quantize, supports
 from fp8cutlass.request import Request
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -298,3 +298,47 @@ def test_a_descale_per_head_reaches_its_head() -> None:
     one = attention(q, k, v, v_descale=1.0, **common)
     many = attention(q, k, v, v_descale=factor, **common)
     assert torch.equal(many, one * factor.repeat_interleave(2)[:, None, None])
+
+
+@pytest.mark.parametrize("fallback", ["error", "sdpa"])
+def test_forward_mode_is_refused(fallback: str) -> None:
+    """An operator without a forward formula drops the tangents, silently."""
+    q, k, v = bf16(), bf16(), bf16()
+    choice = {} if fallback == "error" else {"fallback": fallback}
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises((UnsupportedError, NotImplementedError), match="forward-mode AD|forward AD"):
+            attention(dual, k, v, **choice)
+    with pytest.raises((UnsupportedError, NotImplementedError, RuntimeError), match="forward-mode AD|forward AD"):
+        torch.func.jvp(lambda x: attention(x, k, v, **choice), (q,), (torch.ones_like(q),))
+    ends = torch.tensor([0, q.shape[2]], dtype=torch.int32)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(UnsupportedError, match="forward-mode AD"):
+        attention_varlen(q[0].transpose(0, 1), *(x[0].transpose(0, 1) for x in (k, v)), ends, ends, 1, 1)
+    attention(q, k, v)
+
+
+def test_the_largest_scale() -> None:
+    """Kernels multiply it by log2 e in float32."""
+    most = torch.finfo(torch.float32).max * math.log(2)
+    assert supports(bf16(), bf16(), bf16(), scale=0.999 * most)[0]
+    for scale in (1.001 * most, -1.001 * most, math.inf):
+        with pytest.raises(UnsupportedError, match="scale must be finite in float32, also times"):
+            attention(bf16(), bf16(), bf16(), scale=scale)
+    assert attention(bf16(), bf16(), bf16(), scale=2**70).isfinite().all()  # an int that fits no 64 bits
+
+
+def test_other_layouts_are_refused_by_name() -> None:
+    q = bf16()
+    jagged = torch.nested.nested_tensor([torch.zeros(3, 8, 64), torch.zeros(2, 8, 64)], layout=torch.jagged)
+    strided = torch.nested.nested_tensor([torch.zeros(3, 8, 64), torch.zeros(2, 8, 64)])
+    for other, said in ((q.to_sparse(), "torch.sparse_coo"), (jagged, "nested"), (strided, "nested")):
+        with pytest.raises(UnsupportedError, match=f"query must be a dense tensor, got a {said}"):
+            attention(other, q, q)
+        assert not supports(other, q, q)[0]
+
+
+def test_arguments_of_a_wrong_kind_are_named() -> None:
+    with pytest.raises(UnsupportedError, match="query_shape must be the 4 sizes"):
+        pack_kv(bf16(), bf16(), query_shape="abcd")
+    with pytest.raises(ValueError, match="block must be an integer"):
+        quantize(bf16(), granularity="block", block=1.5)

@@ -377,3 +377,17 @@ def test_hopper_takes_its_own_kernels(card: Any) -> None:
         q = empty(1, 8, 512, 64)
         ada = decide(generated_dir(), BASE)[0]
         assert "(which emulate the instructions of sm89)" in explain(q, q, q, kernel=ada.id)
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", '{"format": 1', "[1, 2]", "null", '{"format": 1, "key_block": 128, "variants": [{}]}']
+)
+def test_a_broken_list_is_named_with_its_remedy(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "manifest.json").write_text(text)
+        (tmp_path / "dispatch.json").write_text(text)
+    with pytest.raises(ValueError, match=r"manifest.json .*install the package again, or in a checkout run"):
+        load_manifest(tmp_path)
+    if text is None or "variants" not in text:
+        with pytest.raises(ValueError, match=r"dispatch.json .*install the package again, or in a checkout run"):
+            load_table(tmp_path)

@@ -6,6 +6,7 @@ another range, a mean that the LSE does not get back, an argument that is ignore
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -394,3 +395,12 @@ def test_a_flag_of_another_type_is_refused_as_without_packing() -> None:
     q, k, v = (torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
     with pytest.raises(UnsupportedError, match="smooth_k=0 is not what key was packed with"):
         attention(q, pack_kv(k, v), smooth_k=0)  # type: ignore[arg-type]
+
+
+def test_torch_load_reads_packed_keys_by_default(tmp_path: Path) -> None:
+    k, v = (randn(1, 2, 70, 64, seed=s) for s in (1, 2))
+    packed = pack_kv(k, v)
+    torch.save(packed, tmp_path / "kv.pt")
+    again = torch.load(tmp_path / "kv.pt")
+    q = randn(1, 2, 9, 64, seed=3)
+    assert torch.equal(attention(q, packed), attention(q, again))

@@ -28,7 +28,7 @@ from codegen.outputs import Request, files, kernel_path
 from codegen.pack import packs_of
 from codegen.scaling import key_block
 from codegen.select import of_profile, select
-from codegen.writer import DIFF_LINES, compare, write
+from codegen.writer import DIFF_LINES, compare, is_ours, write
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {
@@ -310,3 +310,35 @@ def test_jinja2_and_click_are_enough(tmp_path: Path) -> None:
     assert {"codegen", "click", "jinja2"} <= loaded <= {"codegen", "click", "jinja2", "markupsafe"}
     emitted = of_profile(select().emitted, "dev")
     assert len(list(out.glob("*/*.cu"))) == len(emitted) + len(packs_of(emitted))
+
+
+def test_only_a_manifest_of_the_generator_makes_a_folder_ours(tmp_path: Path) -> None:
+    assert is_ours(tmp_path / "absent") and is_ours(tmp_path)
+    (tmp_path / "mine.cu").write_text("mine")
+    assert not is_ours(tmp_path)
+    for text in ("", "[1, 2]", '{"mine": 1}'):
+        (tmp_path / "manifest.json").write_text(text)
+        assert not is_ours(tmp_path)
+
+
+def test_a_link_is_replaced_and_what_it_names_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    root = tmp_path / "out"
+    root.mkdir()
+    (root / "registry.cpp").symlink_to(tmp_path / "mine.txt")
+    write(root, {"registry.cpp": "new"})
+    assert (tmp_path / "mine.txt").read_text() == "mine" and (root / "registry.cpp").read_text() == "new"
+    assert not (root / "registry.cpp").is_symlink()
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"registry.cpp": "old"})
+
+    def full(self: Path, data: bytes) -> int:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        write(tmp_path, {"registry.cpp": "new"})
+    assert tree(tmp_path) == {"registry.cpp": b"old"}

@@ -52,6 +52,7 @@ def attention(
             zeros to the next head dim that has kernels. Sk = 0 gives zeros and an LSE of -inf. ``scaling="block"``,
             and on Hopper every mode but "token", sums value in float32 with its descale: max |value| * 2^25 * Sk must
             stay below 3e38. Otherwise the descale of value is applied at the end and there is no such limit.
+            An infinity in key makes every row of its head that sees it NaN; it is no mask.
             ``key`` may be what ``pack_kv`` made of both, without a value: scaling, precision, smooth_k and hadamard are
             then those of the packing, and query is bf16 or fp16 as they were.
         attn_mask, dropout_p: not supported; anything but None and 0.0 is refused.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from .manifest import KEY_BLOCK
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+SCALE_MAX = FLOAT32_MAX * math.log(2)  # of softmax; kernels multiply it by log2 e in float32
 SMALLEST = 2.0**-126  # normal float32; anything less may become zero on the way
 
 

@@ -64,6 +64,8 @@ def signature(
     # Subclasses, modes and transforms want to see the operator that torch knows by its fake kernel.
     if type(query) is not torch.Tensor or not query.is_cuda or _modes() or _transforms():
         return None
+    if torch.autograd.forward_ad._current_level >= 0:  # refused, as there are no tangents
+        return None
     grad = torch.is_grad_enabled()
     if grad and query.requires_grad:
         return None

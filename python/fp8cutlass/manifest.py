@@ -107,9 +107,17 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(x) for x in value) if isinstance(value, list) else value
 
 
+REMEDY = "install the package again, or in a checkout run `python -m codegen`"
+
+
 def _read(path: Path) -> dict[str, Any]:
-    with path.open(encoding="utf-8") as file:
-        data: dict[str, Any] = json.load(file)
+    """ValueError, with what to do about it, for a file that is none of ours."""
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): {REMEDY}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds no table: {REMEDY}")
     if data.get("format") != FORMAT:
         raise ValueError(f"{path}: format {data.get('format')!r}, this package reads format {FORMAT}")
     return data
@@ -124,7 +132,10 @@ def load_manifest(directory: Path) -> Manifest:
             f"{directory / 'manifest.json'}: key_block {data['key_block']!r}, this package quantises and packs by "
             f"{KEY_BLOCK} keys"
         )
-    variants = tuple(_variant(row) for row in data["variants"])
+    try:
+        variants = tuple(_variant(row) for row in data["variants"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{directory / 'manifest.json'} lacks {error}: {REMEDY}") from error
     return Manifest(
         directory=directory,
         profile=data["profile"],

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .descale import FLOAT32_MAX, canonical_shape
+from .descale import SCALE_MAX, canonical_shape
 from .dispatch import Decision, Problem, decide
 from .emulator import OUT_DTYPES
 from .errors import UnsupportedError
@@ -148,8 +148,8 @@ def wrong_options(call: Call, modes: dict[str, dict[str, str]]) -> list[str]:
         wrong.append("out_descale goes with out_dtype=torch.float8_e4m3fn, and with it only")
     if call.out_descale is not None and (call.out_descale.shape, call.out_descale.dtype) != ((1,), torch.float32):
         wrong.append("out_descale must be float32 of shape (1,)")
-    if not abs(call.scale) <= FLOAT32_MAX:  # false for NaN
-        wrong.append(f"scale must be finite in float32, got {call.scale}")
+    if not abs(call.scale) <= SCALE_MAX:  # false for NaN
+        wrong.append(f"scale must be finite in float32, also times log2(e), got {call.scale}")
     if call.scaling not in modes:
         wrong.append(f"scaling must be one of {', '.join(modes)}, got {call.scaling!r}")
     return wrong

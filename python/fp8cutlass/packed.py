@@ -83,3 +83,6 @@ def open_packed(request: Request, packed: PackedKV) -> None:
     request.packed, request.key, request.value = packed, like, like
     for name in HELD:
         setattr(request, name, getattr(packed, name))
+
+
+torch.serialization.add_safe_globals([PackedKV])  # tensors, names and numbers: `torch.load` may build one

@@ -63,7 +63,7 @@ def pack_kv(
     _check_tensors(key, value)
     if query_shape is None:
         query_shape = key.shape
-    if len(query_shape) != 4 or any(size < 0 for size in query_shape):
+    if len(query_shape) != 4 or any(not isinstance(size, (int, torch.SymInt)) or size < 0 for size in query_shape):
         raise UnsupportedError(f"query_shape must be the 4 sizes of a query, got {tuple(query_shape)}")
     request = Request(
         key.new_empty(()).expand(tuple(query_shape)),

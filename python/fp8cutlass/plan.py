@@ -61,7 +61,7 @@ def make_plan(request: Request, *, shipped: bool = False) -> Plan:
         half=half,
         granularity=granularity,
         precision=precision,
-        scale=1.0 / math.sqrt(q.shape[3]) if request.scale is None else request.scale,
+        scale=1.0 / math.sqrt(q.shape[3]) if request.scale is None else float(request.scale),
         causal_offset=k.shape[2] - q.shape[2] if bottom_right else 0,
         out_dtype=out_dtype,
     )

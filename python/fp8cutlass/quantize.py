@@ -105,8 +105,8 @@ def _check(x: torch.Tensor, granularity: str, dtype: torch.dtype, amax: float | 
         raise ValueError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
     if dtype not in FP8_MAX:
         raise ValueError(f"dtype must be one of {', '.join(map(str, FP8_MAX))}, got {dtype}")
-    if block < 1:
-        raise ValueError(f"block must be at least 1, got {block}")
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        raise ValueError(f"block must be an integer, at least 1, got {block!r}")
     limit = FP8_MAX[dtype] if amax is None else float(amax)
     if not 1 <= limit <= FP8_MAX[dtype]:  # below 1 the smallest group, limit * 2^-126, is no normal number
         raise ValueError(f"amax must lie in [1, {FP8_MAX[dtype]:g}] for {dtype}, got {amax}")

@@ -28,6 +28,11 @@ MAX_TOKENS = 2**31 - 1 - 256  # rows and keys of a tile past the end are 32-bit 
 FLAGS = ("is_causal", "enable_gqa", *TRANSFORMS, "return_lse", "return_amax")
 
 
+def forward_mode() -> bool:
+    """Whether a level of forward-mode AD is entered, as in ``torch.func.jvp``: an operator would drop the tangents."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def check_options(request: Request) -> None:
     """Options that are no tensors."""
     wrong = []
@@ -49,8 +54,8 @@ def check_options(request: Request) -> None:
     if scale is not None:
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             wrong.append(f"scale must be a float or None, got {type(scale).__name__}")
-        elif not abs(scale) <= descale.FLOAT32_MAX:  # false for NaN; math.isfinite is no graph operation
-            wrong.append(f"scale must be finite in float32, got {scale}")
+        elif not abs(scale) <= descale.SCALE_MAX:  # false for NaN; math.isfinite is no graph operation
+            wrong.append(f"scale must be finite in float32, also times log2(e), got {scale}")
     if wrong:
         raise UnsupportedError(*wrong)
 
@@ -62,6 +67,9 @@ def check_shapes(request: Request) -> None:
         x = getattr(request, name)
         if not isinstance(x, torch.Tensor):
             wrong.append(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        elif x.is_nested or x.layout != torch.strided:
+            kind = "nested" if x.is_nested else str(x.layout)
+            wrong.append(f"{name} must be a dense tensor, got a {kind} one")
         elif x.dim() != 4:
             order = (
                 "(batch, heads, tokens, head_dim)" if request.layout == "bhsd" else "(batch, tokens, heads, head_dim)"
@@ -165,6 +173,8 @@ def check_features(request: Request) -> None:
         for name, x in named:
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 wrong.append(f"{name} has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
+    if forward_mode():
+        wrong.append("forward-mode AD is active and there are no tangents: leave its level, or detach the inputs")
     if wrong:
         raise NoKernelError(*wrong)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .descale import FLOAT32_MAX
+from .descale import SCALE_MAX
 from .errors import NoKernelError, UnsupportedError
 from .operator import HALF_DTYPES, register
 from .ragged import PRECISIONS, RaggedCall, default_scale, run
+from .validate import forward_mode
 
 FP8 = torch.float8_e4m3fn
 DESCALES = ("q_descale", "k_descale", "v_descale")
@@ -74,6 +75,10 @@ def attention_varlen(
         raise UnsupportedError(*wrong)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise NoKernelError("q, k or v has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
+    if forward_mode():
+        raise NoKernelError(
+            "forward-mode AD is active and there are no tangents: leave its level, or detach the inputs"
+        )
     if not q.is_cuda and not torch.compiler.is_compiling():
         _check_lengths(q, k, cu_seqlens_q, cu_seqlens_k)
     if q_descale is not None and q_descale.dim() == 2 and q_descale.shape[1] != q.shape[1]:
@@ -83,7 +88,7 @@ def attention_varlen(
     out, lse = _operator(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
         *(None if d is None else d.contiguous() for d in (q_descale, k_descale, v_descale)),
-        max_seqlen_q, max_seqlen_k, default_scale(q.shape[2]) if softmax_scale is None else softmax_scale,
+        max_seqlen_q, max_seqlen_k, default_scale(q.shape[2]) if softmax_scale is None else float(softmax_scale),
         left, 0 if causal else right, causal_alignment == "bottom_right", dtype, precision, return_lse, kernel or "",
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -185,8 +190,8 @@ def _wrong(
         wrong.append(f"out_dtype must be bfloat16 or float16 for a ragged batch, got {out_dtype}")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
         wrong.append(f"softmax_scale must be a float or None, got {type(scale).__name__}")
-    elif scale is not None and not abs(scale) <= FLOAT32_MAX / 2:
-        wrong.append(f"softmax_scale must be finite in float32, got {scale}")
+    elif scale is not None and not abs(scale) <= SCALE_MAX:
+        wrong.append(f"softmax_scale must be finite in float32, also times log2(e), got {scale}")
     return wrong + _wrong_descales(q, k, descales, sequences)
 
 

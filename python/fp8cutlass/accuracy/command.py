@@ -72,7 +72,11 @@ def accuracy(
         raise click.UsageError("--device cuda: torch finds no CUDA device")
     try:
         there = None if others is None else read_csv(others[0])  # before minutes are spent
+        if csv_file is not None:
+            csv_file.open("a").close()
         stamp, records = _measure(device, precisions, quick, commit) if source is None else read_csv(source)
+    except OSError as error:
+        raise click.UsageError(f"--csv {csv_file}: {error.strerror}") from error
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if csv_file is not None:

@@ -218,10 +218,10 @@ def _for_other_masks(emitted: Iterable[Variant], outranked: Mapping[str, Rejecti
 def select(matrices: tuple[Matrix, ...] = MATRICES) -> Selection:
     """The release profile: every point of the matrices, emitted or rejected."""
     points = [v for m in matrices for v in m.points()]
-    illegal = {v.id: r for v in points if (r := check(v)) is not None}
+    verdicts = [check(v) for v in points]
     classes: dict[tuple[object, ...], list[Variant]] = {}
-    for v in points:
-        if v.id not in illegal:
+    for v, broken in zip(points, verdicts, strict=True):
+        if broken is None:
             classes.setdefault(problem_class(v), []).append(v)
     emitted: list[Variant] = []
     outranked: dict[str, Rejection] = {}
@@ -232,7 +232,8 @@ def select(matrices: tuple[Matrix, ...] = MATRICES) -> Selection:
     for v in _for_other_masks(emitted, outranked):
         emitted.append(v)
         del outranked[v.id]
-    rejected = tuple((v, r) for v in points if (r := illegal.get(v.id) or outranked.get(v.id)) is not None)
+    judged = ((v, broken or outranked.get(v.id)) for v, broken in zip(points, verdicts, strict=True))
+    rejected = tuple((v, r) for v, r in judged if r is not None)
     return Selection(emitted=tuple(sorted(emitted, key=lambda v: v.id)), rejected=rejected, declared=len(points))
 
 

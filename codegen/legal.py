@@ -31,7 +31,5 @@ def kernel_asserts(family: Family) -> list[tuple[str, str]]:
 
 
 def served(v: Variant) -> tuple[Scaling, ...]:
-    """The scaling modes of calls that the kernel computes."""
-    if v.scaling is not Scaling.BLOCK or not FAMILIES[v.family].strided_descales:
-        return (v.scaling,)
-    return tuple(s for s in Scaling if s is v.scaling or s.coarse)
+    """The scaling modes of calls that the kernel computes: one of `block` reads its descales by steps."""
+    return tuple(s for s in Scaling if s is v.scaling or (s.coarse and v.scaling is Scaling.BLOCK))

@@ -40,7 +40,6 @@ ATTEND = (
 )
 DIAGNOSTIC = "Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o"
 
-# Run in its own process: the operators can be registered once, and the package may have loaded another copy.
 RAGGED = (
     "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor(a!) plan, "
@@ -48,6 +47,7 @@ RAGGED = (
     "bool keys_in_blocks"
 )
 
+# Run in its own process: the operators can be registered once, and the package may have loaded another copy.
 INSPECT = """
 import ctypes, json, sys, torch
 path = sys.argv[1]

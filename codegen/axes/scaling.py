@@ -15,7 +15,7 @@ class Granularity:
 
 
 class Scaling(Axis):
-    """grain: what shares a descale. coarse: kernels of `block` compute it, too, where their descales have strides.
+    """grain: what shares a descale. coarse: kernels of `block` compute it, too, as they read descales by steps.
 
     Q per token costs a kernel nothing, as a thread owns whole rows. V per token cannot be factored out of P V; V per
     channel can.

@@ -18,7 +18,6 @@ class Family:
 
     smem_per_block, smem_per_sm: shared memory that its kernels are laid out for, which all its targets have.
     model_card: the card whose numbers decide between its variants where nothing was measured.
-    strided_descales: a kernel of scaling `block` reads its descales through strides, so it serves coarser ones too.
     derive: what follows from a variant. rules: what is legal, in the order in which they are asked.
     cost: the model that ranks. view: what the template may ask beside the axes.
     """
@@ -28,7 +27,6 @@ class Family:
     smem_per_block: int
     smem_per_sm: int
     model_card: str
-    strided_descales: bool
     derive: Callable[[Variant], Derived]
     rules: tuple[Rule, ...]
     cost: Callable[[Variant, Shape, Card], Cost]

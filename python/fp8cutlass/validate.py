@@ -28,6 +28,9 @@ MAX_TOKENS = 2**31 - 1 - 256  # rows and keys of a tile past the end are 32-bit 
 FLAGS = ("is_causal", "enable_gqa", *TRANSFORMS, "return_lse", "return_amax")
 
 
+NO_TANGENTS = "forward-mode AD is active and there are no tangents: leave its level, or detach the inputs"
+
+
 def forward_mode() -> bool:
     """Whether a level of forward-mode AD is entered, as in ``torch.func.jvp``: an operator would drop the tangents."""
     return torch.autograd.forward_ad._current_level >= 0
@@ -174,7 +177,7 @@ def check_features(request: Request) -> None:
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 wrong.append(f"{name} has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
     if forward_mode():
-        wrong.append("forward-mode AD is active and there are no tangents: leave its level, or detach the inputs")
+        wrong.append(NO_TANGENTS)
     if wrong:
         raise NoKernelError(*wrong)
 

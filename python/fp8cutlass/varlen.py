@@ -8,7 +8,7 @@ from .descale import SCALE_MAX
 from .errors import NoKernelError, UnsupportedError
 from .operator import HALF_DTYPES, register
 from .ragged import PRECISIONS, RaggedCall, default_scale, run
-from .validate import forward_mode
+from .validate import NO_TANGENTS, forward_mode
 
 FP8 = torch.float8_e4m3fn
 DESCALES = ("q_descale", "k_descale", "v_descale")
@@ -76,9 +76,7 @@ def attention_varlen(
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise NoKernelError("q, k or v has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
     if forward_mode():
-        raise NoKernelError(
-            "forward-mode AD is active and there are no tangents: leave its level, or detach the inputs"
-        )
+        raise NoKernelError(NO_TANGENTS)
     if not q.is_cuda and not torch.compiler.is_compiling():
         _check_lengths(q, k, cu_seqlens_q, cu_seqlens_k)
     if q_descale is not None and q_descale.dim() == 2 and q_descale.shape[1] != q.shape[1]:

@@ -12,7 +12,6 @@ WARP = Family(
     smem_per_block=SMEM_PER_BLOCK,
     smem_per_sm=SMEM_PER_SM,
     model_card="L4",
-    strided_descales=True,
     derive=derive,
     rules=RULES,
     cost=cost,

@@ -12,7 +12,6 @@ WARPGROUP = Family(
     smem_per_block=SMEM_PER_BLOCK,
     smem_per_sm=SMEM_PER_SM,
     model_card="H200",
-    strided_descales=True,
     derive=derive,
     rules=RULES,
     cost=cost,

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from fp8cutlass import __version__, extension
+from fp8cutlass import __version__
 from fp8cutlass.errors import UnsupportedError
+from fp8cutlass.native import extension
 
 ROOT = Path(__file__).resolve().parent.parent
 SMI_FIELDS = {

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from fp8cutlass import attention, pack_kv, quantize
-from fp8cutlass.launch import prepared_call
+from fp8cutlass.call.launch import prepared_call
+from fp8cutlass.choose.target import target
 from fp8cutlass.manifest import PACKAGE_DIR, load_manifest
-from fp8cutlass.target import target
 
 from .data import make_data
 from .peers.own import Own, half_call, launcher, make_operands
@@ -139,8 +139,10 @@ def by_module(call: Step, calls: int) -> list[tuple[str, float]]:
     profile.disable()
     spent: dict[str, float] = defaultdict(float)
     for (file, _, _), (_, _, own, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        path = Path(file)
-        spent[path.stem if path.is_relative_to(PACKAGE_DIR) else "torch and Python"] += own * 1e6 / calls
+        path, where = Path(file), "torch and Python"
+        if path.is_relative_to(PACKAGE_DIR):
+            where = ".".join(path.relative_to(PACKAGE_DIR).with_suffix("").parts)
+        spent[where] += own * 1e6 / calls
     return sorted(spent.items(), key=lambda item: -item[1])
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from fp8cutlass import fused
+from fp8cutlass.call.launch import score_amax
+from fp8cutlass.choose.target import target
 from fp8cutlass.errors import UnsupportedError
-from fp8cutlass.fused import Operands
-from fp8cutlass.launch import score_amax
 from fp8cutlass.manifest import load_manifest
-from fp8cutlass.target import target
+from fp8cutlass.native import fused
+from fp8cutlass.native.fused import Operands
 from fp8cutlass.timing import Capture, capture, interleave
 
 from .data import Data, make_data

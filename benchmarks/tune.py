@@ -20,10 +20,12 @@ from codegen.evidence import Class
 from codegen.families import FAMILIES
 from codegen.keys import precision_of
 from codegen.variant import parse_id
-from fp8cutlass import attention, extension
+from fp8cutlass import attention
 from fp8cutlass.accuracy.measures import relative_l2
-from fp8cutlass.dispatch import Problem, decide
+from fp8cutlass.choose.dispatch import decide
+from fp8cutlass.choose.problem import Problem
 from fp8cutlass.manifest import load_manifest
+from fp8cutlass.native import extension
 
 from . import evidence, machine
 from .candidates import candidates, classes, complete, fields_of, losers, times_of

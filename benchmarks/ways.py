@@ -1,5 +1,5 @@
 """Whole calls from bf16 tensors by each way there is: everything packed before, Q left to the attention kernel, and K
-and V handed over to it while it runs. What the rule of ``fp8cutlass.attend`` goes by."""
+and V handed over to it while it runs. What the rule of ``fp8cutlass.native.attend`` goes by."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fp8cutlass.attend import Way, faster_way, takes_handover, takes_source
+from fp8cutlass.call.launch import prepared_call
+from fp8cutlass.choose.target import target
 from fp8cutlass.errors import UnsupportedError
-from fp8cutlass.launch import prepared_call
 from fp8cutlass.manifest import load_manifest
-from fp8cutlass.target import target
+from fp8cutlass.native.attend import Way, faster_way, takes_handover, takes_source
 
 from .data import Data
 from .peers import Own

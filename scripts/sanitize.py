@@ -163,7 +163,7 @@ def run_window(variant: Any) -> Iterator[None]:
     """Launches a kernel of windows, once a turn: bands that begin and end inside tiles, or hide whole rows."""
     import torch
 
-    gpu, launch = importlib.import_module("gpu"), importlib.import_module("fp8cutlass.launch")
+    gpu, launch = importlib.import_module("gpu"), importlib.import_module("fp8cutlass.call.launch")
     manifest = gpu.built_manifest()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[variant.out]
     for heads, kv_heads, rows, keys in problems(variant.tile_m, variant.tile_n, variant.stages, variant.cluster, ()):
@@ -188,7 +188,7 @@ def run_ragged(variant: Any) -> Iterator[None]:
     whole tiles; more items than CTAs."""
     import torch
 
-    gpu, ragged = importlib.import_module("gpu"), importlib.import_module("fp8cutlass.ragged")
+    gpu, ragged = importlib.import_module("gpu"), importlib.import_module("fp8cutlass.call.ragged")
     m, n = variant.tile_m, variant.tile_n
     window = {"full": (-1, -1), "causal": (-1, 0), "window": (n + 5, 3)}[variant.mask]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[variant.out]
@@ -214,7 +214,7 @@ def run_pack(pack: dict[str, Any]) -> Iterator[None]:
     import torch
 
     gpu, reference = importlib.import_module("gpu"), importlib.import_module("reference")
-    fused = importlib.import_module("fp8cutlass.fused")
+    fused = importlib.import_module("fp8cutlass.native.fused")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[pack["source"]]
     head_dim, block = pack["head_dim"], pack["key_block"]
     for width, keys in ((head_dim, 2 * block + 130), (head_dim - 8, 3)):

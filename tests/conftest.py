@@ -19,8 +19,8 @@ from edges import EdgeCases  # noqa: E402
 from outcomes import mutants_line  # noqa: E402
 from processes import one_of_many  # noqa: E402
 
-from fp8cutlass import extension  # noqa: E402
 from fp8cutlass.manifest import Manifest, generated_dir, load_manifest  # noqa: E402
+from fp8cutlass.native import extension  # noqa: E402
 
 os.environ["FP8CUTLASS_TUNED"] = "off"  # what was tuned on this machine must not decide what is tested
 

@@ -11,8 +11,8 @@ from layouts import ORDERS, laid_out
 from reference import randn
 
 from fp8cutlass.accuracy.inputs import BIAS_SIZE, OUTLIER_SHARE, OUTLIER_SIZE
-from fp8cutlass.quantize import quantize
-from fp8cutlass.target import granularities
+from fp8cutlass.choose.target import granularities
+from fp8cutlass.quant.quantize import quantize
 
 LENGTHS = (1, 2, 3, 7, 9, 12, 31, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 511, 512, 513, 1023)
 HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 100, 128, 136, 160, 192, 200, 256)

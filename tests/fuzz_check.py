@@ -40,13 +40,13 @@ from tensor_core import cut_products
 import fp8cutlass
 from fp8cutlass import UnsupportedError
 from fp8cutlass.accuracy.ztest import LIMITS
-from fp8cutlass.descale import to_canonical
-from fp8cutlass.emulator import Emulation, emulate
+from fp8cutlass.call.operators import DTYPE_NAMES, OUT_NAMES
+from fp8cutlass.choose.target import granularities, target
+from fp8cutlass.emulator.emulate import Emulation, emulate
 from fp8cutlass.manifest import Variant, load_manifest
-from fp8cutlass.operator import DTYPE_NAMES, OUT_NAMES
-from fp8cutlass.prepare import prepared
-from fp8cutlass.smooth import key_mean
-from fp8cutlass.target import granularities, target
+from fp8cutlass.quant.descale import to_canonical
+from fp8cutlass.quant.prepare import prepared
+from fp8cutlass.quant.smooth import key_mean
 
 TABLE_LOGITS = 50.0  # the K bias of the accuracy table has logits up to 45
 RANDN_LOGITS = 8.0

@@ -13,15 +13,16 @@ from reference import Operands
 
 from codegen.families.warpgroup.derive import derive as derive_warpgroup
 from codegen.variant import parse_id
-from fp8cutlass import extension, supports
-from fp8cutlass.attend import Way
-from fp8cutlass.emulator import OUT_DTYPES, Diagnostics
+from fp8cutlass import supports
+from fp8cutlass.call.launch import Call, Outputs, _fitted, _forward, _packed, empty_outputs, prepared_call, run
+from fp8cutlass.emulator.emulate import OUT_DTYPES, Diagnostics
 from fp8cutlass.errors import UnsupportedError
-from fp8cutlass.fused import Operands as Packed
-from fp8cutlass.fused import readable
-from fp8cutlass.launch import Call, Outputs, _fitted, _forward, _packed, empty_outputs, prepared_call, run
 from fp8cutlass.manifest import Manifest, Variant, generated_dir, load_manifest
-from fp8cutlass.pack import pack_v, pad_token_descale
+from fp8cutlass.native import extension
+from fp8cutlass.native.attend import Way
+from fp8cutlass.native.fused import Operands as Packed
+from fp8cutlass.native.fused import readable
+from fp8cutlass.quant.v_layout import pack_v, pad_token_descale
 
 ROOT = Path(__file__).resolve().parent.parent
 

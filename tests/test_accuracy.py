@@ -28,7 +28,7 @@ from fp8cutlass.accuracy.reference import attention64
 from fp8cutlass.accuracy.report import CSV_TITLES, line, read_csv, record, write_csv
 from fp8cutlass.accuracy.standard import COLUMNS, HIGH_ERROR, LARGE, MODES, RMSE_LIMIT, SCALINGS, SMALL, STATED, Mode
 from fp8cutlass.accuracy.ztest import FLOOR, LIMITS, ZTest
-from fp8cutlass.emulator import emulate
+from fp8cutlass.emulator.emulate import emulate
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = (1, 2, 96, 64)

@@ -17,7 +17,7 @@ from reference import randn
 
 import fp8cutlass
 from fp8cutlass import UnsupportedError, attention, attention_varlen, explain, pack_kv, quantize, supports
-from fp8cutlass.request import Request
+from fp8cutlass.call.request import Request
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DESCALES: dict[str, Any] = {"q_descale": 1.0, "k_descale": 1.0, "v_descale": 1.0}

@@ -23,10 +23,10 @@ from benchmarks.peers import PEERS, Contender, Refused, own
 from benchmarks.results import FAILED, OK, UNAVAILABLE, WRONG, Row
 from benchmarks.shapes import GRID_HEAD_DIMS, GRID_SEQLENS, HISTORY, Shape, held_out, select, square
 from fp8cutlass import timing
-from fp8cutlass.emulator import emulate
+from fp8cutlass.choose.target import Target
+from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import generated_dir, load_manifest
-from fp8cutlass.pack import unpack_v
-from fp8cutlass.target import Target
+from fp8cutlass.quant.v_layout import unpack_v
 
 HELD_OUT = next(shape for shape in select("named") if held_out(shape))
 KERNEL = "sm90a_fwd_d64_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo"

@@ -12,14 +12,16 @@ from click.testing import CliRunner, Result
 from test_dispatch_runtime import BASE, write_tables
 
 from codegen import families as facts
-from fp8cutlass import explain, extension
+from fp8cutlass import explain
+from fp8cutlass.call.checks import CHOICES
+from fp8cutlass.choose.dispatch import decide
+from fp8cutlass.choose.problem import CPU_ARCH, CPU_SM_COUNT, Problem
+from fp8cutlass.choose.target import _target, target
 from fp8cutlass.cli import main
 from fp8cutlass.cli.explain import MODEL_CARDS, device_of
 from fp8cutlass.cli.explain import explain as command
-from fp8cutlass.dispatch import CPU_ARCH, CPU_SM_COUNT, Problem, decide
 from fp8cutlass.manifest import generated_dir, load_manifest
-from fp8cutlass.target import _target, target
-from fp8cutlass.validate import CHOICES
+from fp8cutlass.native import extension
 
 CUDA0 = torch.device("cuda", 0)
 
@@ -179,7 +181,8 @@ def test_a_card_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("fp8cutlass.cli.explain.device_of", lambda text: CUDA0)
     monkeypatch.setattr(extension, "_capability", lambda index: ((8, 9), "NVIDIA L40S", 142))
-    monkeypatch.setattr("fp8cutlass.target._target", _target.__wrapped__)  # a card of this machine may be remembered
+    # A card of this machine may be remembered.
+    monkeypatch.setattr("fp8cutlass.choose.target._target", _target.__wrapped__)
     assert "for:       sm89, 142 SMs" in run("--shape", "1,8,512,64", "--device", "cuda").output
 
 

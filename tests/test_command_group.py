@@ -84,7 +84,7 @@ def test_the_command_gets_the_same_names_when_it_asks(tmp_path: Path) -> None:
         "print('torch' in sys.modules)\n"
         "try:\n    fp8cutlass.nonsense\nexcept AttributeError as error:\n    print(error)\n"
         "from fp8cutlass import quantize, attention\n"
-        "import fp8cutlass.quantize\n"
+        "import fp8cutlass.quant.quantize\n"
         "print(all(callable(getattr(fp8cutlass, name)) for name in fp8cutlass.__all__ if name != '__version__'))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}

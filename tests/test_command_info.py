@@ -15,9 +15,9 @@ import torch
 from click.testing import CliRunner
 from test_extension import describe, stub
 
-from fp8cutlass import extension
 from fp8cutlass.cli import driver, facts, loading, main
 from fp8cutlass.manifest import Manifest, generated_dir
+from fp8cutlass.native import extension
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = {"directory", "profile", "targets", "kernels", "manifest_sha256", "agrees"}

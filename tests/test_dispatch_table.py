@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from fp8cutlass.dispatch import Problem, Table
+from fp8cutlass.choose.dispatch import Table
+from fp8cutlass.choose.problem import Problem
 from fp8cutlass.errors import UnsupportedError
 
 SMS = 58  # of the card in these problems: up to 116 query tiles are no heavy load

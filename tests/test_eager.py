@@ -9,10 +9,12 @@ import torch
 from gpu import needs
 
 import fp8cutlass
-from fp8cutlass import UnsupportedError, eager, operator
-from fp8cutlass.launch import empty_outputs
-from fp8cutlass.plan import execute, make_plan
-from fp8cutlass.request import Request
+from fp8cutlass import UnsupportedError
+from fp8cutlass.call import memo as eager
+from fp8cutlass.call import operators as operator
+from fp8cutlass.call.launch import empty_outputs
+from fp8cutlass.call.plan import execute, make_plan
+from fp8cutlass.call.request import Request
 
 needs_card = [
     pytest.mark.gpu,

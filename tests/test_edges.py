@@ -15,9 +15,10 @@ import torch
 from reference import attention64, min_row_cosine, operands_of, randn, relative_l2, z_test
 
 import fp8cutlass
-from fp8cutlass import attention, operator, quantize, supports
+from fp8cutlass import attention, quantize, supports
 from fp8cutlass.accuracy.measures import max_error, rmse
-from fp8cutlass.launch import aligned
+from fp8cutlass.call import operators as operator
+from fp8cutlass.call.launch import aligned
 from fp8cutlass.manifest import generated_dir, load_manifest
 
 E4M3 = torch.float8_e4m3fn

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fp8cutlass import UnsupportedError, extension
+from fp8cutlass import UnsupportedError
 from fp8cutlass.manifest import Manifest, generated_dir
+from fp8cutlass.native import extension
 
 
 def stub(folder: Path, ids: list[str], *, exports: str = "fp8cutlass") -> Path:

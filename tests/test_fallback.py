@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from reference import randn, relative_l2
 
-from fp8cutlass import UnsupportedError, attention, fallback, quantize
+from fp8cutlass import UnsupportedError, attention, quantize
+from fp8cutlass.call import fallback
 
 E4M3 = torch.float8_e4m3fn
 

@@ -19,8 +19,8 @@ from fuzz_cases import CELLS, ORDERS, SOURCES, VALUES, Case, draw
 from fuzz_check import Verdict, judge, operands_for
 from reference import Operands
 
-from fp8cutlass import launch
-from fp8cutlass.emulator import Emulation, emulate
+from fp8cutlass.call import launch
+from fp8cutlass.emulator.emulate import Emulation, emulate
 from fp8cutlass.manifest import Variant
 from tests import fuzz
 

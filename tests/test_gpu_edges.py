@@ -10,7 +10,7 @@ from gpu import chosen, needs
 from reference import attention64, randn, relative_l2, visible
 
 import fp8cutlass
-from fp8cutlass.quantize import dequantize
+from fp8cutlass.quant.quantize import dequantize
 
 pytestmark = pytest.mark.gpu
 

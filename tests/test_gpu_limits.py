@@ -23,11 +23,11 @@ from mapped import at_the_end, mapping
 from reference import Operands, operands_of, randn, relative_l2
 
 import fp8cutlass
-from fp8cutlass.emulator import emulate
-from fp8cutlass.fused import Operands as Packed
-from fp8cutlass.launch import Call, _forward, run
+from fp8cutlass.call.launch import Call, _forward, run
+from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import Variant
 from fp8cutlass.memory import TENSOR_MAP_STRIDE
+from fp8cutlass.native.fused import Operands as Packed
 
 pytestmark = pytest.mark.gpu
 
@@ -154,7 +154,7 @@ import sys
 sys.path[:0] = ["tests", "python"]
 import torch
 from gpu import built_manifest, built_variants, card_arch
-from fp8cutlass import extension
+from fp8cutlass.native import extension
 variant = next(v for v in built_variants("fwd") if v.family == "sm90a" and v.scaling == "block" and v.out == "bf16")
 d, number = variant.head_dim, built_manifest().index[variant.id]
 extension.load()

@@ -18,13 +18,13 @@ from layouts import ORDERS, laid_out, on_card
 from reference import attention64, relative_l2
 
 import fp8cutlass
-from fp8cutlass import fused
-from fp8cutlass.fused import Operands
-from fp8cutlass.pack import pack_v, pad_token_descale
-from fp8cutlass.prepare import prepared
-from fp8cutlass.quantize import V_AMAX, quantize
-from fp8cutlass.rotate import SIGNS
-from fp8cutlass.smooth import key_mean
+from fp8cutlass.native import fused
+from fp8cutlass.native.fused import Operands
+from fp8cutlass.quant.prepare import prepared
+from fp8cutlass.quant.quantize import V_AMAX, quantize
+from fp8cutlass.quant.rotate import SIGNS
+from fp8cutlass.quant.smooth import key_mean
+from fp8cutlass.quant.v_layout import pack_v, pad_token_descale
 
 pytestmark = pytest.mark.gpu
 

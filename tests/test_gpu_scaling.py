@@ -9,8 +9,8 @@ from test_gpu_pack import VALUES, values_of
 
 import fp8cutlass
 from fp8cutlass import DelayedScale, StaticScale, quantize
-from fp8cutlass.descale import canonical_shape
-from fp8cutlass.quantize import FP8_MAX, GRANULARITIES
+from fp8cutlass.quant.descale import canonical_shape
+from fp8cutlass.quant.quantize import FP8_MAX, GRANULARITIES
 
 pytestmark = pytest.mark.gpu
 

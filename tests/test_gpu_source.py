@@ -16,8 +16,9 @@ from reference import randn
 import fp8cutlass
 from codegen.pack import packs_of
 from codegen.select import of_profile, select
-from fp8cutlass import attend, eager
+from fp8cutlass.call import memo as eager
 from fp8cutlass.manifest import Variant, generated_dir, load_manifest
+from fp8cutlass.native import attend
 
 VARIANTS = built_variants("fwd", quantises_q=True)
 BLOCK = {"q": "token", "k": "block", "v": "block"}

@@ -10,9 +10,9 @@ import torch
 from gpu import built_variants, diagnose, is_emulated
 from reference import Operands, operands_of, randn, relative_l2, visible
 
-from fp8cutlass.emulator import emulate
+from fp8cutlass.emulator.emulate import emulate
+from fp8cutlass.emulator.softmax import SOFTMAXES
 from fp8cutlass.manifest import Variant
-from fp8cutlass.softmax import SOFTMAXES
 
 pytestmark = pytest.mark.gpu
 

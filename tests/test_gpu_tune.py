@@ -9,7 +9,9 @@ import pytest
 import torch
 from reference import randn
 
-from fp8cutlass import attention, dispatch, eager, explain, tune, tuned
+from fp8cutlass import attention, explain, tune
+from fp8cutlass.call import memo as eager
+from fp8cutlass.choose import dispatch, tuned
 
 pytestmark = pytest.mark.gpu
 

@@ -16,10 +16,10 @@ from gpu import built_manifest, built_variants
 from kernel_gates import emulator_limit
 
 from fp8cutlass import attention_varlen, quantize
-from fp8cutlass.emulator import emulate
-from fp8cutlass.launch import Call, kernel_operands, quantised
+from fp8cutlass.call.launch import Call, kernel_operands, quantised
+from fp8cutlass.call.ragged import RaggedCall, emulate_sequence
+from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import Variant, load_manifest
-from fp8cutlass.ragged import RaggedCall, emulate_sequence
 
 pytestmark = pytest.mark.gpu
 

@@ -17,9 +17,9 @@ from reference import Operands, attention64, make_operands, operands_of, randn, 
 
 from fp8cutlass import UnsupportedError, attention, supports
 from fp8cutlass.accuracy.standard import HIGH_ERROR, SMALL
-from fp8cutlass.emulator import emulate
+from fp8cutlass.emulator.emulate import emulate
+from fp8cutlass.emulator.softmax import SOFTMAXES, softmax_exp2, softmax_exp2x2
 from fp8cutlass.manifest import Manifest, Variant, generated_dir, load_manifest
-from fp8cutlass.softmax import SOFTMAXES, softmax_exp2, softmax_exp2x2
 
 SCALINGS = ("tensor", "head", "block", "token")
 ONE_KEY = torch.tensor(1.0)

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from fp8cutlass import dispatch, log
-from fp8cutlass.dispatch import Problem, decide
+from fp8cutlass import log
+from fp8cutlass.choose import dispatch
+from fp8cutlass.choose.dispatch import decide
+from fp8cutlass.choose.problem import Problem
 from fp8cutlass.manifest import generated_dir
 
 ROOT = Path(__file__).resolve().parent.parent

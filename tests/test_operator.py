@@ -10,15 +10,17 @@ import pytest
 import torch
 from reference import attention64, randn, relative_l2
 
-from fp8cutlass import UnsupportedError, attention, extension, launch, quantize
-from fp8cutlass.dispatch import CPU_ARCH
-from fp8cutlass.emulator import emulate
-from fp8cutlass.launch import Call, empty_outputs, quantised, run
+from fp8cutlass import UnsupportedError, attention, quantize
+from fp8cutlass.call import launch
+from fp8cutlass.call.launch import Call, empty_outputs, quantised, run
+from fp8cutlass.call.operators import attention_fp8, attention_half, choose
+from fp8cutlass.choose.problem import CPU_ARCH
+from fp8cutlass.choose.target import target
+from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import KEY_BLOCK, Manifest, Variant, generated_dir, load_manifest
 from fp8cutlass.memory import aligned, as_bytes, is_seq_major
-from fp8cutlass.operator import attention_fp8, attention_half, choose
-from fp8cutlass.pack import unpack_v
-from fp8cutlass.target import target
+from fp8cutlass.native import extension
+from fp8cutlass.quant.v_layout import unpack_v
 
 E4M3 = torch.float8_e4m3fn
 NAMES = ("query", "key", "value")

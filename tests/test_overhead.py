@@ -76,7 +76,7 @@ def test_profile_by_module() -> None:
     """Modules of the package by name, whatever the checkout is called; the rest is one line."""
     todo = overhead.steps(SMALL, "cpu")
     found = dict(overhead.by_module(todo["attention, bf16"], 2))
-    assert {"api", "plan", "torch and Python"} <= set(found) and "test_overhead" not in found
+    assert {"api.attention", "call.plan", "torch and Python"} <= set(found) and "test_overhead" not in found
     assert list(found.values()) == sorted(found.values(), reverse=True) and min(found.values()) >= 0
 
 

@@ -20,9 +20,10 @@ from benchmarks.pack import FORMS, Form, PackTime
 from benchmarks.peers import own
 from benchmarks.results import write_records
 from benchmarks.shapes import Shape, square
-from fp8cutlass import fused, timing
+from fp8cutlass import timing
+from fp8cutlass.choose.target import Target
 from fp8cutlass.manifest import generated_dir
-from fp8cutlass.target import Target
+from fp8cutlass.native import fused
 
 SHAPE = square(1, 2, 300, 64, False)
 

@@ -14,17 +14,19 @@ import pytest
 import torch
 from reference import randn
 
-from fp8cutlass import PackedKV, UnsupportedError, attention, explain, extension, fused, launch, pack_kv, supports
-from fp8cutlass.emulator import emulate
+from fp8cutlass import PackedKV, UnsupportedError, attention, explain, pack_kv, supports
+from fp8cutlass.cache.packed import HELD
+from fp8cutlass.call import launch
+from fp8cutlass.call.operators import choose
+from fp8cutlass.call.packed import attention_packed
+from fp8cutlass.call.packed import pack_kv as pack_kv_operator
+from fp8cutlass.call.request import Request
+from fp8cutlass.choose.target import target
+from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import Manifest
 from fp8cutlass.memory import as_bytes
-from fp8cutlass.operator import choose
-from fp8cutlass.pack import unpack_v
-from fp8cutlass.packed import HELD
-from fp8cutlass.packed_operator import attention_packed
-from fp8cutlass.packed_operator import pack_kv as pack_kv_operator
-from fp8cutlass.request import Request
-from fp8cutlass.target import target
+from fp8cutlass.native import extension, fused
+from fp8cutlass.quant.v_layout import unpack_v
 
 E4M3 = torch.float8_e4m3fn
 TRANSFORMS: list[dict[str, Any]] = [{}, {"smooth_k": True}, {"hadamard": True}, {"smooth_k": True, "hadamard": True}]

@@ -16,13 +16,13 @@ import torch
 from reference import attention64, randn, relative_l2
 
 from fp8cutlass import attention, explain, supports
-from fp8cutlass.launch import Call, quantised
+from fp8cutlass.call.launch import Call, quantised
+from fp8cutlass.call.operators import attention_half, choose
+from fp8cutlass.choose.target import target
 from fp8cutlass.manifest import Manifest
-from fp8cutlass.operator import attention_half, choose
-from fp8cutlass.prepare import prepared
-from fp8cutlass.rotate import SIGNS, rotate, rotated_columns
-from fp8cutlass.smooth import SAMPLES, key_mean, restore_lse
-from fp8cutlass.target import target
+from fp8cutlass.quant.prepare import prepared
+from fp8cutlass.quant.rotate import SIGNS, rotate, rotated_columns
+from fp8cutlass.quant.smooth import SAMPLES, key_mean, restore_lse
 
 HEAD_DIMS = [32, 64, 96, 128, 192, 256]
 MODES: list[dict[str, bool]] = [{"smooth_k": True}, {"hadamard": True}, {"smooth_k": True, "hadamard": True}]

@@ -12,9 +12,9 @@ from hypothesis.extra.numpy import array_shapes
 from reference import randn
 
 from fp8cutlass import quantize
-from fp8cutlass.descale import canonical_shape
-from fp8cutlass.pack import pack_v, pad_token_descale, unpack_v
-from fp8cutlass.quantize import FP8_MAX, GRANULARITIES, dequantize
+from fp8cutlass.quant.descale import canonical_shape
+from fp8cutlass.quant.quantize import FP8_MAX, GRANULARITIES, dequantize
+from fp8cutlass.quant.v_layout import pack_v, pad_token_descale, unpack_v
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MANTISSA_BITS = {E4M3: 3, E5M2: 2}

@@ -14,9 +14,9 @@ from reference import randn
 from test_quantize import E4M3, E5M2, same_bytes
 
 from fp8cutlass import attention, quantize
-from fp8cutlass.descale import canonical_shape
 from fp8cutlass.manifest import Manifest
-from fp8cutlass.quantize import FP8_MAX, GRANULARITIES, V_AMAX, dequantize
+from fp8cutlass.quant.descale import canonical_shape
+from fp8cutlass.quant.quantize import FP8_MAX, GRANULARITIES, V_AMAX, dequantize
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

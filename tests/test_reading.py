@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from fp8cutlass.dispatch import Problem, decide, unchosen
+from fp8cutlass.call.checks import F16_SCORES
+from fp8cutlass.choose.dispatch import decide, unchosen
+from fp8cutlass.choose.problem import Problem
+from fp8cutlass.choose.reuse import KVForm, misfits, readable
 from fp8cutlass.errors import NoKernelError, UnsupportedError
 from fp8cutlass.manifest import Manifest, Variant, generated_dir
-from fp8cutlass.reading import KVForm, misfits, readable
-from fp8cutlass.validate import F16_SCORES
 
 BATCHES = {"few": 1, "half": 32, "wave1": 66, "wave3": 190, "heavy": 300}  # of a head of 128 queries, on 132 SMs
 LENGTHS = (64, 300, 1000, 4000, 20_000)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8cutlass.accuracy.ztest import P_ERROR
-from fp8cutlass.softmax import BELOW, DEAD_WEIGHT, EXP2_CODE, SOFTMAXES, TOP_CODE, _bent, anchor, half_of_sum
+from fp8cutlass.emulator.softmax import BELOW, DEAD_WEIGHT, EXP2_CODE, SOFTMAXES, TOP_CODE, _bent, anchor, half_of_sum
 
 
 def test_half_of_sum_rounds_once() -> None:

@@ -17,16 +17,21 @@ from test_dispatch_runtime import BASE
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8cutlass
-from fp8cutlass import UnsupportedError, dispatch, eager, explain, extension, tuned, tuner
+from fp8cutlass import UnsupportedError, explain
+from fp8cutlass.api import tune as tuner
+from fp8cutlass.call import memo as eager
+from fp8cutlass.call.plan import make_plan
+from fp8cutlass.call.request import Request
+from fp8cutlass.choose import dispatch, tuned
+from fp8cutlass.choose.dispatch import decide, serving
+from fp8cutlass.choose.problem import Problem
+from fp8cutlass.choose.target import Target
+from fp8cutlass.choose.tuned import Row, find, location, read, store
 from fp8cutlass.cli import main
 from fp8cutlass.cli import tune as command
-from fp8cutlass.dispatch import Problem, decide, serving
 from fp8cutlass.manifest import generated_dir, load_manifest
-from fp8cutlass.plan import make_plan
-from fp8cutlass.request import Request
-from fp8cutlass.target import Target
+from fp8cutlass.native import extension
 from fp8cutlass.timing import Timing
-from fp8cutlass.tuned import Row, find, location, read, store
 
 L4 = ((8, 9), "NVIDIA L4", 58)
 PROBLEM = dataclasses.replace(BASE, card="NVIDIA L4", kv_heads=8)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import fp8cutlass
 from fp8cutlass import attention, attention_varlen, quantize
+from fp8cutlass.call.ragged import blocks_of, places, to_blocks
 from fp8cutlass.errors import UnsupportedError
-from fp8cutlass.ragged import blocks_of, places, to_blocks
 
 ROWS, KEYS = [5, 0, 130, 1, 200, 64], [40, 33, 130, 0, 260, 7]
 LIMIT = 0.09  # relative L2 error of FP8 operands against the given ones

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fp8cutlass import quantize
-from fp8cutlass.quantize import FP8_MAX
+from fp8cutlass.quant.quantize import FP8_MAX
 
 from ..data import Data
 from ..machine import version_of

@@ -7,13 +7,14 @@ from typing import Any, cast
 
 import torch
 
-from fp8cutlass import __version__, attention, extension
+from fp8cutlass import __version__, attention
+from fp8cutlass.call.launch import Call, kernel_operands, score_amax
+from fp8cutlass.call.operators import choose
+from fp8cutlass.choose.target import Target, target
 from fp8cutlass.errors import UnsupportedError
-from fp8cutlass.fused import Operands
-from fp8cutlass.launch import Call, kernel_operands, score_amax
 from fp8cutlass.manifest import Variant, load_manifest
-from fp8cutlass.operator import choose
-from fp8cutlass.target import Target, target
+from fp8cutlass.native import extension
+from fp8cutlass.native.fused import Operands
 
 from ..data import Data
 from ..report import CALL, OWN, at_precision

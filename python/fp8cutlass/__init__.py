@@ -28,6 +28,18 @@ __all__ = [
 ]
 
 
+HOMES = (
+    "api.attention",
+    "api.pack",
+    "api.tune",
+    "api.varlen",
+    "cache.packed",
+    "errors",
+    "quant.quantize",
+    "quant.scaling",
+)  # modules of the public names
+
+
 def _is_command() -> bool:
     """Whether the process is the command line: the script `fp8cutlass`, or `python -m fp8cutlass` looking for it."""
     program = (getattr(sys, "argv", None) or [""])[0]
@@ -39,23 +51,22 @@ def _is_command() -> bool:
 # The command line answers `--help` without torch, and says what is wrong with a torch that does not import: there the
 # names are loaded when the first of them is used. Everywhere else importing the package registers its operators.
 if TYPE_CHECKING or not _is_command():
-    from .api import attention, explain, supports
+    from .api.attention import attention, explain, supports
+    from .api.pack import pack_kv
+    from .api.tune import tune
+    from .api.varlen import attention_varlen
+    from .cache.packed import PackedKV
     from .errors import UnsupportedError
-    from .packed import PackedKV
-    from .packing import pack_kv
-    from .quantize import quantize
-    from .scaling import DelayedScale, StaticScale
-    from .tuner import tune
-    from .varlen import attention_varlen
+    from .quant.quantize import quantize
+    from .quant.scaling import DelayedScale, StaticScale
 else:
 
     def __getattr__(name: str) -> object:
-        # All of them at once: a submodule that is imported alone would leave its own name here, as `quantize` does.
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        for home in ("api", "errors", "packed", "packing", "quantize", "scaling", "tuner", "varlen"):
+        for home in HOMES:
             module = import_module(f".{home}", __name__)
             globals().update((public, getattr(module, public)) for public in __all__ if hasattr(module, public))
         return globals()[name]

@@ -7,7 +7,7 @@ Where they are read from, first match wins:
 2. ``fp8cutlass/_generated/`` inside the installed package;
 3. ``generated/`` of a source checkout, two levels above the package.
 
-A compiled extension carries its own pair, for the profile it was built with: see :mod:`fp8cutlass.extension`.
+A compiled extension carries its own pair, for the profile it was built with: see :mod:`.native.extension`.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def load_manifest(directory: Path) -> Manifest:
 
 @cache
 def load_table_data(directory: Path) -> dict[str, Any]:
-    """Read ``directory/dispatch.json`` as it is; :class:`fp8cutlass.dispatch.Table` gives it a meaning."""
+    """Read ``directory/dispatch.json`` as it is; :class:`.choose.dispatch.Table` gives it a meaning."""
     return _read(directory / "dispatch.json")
 
 

@@ -13,9 +13,9 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from ..api import attention, supports
+from ..api.attention import attention, supports
+from ..choose.target import target
 from ..manifest import Variant, load_manifest
-from ..target import target
 from .inputs import INPUTS, Operands16, Shape
 from .measures import max_error, min_row_cosine, relative_l2, rmse
 from .operands import operands_of

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..choose.target import granularities
 from ..manifest import KEY_BLOCK, SCORE_AMAX, Variant
-from ..quantize import FP8_MAX, V_AMAX, dequantize, quantize
-from ..target import granularities
+from ..quant.quantize import FP8_MAX, V_AMAX, dequantize, quantize
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

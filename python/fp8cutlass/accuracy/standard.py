@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..api import attention
+from ..api.attention import attention
 from .inputs import Shape
 
 SMALL: Shape = (1, 8, 512, 64)

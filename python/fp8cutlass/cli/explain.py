@@ -14,8 +14,8 @@ from .group import need_library
 if TYPE_CHECKING:
     import torch
 
-    from ..extension import Properties
-    from ..request import Request
+    from ..call.request import Request
+    from ..native.extension import Properties
 
 # What stands for an architecture: the cards that its table is made for.
 MODEL_CARDS: dict[str, Properties] = {"sm89": ((8, 9), "L4", 58), "sm90a": ((9, 0), "H200", 132)}
@@ -90,8 +90,8 @@ def explain(
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from .. import extension
-    from ..request import Request
+    from ..call.request import Request
+    from ..native import extension
 
     place = torch.device("cuda", 0) if arch else device_of(device)
     keys = keys_of(shape, kv_heads, seqlen_k)
@@ -122,7 +122,7 @@ def keys_of(shape: tuple[int, ...], kv_heads: int | None, seqlen_k: int | None) 
 
 def _answer(request: Request) -> tuple[str, bool]:
     """The text of ``fp8cutlass.explain``, and whether some kernel serves the request, built or not."""
-    from ..plan import describe
+    from ..call.plan import describe
 
     text = describe(request)
     return text, not text.startswith("no kernel")

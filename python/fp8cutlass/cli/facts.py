@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .. import log, tuned
+from .. import log
 from .._version import __version__
-from ..dispatch import Table, load_table
+from ..choose import tuned
+from ..choose.dispatch import Table, load_table
 from ..errors import UnsupportedError
 from ..manifest import Manifest, generated_dir, load_manifest
 from . import driver
@@ -90,7 +91,7 @@ def _import_torch() -> Any:
 
 
 def _emulator(table: bool) -> Any:
-    from .. import emulator
+    from ..emulator import emulate as emulator
 
     if not table:
         raise Unknown("it works from the table, which cannot be used")
@@ -154,13 +155,13 @@ def _library(found: Findings, torch: Any) -> dict[str, Any]:
     def find() -> Path:
         if torch is None:
             raise Unknown("kernels are not looked for while torch does not import")
-        from .. import extension
+        from ..native import extension
 
         path = extension.find_library()
         return extension.built_dir().parent if path is None else path  # built_dir says what is missing
 
     def directory() -> Path:
-        from .. import extension
+        from ..native import extension
 
         return extension.built_dir()
 

@@ -14,7 +14,7 @@ TIMEOUT_S = 300  # importing torch from a slow disk included
 
 _CODE = """
 import sys
-from fp8cutlass import extension
+from fp8cutlass.native import extension
 try:
     extension.load()
 except Exception as error:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ..manifest import KEY_BLOCK
+from ..memory import aligned, empty_rows
+from ..quant.descale import canonical_shape
+from ..quant.quantize import GRANULARITIES, V_AMAX
 from . import extension
-from .descale import canonical_shape
-from .manifest import KEY_BLOCK
-from .memory import aligned, empty_rows
-from .quantize import GRANULARITIES, V_AMAX
 
 CHUNK = 8  # elements of bf16 and fp16 that one access takes
 BEYOND_BLOCKS = ("tensor", "head", "channel")  # granularities whose maxima take a kernel of their own

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..manifest import KEY_BLOCK
 from .descale import SMALLEST, refuse, to_canonical
-from .manifest import KEY_BLOCK
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 GRANULARITIES = ("tensor", "head", "block", "token", "channel")

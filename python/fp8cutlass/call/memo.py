@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from .descale import all_canonical
-from .fused import readable
+from ..cache.packed import PackedKV
+from ..manifest import Variant
+from ..memory import ALIGNMENT
+from ..native.fused import readable
+from ..quant.descale import all_canonical
 from .launch import Call, Outputs, prepared_call, run, wanted_outputs
-from .manifest import Variant
-from .memory import ALIGNMENT
-from .packed import PackedKV
-from .packed_operator import run_packed
+from .packed import run_packed
 from .plan import choose, options_of
 from .request import Plan, Request
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from .errors import NoKernelError, UnsupportedError
-from .manifest import SCORE_AMAX
-
-if TYPE_CHECKING:
-    from .dispatch import Decision
-    from .manifest import Manifest, Variant
+from ..errors import NoKernelError, UnsupportedError
+from ..manifest import SCORE_AMAX, Manifest, Variant
+from .problem import Decision
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 
-from . import dispatch, eager, tuned
-from ._version import __version__
-from .api import attention
-from .dispatch import Problem, decide, serving
-from .errors import UnsupportedError
-from .manifest import load_manifest
-from .operator import problem_of
-from .plan import make_plan
-from .request import Plan, Request
-from .target import target
-from .timing import Timing, capture, interleave
+from .._version import __version__
+from ..call import memo as eager
+from ..call.operators import problem_of
+from ..call.plan import make_plan
+from ..call.request import Plan, Request
+from ..choose import dispatch, tuned
+from ..choose.dispatch import decide, serving
+from ..choose.problem import Problem
+from ..choose.target import target
+from ..errors import UnsupportedError
+from ..manifest import load_manifest
+from ..timing import Timing, capture, interleave
+from .attention import attention
 
 TARGET_US = 2000.0  # of work in a replay
 REPLAYS = 15

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .manifest import KEY_BLOCK
+from ..manifest import KEY_BLOCK
 
 
 def pack_v(v: torch.Tensor) -> torch.Tensor:

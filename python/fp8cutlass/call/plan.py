@@ -7,20 +7,21 @@ from typing import Any
 
 import torch
 
-from . import validate
-from .attend import faster_way
-from .descale import all_canonical, to_canonical
-from .dispatch import Decision, padded_head_dim
-from .emulator import OUT_DTYPES
-from .errors import NoKernelError, UnsupportedError
+from ..cache.packed import PackedKV
+from ..choose.dispatch import padded_head_dim
+from ..choose.problem import Decision
+from ..choose.target import granularities, head_dims, target, unserved
+from ..emulator.emulate import OUT_DTYPES
+from ..errors import NoKernelError, UnsupportedError
+from ..manifest import KEY_BLOCK, Variant
+from ..native.attend import faster_way
+from ..quant.descale import all_canonical, to_canonical
+from . import checks as validate
 from .launch import Outputs, score_amax
-from .manifest import KEY_BLOCK, Variant
-from .operator import DTYPE_NAMES, OUT_NAMES, attention_fp8, attention_half
-from .operator import choose as choose_kernel
-from .packed import PackedKV, open_packed
-from .packed_operator import attention_packed
-from .request import Plan, Request
-from .target import granularities, head_dims, target, unserved
+from .operators import DTYPE_NAMES, OUT_NAMES, attention_fp8, attention_half
+from .operators import choose as choose_kernel
+from .packed import attention_packed
+from .request import Plan, Request, open_packed
 
 
 def make_plan(request: Request, *, shipped: bool = False) -> Plan:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .packed import PackedKV
+from ..cache.packed import HELD, PackedKV
+from ..errors import UnsupportedError
 
 
 @dataclass
@@ -67,3 +67,26 @@ class Plan:
     scale: float
     causal_offset: int
     out_dtype: torch.dtype
+
+
+def open_packed(request: Request, packed: PackedKV) -> None:
+    """Bring a request whose key is packed into the form of one on tensors, in place, so that everything that is known
+    of calls holds for it: ``like`` stands for key and value, and what packing has settled is filled in.
+
+    UnsupportedError for arguments that say otherwise.
+    """
+    wrong = []
+    if request.value is not None:
+        wrong.append(f"value must be None where key is a PackedKV, which holds it, got {type(request.value).__name__}")
+    for name in HELD:
+        given, held = getattr(request, name), getattr(packed, name)
+        if not any(type(given) is type(fits) and given == fits for fits in (held, getattr(Request, name))):
+            wrong.append(
+                f"{name}={given!r} is not what key was packed with, {name}={held!r}: leave it out, or pack again"
+            )
+    if wrong:
+        raise UnsupportedError(*wrong)
+    like = packed.like.transpose(1, 2) if request.layout == "bshd" else packed.like
+    request.packed, request.key, request.value = packed, like, like
+    for name in HELD:
+        setattr(request, name, getattr(packed, name))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .manifest import KEY_BLOCK
+from ..manifest import KEY_BLOCK
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 SCALE_MAX = FLOAT32_MAX * math.log(2)  # of softmax; kernels multiply it by log2 e in float32

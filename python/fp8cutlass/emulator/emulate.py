@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from .manifest import Variant, generated_dir, load_manifest
+from ..manifest import Variant, generated_dir, load_manifest
 from .softmax import E4M3_MAX, MAX_SLOPE, MIN_SLOPE, SOFTMAXES
 
 MMA_K = 32  # products of one FP8 matrix instruction

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from .dispatch import Problem, decide
-from .errors import UnsupportedError
-from .launch import score_amax
-from .operator import HALF_DTYPES, OUT_NAMES
-from .packed import PackedKV
-from .packed_operator import pack_kv as pack_kv_operator
-from .plan import make_plan
-from .request import Request
-from .target import device_of, target
+from ..cache.packed import PackedKV
+from ..call.launch import score_amax
+from ..call.operators import HALF_DTYPES, OUT_NAMES
+from ..call.packed import pack_kv as pack_kv_operator
+from ..call.plan import make_plan
+from ..call.request import Request
+from ..choose.dispatch import decide
+from ..choose.problem import Problem
+from ..choose.target import device_of, target
+from ..errors import UnsupportedError
 
 
 def pack_kv(

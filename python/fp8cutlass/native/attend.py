@@ -1,5 +1,5 @@
 """bf16 and fp16 operands on a card, from the chosen kernel to its outputs: one operator of the extension allocates,
-quantises, packs and attends. Bit for bit what :mod:`fp8cutlass.fused` and ``forward`` do one after the other."""
+quantises, packs and attends. Bit for bit what :mod:`.fused` and ``forward`` do one after the other."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..manifest import Variant
+from ..memory import as_bytes, empty_rows
+from ..quant.quantize import GRANULARITIES, V_AMAX
+from ..quant.smooth import restore_lse
 from . import extension
-from .manifest import Variant
-from .memory import as_bytes, empty_rows
-from .quantize import GRANULARITIES, V_AMAX
-from .smooth import restore_lse
 
 # There is no backward, and `attention` says so: the dispatcher passes over autograd, whose fallback would look at every
 # argument, and on to whatever else a tensor asks for, such as a lazy negation.
@@ -153,7 +153,7 @@ def prepare(
     """The call of a variant, ``number`` in the extension, by ``way`` as far as it is open: where the attention kernel
     takes Q (:func:`takes_source`), and where it takes K and V while they are packed (:func:`takes_handover`).
 
-    ``amax`` and ``granularity`` are those of :func:`fp8cutlass.fused.quantise_and_pack`; ``seq_major`` puts the result
+    ``amax`` and ``granularity`` are those of :func:`.fused.quantise_and_pack`; ``seq_major`` puts the result
     into memory in the order (B, S, H, D).
     """
     extension.load()

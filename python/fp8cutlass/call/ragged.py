@@ -13,16 +13,17 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from . import extension
-from .dispatch import PRECISE_ENOUGH, Problem, decide, padded_head_dim
-from .emulator import OUT_DTYPES, emulate
-from .errors import NoKernelError, UnsupportedError
-from .fused import quantise_and_pack
+from ..choose.dispatch import PRECISE_ENOUGH, decide, padded_head_dim
+from ..choose.problem import Problem
+from ..choose.target import Target, target
+from ..emulator.emulate import OUT_DTYPES, emulate
+from ..errors import NoKernelError, UnsupportedError
+from ..manifest import KEY_BLOCK, Variant, load_manifest
+from ..memory import as_bytes
+from ..native import extension
+from ..native.fused import quantise_and_pack
+from ..quant.v_layout import pack_v
 from .launch import Call, quantised, score_amax
-from .manifest import KEY_BLOCK, Variant, load_manifest
-from .memory import as_bytes
-from .pack import pack_v
-from .target import Target, target
 
 FAR = 1 << 30  # keys before or after a row's own, of a window without an end
 SOFTMAXES = {"fast": ("linear", "exp2"), "accurate": ("exp2",)}  # what serves a precision, the preferred one first

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
-from . import extension
-from .dispatch import CPU_ARCH, CPU_SM_COUNT, load_table, refusal
-from .errors import NoKernelError, UnsupportedError
-from .manifest import generated_dir, load_manifest
+from ..errors import NoKernelError, UnsupportedError
+from ..manifest import generated_dir, load_manifest
+from ..native import extension
+from .dispatch import load_table, refusal
+from .problem import CPU_ARCH, CPU_SM_COUNT
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .errors import UnsupportedError
-from .fused import Operands, descale_shape, empty_operands, fill, packed_shape, quantise_and_pack, readable
+from ..choose.reuse import KVForm
+from ..choose.target import target
+from ..errors import UnsupportedError
+from ..manifest import Manifest, Variant, load_manifest
+from ..native.fused import Operands, descale_shape, empty_operands, fill, packed_shape, quantise_and_pack, readable
+from ..quant.smooth import key_mean, restore_lse
 from .launch import Call, Outputs, empty_outputs, kernel_operands, run_made, score_amax
-from .manifest import Manifest, Variant, load_manifest
-from .operator import HALF_DTYPES, OPTIONS, RESULTS, choose, fill_trivial, register, wrong_options
-from .reading import KVForm
-from .smooth import key_mean, restore_lse
-from .target import target
+from .operators import HALF_DTYPES, OPTIONS, RESULTS, choose, fill_trivial, register, wrong_options
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from .errors import NoKernelError, UnsupportedError
-from .manifest import PACKAGE_DIR, Manifest, generated_dir, load_manifest
+from ..errors import NoKernelError, UnsupportedError
+from ..manifest import PACKAGE_DIR, Manifest, generated_dir, load_manifest
 
 BUILD_HINT = (
     "build the kernels with `pip install .` (FP8CUTLASS_ARCHS='sm89;sm90a' picks the architectures), or name a built "

@@ -1,5 +1,5 @@
 """From operands and a chosen kernel to its outputs: quantise for the kernel, pad to its head_dim, then emulate on the
-CPU or launch on CUDA. On CUDA one kernel quantises, pads and packs bf16 and fp16 operands (:mod:`fp8cutlass.fused`)."""
+CPU or launch on CUDA. On CUDA one kernel quantises, pads and packs bf16 and fp16 operands (:mod:`..native.fused`)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from . import extension
-from .attend import Attend, Way, faster_way, prepare
-from .emulator import emulate
-from .fused import Operands, quantise_and_pack, readable
-from .manifest import SCORE_AMAX, Variant
-from .memory import aligned, as_bytes, empty_rows, is_seq_major
-from .pack import pack_v, pad_token_descale, unpack_v
-from .prepare import prepared
-from .quantize import FP8_MAX, V_AMAX, quantize
-from .smooth import key_mean, restore_lse
+from ..emulator.emulate import emulate
+from ..manifest import SCORE_AMAX, Variant
+from ..memory import aligned, as_bytes, empty_rows, is_seq_major
+from ..native import extension
+from ..native.attend import Attend, Way, faster_way, prepare
+from ..native.fused import Operands, quantise_and_pack, readable
+from ..quant.prepare import prepared
+from ..quant.quantize import FP8_MAX, V_AMAX, quantize
+from ..quant.smooth import key_mean, restore_lse
+from ..quant.v_layout import pack_v, pad_token_descale, unpack_v
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -7,19 +7,19 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from . import log, tuned
-from .errors import NoKernelError, UnsupportedError
-from .manifest import KEY_BLOCK, Manifest, Variant, load_manifest, load_table_data
-from .reading import KVForm, readable
+from .. import log
+from ..errors import NoKernelError, UnsupportedError
+from ..manifest import KEY_BLOCK, Manifest, Variant, load_manifest, load_table_data
+from . import tuned
+from .problem import Decision, Problem
+from .reuse import KVForm, readable
 
-CPU_ARCH = "sm89"  # what the emulator stands for
-CPU_SM_COUNT = 58  # of an L4, the card that the sm89 table is made for
 # What a caller who asks for a precision may pin.
 PRECISE_ENOUGH = {
     "fast": ("linear", "quadratic", "exp2", "exp2x2"),
@@ -31,55 +31,6 @@ AXES = ("arch", "head_dim", "seqlen", "dtype", "out", "scaling", "causal", "prec
 
 _logger = log.requested("dispatch")  # None unless FP8CUTLASS_LOG asks for it
 _logged: set[tuple[Problem, Decision]] = set()  # grows only while something is logged
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What the choice of a kernel depends on. ``heads`` counts query heads; lengths are in tokens.
-
-    ``head_dim`` is the caller's, the kernel's may be wider. ``quantised`` operands come with descales per KEY_BLOCK
-    keys, others are quantised for the kernel that is chosen.
-    """
-
-    arch: str
-    head_dim: int
-    seqlen_q: int
-    seqlen_k: int
-    batch: int
-    heads: int
-    dtype: str
-    out: str
-    scaling: str
-    causal: bool
-    precision: str
-    quantised: bool = False
-    sm_count: int = CPU_SM_COUNT
-    kv_heads: int = 0  # this and the name of the card matter only to what `tune` measured; "" asks the table alone
-    card: str = ""
-
-    def __str__(self) -> str:
-        """One line: (B, H, S, D), S as queries x keys where they differ, then the other axes."""
-        length = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
-        mask = "causal" if self.causal else "full"
-        operands = f"{self.dtype} with descales" if self.quantised else self.dtype
-        return (
-            f"({self.batch}, {self.heads}, {length}, {self.head_dim}) {mask}, {operands} to {self.out}, "
-            f"scaling {self.scaling}, {self.precision}, {self.arch} with {self.sm_count} SMs"
-        )
-
-
-@dataclass(frozen=True)
-class Decision:
-    """One cell of the table. Costs are microseconds of the model named by ``evidence``; without a kernel
-    ``variant`` is None and ``reason`` holds the rule that refuses."""
-
-    variant: str | None
-    reason: str = ""
-    criterion: str = ""
-    evidence: str = ""
-    cost_us: float | None = None
-    runner_up: str | None = None
-    runner_up_cost_us: float | None = None
 
 
 class Table:

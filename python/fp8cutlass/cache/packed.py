@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import UnsupportedError
-from .reading import KVForm
-from .request import Request
+from ..choose.reuse import KVForm
 
 HELD = ("scaling", "precision", "smooth_k", "hadamard")  # arguments of attention that packing has settled
 
@@ -60,29 +58,6 @@ class PackedKV:
             f"PackedKV({tuple(self.shape)}, {self.dtype}, {self.device}, {held}, key_block={self.key_block}, "
             f"amax={self.amax:g}, for {self.kernel}, {size} bytes)"
         )
-
-
-def open_packed(request: Request, packed: PackedKV) -> None:
-    """Bring a request whose key is packed into the form of one on tensors, in place, so that everything that is known
-    of calls holds for it: ``like`` stands for key and value, and what packing has settled is filled in.
-
-    UnsupportedError for arguments that say otherwise.
-    """
-    wrong = []
-    if request.value is not None:
-        wrong.append(f"value must be None where key is a PackedKV, which holds it, got {type(request.value).__name__}")
-    for name in HELD:
-        given, held = getattr(request, name), getattr(packed, name)
-        if not any(type(given) is type(fits) and given == fits for fits in (held, getattr(Request, name))):
-            wrong.append(
-                f"{name}={given!r} is not what key was packed with, {name}={held!r}: leave it out, or pack again"
-            )
-    if wrong:
-        raise UnsupportedError(*wrong)
-    like = packed.like.transpose(1, 2) if request.layout == "bshd" else packed.like
-    request.packed, request.key, request.value = packed, like, like
-    for name in HELD:
-        setattr(request, name, getattr(packed, name))
 
 
 torch.serialization.add_safe_globals([PackedKV])  # tensors, names and numbers: `torch.load` may build one

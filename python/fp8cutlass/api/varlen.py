@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .descale import SCALE_MAX
-from .errors import NoKernelError, UnsupportedError
-from .operator import HALF_DTYPES, register
-from .ragged import PRECISIONS, RaggedCall, default_scale, run
-from .validate import NO_TANGENTS, forward_mode
+from ..call.checks import NO_TANGENTS, forward_mode
+from ..call.operators import HALF_DTYPES, register
+from ..call.ragged import PRECISIONS, RaggedCall, default_scale, run
+from ..errors import NoKernelError, UnsupportedError
+from ..quant.descale import SCALE_MAX
 
 FP8 = torch.float8_e4m3fn
 DESCALES = ("q_descale", "k_descale", "v_descale")

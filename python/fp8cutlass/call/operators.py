@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
-from .descale import SCALE_MAX, canonical_shape
-from .dispatch import Decision, Problem, decide
-from .emulator import OUT_DTYPES
-from .errors import UnsupportedError
+from ..choose.dispatch import decide
+from ..choose.problem import Decision, Problem
+from ..choose.reuse import KVForm
+from ..choose.target import Target, target
+from ..emulator.emulate import OUT_DTYPES
+from ..errors import UnsupportedError
+from ..manifest import Variant, load_manifest
+from ..memory import as_bytes
+from ..quant.descale import SCALE_MAX, canonical_shape
 from .launch import Call, Outputs, empty_outputs, run, run_half
-from .manifest import Variant, load_manifest
-from .memory import as_bytes
-from .reading import KVForm
-from .target import Target, target
 
 DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # quantised inside

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from . import descale
-from .errors import NoKernelError, UnsupportedError
-from .operator import DTYPE_NAMES, HALF_DTYPES, OUT_NAMES
+from ..errors import NoKernelError, UnsupportedError
+from ..quant import descale
+from .operators import DTYPE_NAMES, HALF_DTYPES, OUT_NAMES
 from .request import Request
 
 CHOICES = {

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from . import eager
-from .errors import NoKernelError, UnsupportedError
-from .fallback import sdpa
-from .packed import PackedKV
-from .plan import choose, describe, execute, make_plan
-from .request import Request
+from ..cache.packed import PackedKV
+from ..call import memo as eager
+from ..call.fallback import sdpa
+from ..call.plan import choose, describe, execute, make_plan
+from ..call.request import Request
+from ..errors import NoKernelError, UnsupportedError
 
 
 def attention(

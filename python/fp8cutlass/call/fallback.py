@@ -9,12 +9,12 @@ import warnings
 import torch
 import torch.nn.functional as F
 
-from .descale import to_canonical
-from .errors import UnsupportedError
-from .operator import DTYPE_NAMES
-from .quantize import dequantize
+from ..choose.target import granularities
+from ..errors import UnsupportedError
+from ..quant.descale import to_canonical
+from ..quant.quantize import dequantize
+from .operators import DTYPE_NAMES
 from .request import Request
-from .target import granularities
 
 _warned: set[str] = set()
 

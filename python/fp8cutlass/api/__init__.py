@@ -1,0 +1,1 @@
+"""The public functions: thin, with all docstrings."""

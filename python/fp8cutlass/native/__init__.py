@@ -1,0 +1,1 @@
+"""The compiled extension: finding it, loading it, and calling its operators."""

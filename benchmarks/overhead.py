@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from fp8cutlass import attention, pack_kv, quantize
 from fp8cutlass.call.launch import prepared_call
 from fp8cutlass.choose.target import target
-from fp8cutlass.manifest import PACKAGE_DIR, load_manifest
+from fp8cutlass.manifest import PACKAGE_DIR
 
 from .data import make_data
-from .peers.own import Own, half_call, launcher, make_operands
+from .peers.own import Own, half_plan, launcher, make_operands
 from .report import heading, table
 from .shapes import Shape
 
@@ -102,8 +102,7 @@ def steps(shape: Shape, device: torch.device | str = "cuda") -> dict[str, Step]:
     variant, number = Own().choose(data, at)
     operands = make_operands(data, variant, at, "block")
     out = torch.empty_like(q)
-    granularity = load_manifest(at.directory).scaling["block"]
-    operator = cache(lambda: prepared_call(half_call(data, variant, "block"), variant, number, granularity))
+    operator = cache(lambda: prepared_call(*half_plan(data, variant, at, "block")))
     return {
         "attention, bf16": lambda: attention(q, k, v, **options),
         "attention, bf16, kernel pinned": lambda: attention(q, k, v, kernel=variant.id, **options),

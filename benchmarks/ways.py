@@ -10,13 +10,12 @@ import torch
 from fp8cutlass.call.launch import prepared_call
 from fp8cutlass.choose.target import target
 from fp8cutlass.errors import UnsupportedError
-from fp8cutlass.manifest import load_manifest
 from fp8cutlass.native.attend import Way, faster_way, takes_handover, takes_source
 
 from .data import Data
 from .peers import Own
 from .peers.base import Contender, Refused
-from .peers.own import half_call
+from .peers.own import half_plan
 from .report import heading, table
 from .results import Row
 
@@ -30,20 +29,20 @@ class Ways(Own):
     def prepare(self, data: Data) -> list[Contender]:
         at = target(data.q.device)
         try:
-            variant, number = self.choose(data, at)
+            variant, _ = self.choose(data, at)
         except UnsupportedError as error:
             raise Refused("; ".join(error.reasons)) from error
-        granularity = load_manifest(at.directory).scaling[self._scaling]
+        plan, tensors = half_plan(data, variant, at, self._scaling)
+        granularity = plan.granularity
         ways = {PACKED: Way(leave_q=False, hand_over=False)}
         if takes_source(variant, granularity, hadamard=False):
             ways[LEFT] = Way(leave_q=True, hand_over=False)
         if takes_handover(variant, granularity, smooth_k=False, hadamard=False):
             ways[HANDED] = Way(leave_q=True, hand_over=True)
         taken = faster_way(variant, granularity, data.q.shape, data.k.shape, smooth_k=False, hadamard=False)
-        call = half_call(data, variant, self._scaling)
 
         def contender(name: str, way: Way) -> Contender:
-            attend = prepared_call(call, variant, number, granularity, way=way)
+            attend = prepared_call(plan, tensors, way=way)
 
             def launch() -> torch.Tensor:
                 return attend(data.q, data.k, data.v)[0]

@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 #include <mutex>
+#include <type_traits>
 
 #include "arguments.h"
 #include "check.h"
@@ -64,11 +65,15 @@ class Layout {
   int64_t total_ = 0;
 };
 
-int64_t whole(double number, const char* name) {
-  constexpr double kExact = int64_t{1} << 53;
-  require(number >= -kExact && number <= kExact && number == std::floor(number), name, " must be an integer, got ",
-          number);
-  return static_cast<int64_t>(number);
+// A number of call.def as its type; an integer must be one.
+template <class T>
+T as(double number, const char* name) {
+  if constexpr (std::is_same_v<T, int64_t>) {
+    constexpr double kExact = int64_t{1} << 53;
+    require(number >= -kExact && number <= kExact && number == std::floor(number), name, " must be an integer, got ",
+            number);
+  }
+  return static_cast<T>(number);
 }
 
 // Whether the copy engine can fetch rows as they lie: not where they are all the same, or further apart than a tensor
@@ -83,24 +88,21 @@ bool can_be_mapped(const View& x, const char* name) {
 }  // namespace
 
 AttendConstants attend_constants(const Tensor& numbers) {
-  constexpr int64_t kNumbers = 12;
+  constexpr int64_t kNumbers = 0
+#define X(type, name, meaning) +1
+#include "call.def"
+#undef X
+      ;
   const View view(numbers);
   require(
       numbers.is_cpu() && view.scalar_type() == ScalarType::Double && view.numel() == kNumbers && view.is_contiguous(),
       "constants must be ", kNumbers, " numbers of type float64, contiguous, on the CPU");
-  const auto* const x = static_cast<const double*>(view.data());
-  return {whole(x[0], "the variant's number"),
-          whole(x[1], "q_granularity"),
-          whole(x[2], "k_granularity"),
-          whole(x[3], "v_granularity"),
-          x[4],
-          x[5],
-          x[6] != 0,
-          x[7] != 0,
-          x[8],
-          whole(x[9], "causal_offset"),
-          x[10] != 0,
-          x[11] != 0};
+  const auto* x = static_cast<const double*>(view.data());
+  AttendConstants constants{};
+#define X(type, name, meaning) constants.name = as<type>(*x++, #name);
+#include "call.def"
+#undef X
+  return constants;
 }
 
 Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const VariantEntry& variant) {
@@ -172,7 +174,7 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
   if (leave_q) source = QuerySource{c.score_amax, c.scale < 0, true};  // it is the pack kernel, launched in order
   ForwardParams params = forward_params(
       {leave_q ? q : *q8_view, *packing.k8, *packing.v8, q_descale_view, *packing.k_descale, *packing.v_descale,
-       tensors.out_descale, out, tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset, 0, source},
+       tensors.out_descale, out, tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, source},
       variant);
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);

@@ -13,17 +13,11 @@ namespace fp8cutlass {
 using torch::stable::Tensor;
 
 // What calls on operands of one shape, layout and type have in common: the operator takes it as one tensor of
-// numbers, in this order, as every argument costs the host a fifth of a microsecond on its way through torch.
+// numbers, in the order of call.def, as every argument costs the host a fifth of a microsecond on its way through torch.
 struct AttendConstants {
-  int64_t variant;                                      // its number
-  int64_t q_granularity, k_granularity, v_granularity;  // positions in Granularity
-  double score_amax, v_amax;                            // what the largest |x| of a group becomes, of Q and K and of V
-  bool hadamard;
-  bool seq_major;  // the result lies in memory in the order (B, S, H, D)
-  double scale;    // of any sign
-  int64_t causal_offset;
-  bool leave_q;    // to the attention kernel, which quantises its rows itself
-  bool hand_over;  // with Q left: attend while K and V are packed, where the kernels can
+#define X(type, name, meaning) type name;
+#include "call.def"
+#undef X
 };
 
 // Reads them: float64, contiguous, on the CPU. Throws std::runtime_error where they are not.

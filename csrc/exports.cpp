@@ -10,3 +10,12 @@ FP8CUTLASS_EXPORT const char* fp8cutlass_variant_id(int variant) {
   const bool known = variant >= 0 && variant < fp8cutlass::kVariantCount;
   return known ? fp8cutlass::kVariants[variant].id : nullptr;
 }
+
+// The names of call.def, each followed by a space: Python fills in the numbers of a call by name.
+FP8CUTLASS_EXPORT const char* fp8cutlass_call_fields() {
+#define X(type, name, meaning) #name " "
+  return
+#include "call.def"
+      ;
+#undef X
+}

@@ -40,8 +40,8 @@ from tensor_core import cut_products
 import fp8cutlass
 from fp8cutlass import UnsupportedError
 from fp8cutlass.accuracy.ztest import LIMITS
-from fp8cutlass.call.operators import DTYPE_NAMES, OUT_NAMES
 from fp8cutlass.choose.target import granularities, target
+from fp8cutlass.dtypes import DTYPE_NAMES, OUT_NAMES
 from fp8cutlass.emulator.emulate import Emulation, emulate
 from fp8cutlass.manifest import Variant, load_manifest
 from fp8cutlass.quant.descale import to_canonical
@@ -173,7 +173,8 @@ def operands_for(case: Case, inputs: Inputs, variant: Variant) -> tuple[Operands
     q, k, v = inputs.tensors if case.layout == "bhsd" else (x.transpose(1, 2) for x in inputs.tensors)
     if case.half:
         mean = key_mean(k) if case.smooth_k else None
-        changed = prepared(q, k, mean, head_dim=variant.head_dim, hadamard=case.hadamard)
+        changes = {"head_dim": variant.head_dim, "hadamard": case.hadamard}
+        changed = prepared(q, None, **changes), prepared(k, mean, **changes)
         return operands_of(variant, *changed, v, case.scaling), mean
     modes = granularities(case.scaling)
     pairs = list(zip((q, k, v), inputs.descales or (), modes, strict=True))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from calls import plan_of
 from reference import Operands
 
 from codegen.families.warpgroup.derive import derive as derive_warpgroup
 from codegen.variant import parse_id
 from fp8cutlass import supports
-from fp8cutlass.call.launch import Call, Outputs, _fitted, _forward, _packed, empty_outputs, prepared_call, run
-from fp8cutlass.emulator.emulate import OUT_DTYPES, Diagnostics
+from fp8cutlass.call.call import Call, Outputs, Tensors
+from fp8cutlass.call.launch import fp8_operands, prepared_call, run, run_operands
+from fp8cutlass.call.plan import Plan
+from fp8cutlass.dtypes import OUT_DTYPES
+from fp8cutlass.emulator.emulate import Diagnostics
 from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.manifest import Manifest, Variant, generated_dir, load_manifest
 from fp8cutlass.native import extension
@@ -91,37 +94,34 @@ def call_of(
     scaling: str | None = None,
     causal_offset: int = 0,
     out_descale: torch.Tensor | None = None,
-) -> Call:
+    return_lse: bool = True,
+) -> tuple[Plan, Tensors]:
     """A call of one kernel, with LSE and amax, on operands in its own blocks."""
-    return Call(
-        *operands.fp8,
-        *operands.descales,
-        out_descale,
+    call = Call(
+        "fp8",
         OUT_DTYPES[variant.out],
-        scaling or variant.scaling,
-        {"linear": "fast", "quadratic": "balanced"}.get(variant.softmax, "accurate"),
-        variant.causal,
-        causal_offset,
         scale,
-        True,
-        True,
-        variant.id,
+        scaling=scaling or variant.scaling,
+        precision={"linear": "fast", "quadratic": "balanced"}.get(variant.softmax, "accurate"),
+        right=causal_offset if variant.causal else None,
+        return_lse=return_lse,
+        return_amax=True,
+        kernel=variant.id,
     )
+    return plan_of(call, variant, built_manifest()), Tensors(*operands.fp8, *operands.descales, out_descale)
 
 
-def as_the_kernel_reads(call: Call, variant: Variant) -> Packed:
+def as_the_kernel_reads(plan: Plan, t: Tensors) -> Packed:
     """The operands of a call, padded and packed by torch operations on the device where they are."""
-    return _packed(call.scaling, *_fitted(call, variant))
+    return fp8_operands(plan.call, plan.variant, t)
 
 
-def run_from_host(call: Call, variant: Variant) -> Outputs:
+def run_from_host(plan: Plan, t: Tensors) -> Outputs:
     """Launch a kernel on operands that are on the CPU: packed there, and copied to the card as they are."""
-    made = {name: None if x is None else x.cuda() for name, x in vars(as_the_kernel_reads(call, variant)).items()}
-    out_descale = None if call.out_descale is None else call.out_descale.cuda()
-    on_card = replace(call, q=call.q.new_empty(call.q.shape, device="cuda"), out_descale=out_descale)
-    outputs = empty_outputs(on_card)
-    _forward(on_card, built_manifest().index[variant.id], variant.head_dim, Packed(**made), outputs)
-    return outputs
+    made = {name: None if x is None else x.cuda() for name, x in vars(as_the_kernel_reads(plan, t)).items()}
+    out_descale = None if t.out_descale is None else t.out_descale.cuda()
+    on_card = t._replace(q=t.q.new_empty(t.q.shape, device="cuda"), out_descale=out_descale)
+    return run_operands(plan, on_card, Packed(**made))
 
 
 def attend_source(
@@ -141,12 +141,19 @@ def attend_source(
 ) -> tuple[torch.Tensor, ...]:
     """One kernel on bf16 or fp16 operands on a card; with ``leave_q`` it quantises Q by itself, with ``hand_over`` it
     runs while K and V are packed, if it can. Out, LSE if asked for, and amax."""
-    options = (out_descale, OUT_DTYPES[variant.out], scaling or variant.scaling, "fast", variant.causal, causal_offset)
-    call = Call(q, k, v, None, None, None, *options, scale, return_lse, True, variant.id, smooth_k)
-    manifest = built_manifest()
-    granularity = manifest.scaling[call.scaling]
-    number = manifest.index[variant.id]
-    ready = prepared_call(call, variant, number, granularity, way=Way(leave_q, hand_over))
+    call = Call(
+        "half",
+        OUT_DTYPES[variant.out],
+        scale,
+        scaling=scaling or variant.scaling,
+        right=causal_offset if variant.causal else None,
+        return_lse=return_lse,
+        return_amax=True,
+        kernel=variant.id,
+        smooth_k=smooth_k,
+    )
+    plan = plan_of(call, variant, built_manifest())
+    ready = prepared_call(plan, Tensors(q, k, v), way=Way(leave_q, hand_over))
     outputs = ready(readable(q), readable(k), readable(v), out_descale)
     return tuple(x for x in outputs if x is not None)
 
@@ -174,16 +181,11 @@ def run_kernel(
     causal_offset: int = 0,
     out_descale: torch.Tensor | None = None,
     return_lse: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Outputs:
     """One kernel on operands in its own blocks, which the registered operator takes in blocks of 128 keys only; returns
     out, LSE and amax."""
-    call = call_of(
-        operands, variant, scale=scale, scaling=scaling, causal_offset=causal_offset, out_descale=out_descale
-    )
-    call = replace(call, return_lse=return_lse)
-    outputs = empty_outputs(call)
-    run(call, variant, built_manifest().index[variant.id], outputs)
-    return outputs
+    options = {"scale": scale, "scaling": scaling, "causal_offset": causal_offset, "out_descale": out_descale}
+    return run(*call_of(operands, variant, return_lse=return_lse, **options))  # type: ignore[arg-type]
 
 
 def diagnose(

@@ -10,7 +10,7 @@ from reference import ZTest
 
 from fp8cutlass.accuracy.standard import HIGH_ERROR
 from fp8cutlass.accuracy.ztest import OUT_ERROR
-from fp8cutlass.emulator.emulate import OUT_DTYPES
+from fp8cutlass.dtypes import OUT_DTYPES
 from fp8cutlass.manifest import Variant
 
 L2_DEQUANTISED = 3.5e-2  # relative L2 against float64 on the dequantised operands, randn

@@ -13,7 +13,7 @@ from test_dispatch_runtime import BASE, write_tables
 
 from codegen import families as facts
 from fp8cutlass import explain
-from fp8cutlass.call.checks import CHOICES
+from fp8cutlass.call.options import CHOICES
 from fp8cutlass.choose.dispatch import decide
 from fp8cutlass.choose.problem import CPU_ARCH, CPU_SM_COUNT, Problem
 from fp8cutlass.choose.target import _target, target

@@ -16,9 +16,10 @@ from reference import attention64, randn, relative_l2
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8cutlass import UnsupportedError, attention, explain, supports
-from fp8cutlass.call.checks import F16_SCORES
-from fp8cutlass.choose.dispatch import PRECISE_ENOUGH, decide, load_table
+from fp8cutlass.call.options import F16_SCORES
+from fp8cutlass.choose.dispatch import decide, load_table
 from fp8cutlass.choose.problem import CPU_SM_COUNT, Problem
+from fp8cutlass.choose.special import PRECISE_ENOUGH
 from fp8cutlass.choose.target import target
 from fp8cutlass.errors import NoKernelError
 from fp8cutlass.manifest import KEY_BLOCK, PACKAGE_DIR, Manifest, Variant, generated_dir, load_manifest

@@ -1,6 +1,5 @@
 """Calls that were made before: which take the short way, and that it gives what the long way gives."""
 
-import dataclasses
 import inspect
 from typing import Any
 
@@ -12,9 +11,12 @@ import fp8cutlass
 from fp8cutlass import UnsupportedError
 from fp8cutlass.call import memo as eager
 from fp8cutlass.call import operators as operator
-from fp8cutlass.call.launch import empty_outputs
-from fp8cutlass.call.plan import execute, make_plan
-from fp8cutlass.call.request import Request
+from fp8cutlass.call.launch import empty_outputs, prepared_call
+from fp8cutlass.call.options import Options
+from fp8cutlass.call.plan import resolve
+from fp8cutlass.call.request import TENSORS, request_of
+from fp8cutlass.call.settle import settle
+from fp8cutlass.native import extension
 
 needs_card = [
     pytest.mark.gpu,
@@ -47,7 +49,7 @@ PARAMETERS = {name: p.default for name, p in inspect.signature(fp8cutlass.attent
 
 
 def signed(*tensors: Any, descales: tuple[Any, ...] = (), **options: Any) -> Any:
-    return eager.signature(*tensors, descales, tuple({**PARAMETERS, **options}[name] for name in eager.OPTIONS))
+    return eager.signature(*tensors, descales, Options(**options))
 
 
 def test_cpu_tensors_take_the_long_way() -> None:
@@ -74,7 +76,7 @@ def test_every_argument_is_in_the_signature_or_takes_the_long_way(monkeypatch: p
         if name.endswith("_descale"):
             assert [x is value for x in descales] == [name.startswith(x) for x in "qkv"]
         else:
-            assert descales == () and options[eager.OPTIONS.index(name)] is value, name
+            assert descales == () and getattr(options, name) is value, name
 
 
 def test_an_option_that_cannot_be_hashed_is_refused_by_name() -> None:
@@ -84,31 +86,32 @@ def test_an_option_that_cannot_be_hashed_is_refused_by_name() -> None:
         fp8cutlass.attention(*operands("cpu", 8), layout=["bhsd"])  # type: ignore[arg-type]
 
 
+def test_options_have_the_defaults_of_attention() -> None:
+    """The two signatures are written by hand."""
+    defaults = {name: PARAMETERS[name] for name in Options._fields}
+    assert Options()._asdict() == defaults
+    assert set(PARAMETERS) == set(Options._fields) | set(TENSORS)
+
+
 def test_what_is_remembered_is_what_the_operator_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every option in its place: the short way and the operator make the same call."""
+    """Every option in its place: the short way and the operator make the same plan."""
     asked, kept = [], []
-    monkeypatch.setattr(operator, "run_half", lambda *arguments: asked.append(arguments) or empty_outputs(arguments[0]))
-    monkeypatch.setattr(eager, "prepared_call", lambda *arguments: kept.append(arguments))
+    monkeypatch.setattr(operator, "run", lambda plan, t: asked.append(plan) or empty_outputs(plan.call, t.q))
+    monkeypatch.setattr(eager, "ready", lambda plan, t: kept.append(plan))
     options = {"is_causal": True, "causal_alignment": "bottom_right", "scale": 0.3, "return_lse": True}
     options |= {"scaling": "token", "precision": "accurate", "hadamard": True, "out_dtype": torch.float16}
     q, k, v = operands("cpu", 8)
-    request = Request(q[:, :, :5], k, v, **options)
-    plan = make_plan(request)
-    execute(request, plan)
-    eager.remember(("signature",), request, plan)
+    call, tensors = settle(request_of(q[:, :, :5], k, v, **options))
+    operator.execute(call, tensors)
+    eager.remember(("signature",), call, tensors)
     eager.forget()
-    ((call, *rest),), ((kept_call, *kept_rest),) = asked, kept
-    assert rest == kept_rest
-    for field in dataclasses.fields(call):
-        mine, theirs = getattr(kept_call, field.name), getattr(call, field.name)
-        assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs, field.name
+    assert asked == kept and len(kept) == 1
 
 
 def remembered(*tensors: Any, **options: Any) -> Any:
     """What the short way would run for a call on CPU tensors."""
-    request = Request(*tensors, **options)
     eager.forget()
-    eager.remember(("signature",), request, make_plan(request))
+    eager.remember(("signature",), *settle(request_of(*tensors, **options)))
     (known,) = eager._known.values()
     eager.forget()
     return known
@@ -152,9 +155,16 @@ def test_what_needs_no_kernel_is_not_kept(shape: tuple[int, ...]) -> None:
     """The short way launches; of nothing it must not."""
     q = torch.zeros(shape, dtype=torch.bfloat16)
     kv = torch.zeros(shape[0], 3, 8, 64, dtype=torch.bfloat16)
-    for request in (Request(q, kv, kv), Request(q, fp8cutlass.pack_kv(kv, kv))):
-        eager.remember(("signature",), request, make_plan(request))
+    for request in (request_of(q, kv, kv), request_of(q, fp8cutlass.pack_kv(kv, kv))):
+        eager.remember(("signature",), *settle(request))
         assert not eager._known
+
+
+def with_number(constants: torch.Tensor, name: str, value: float) -> torch.Tensor:
+    """The numbers of a call with another one in the place of that name."""
+    changed = constants.clone()
+    changed[extension.call_fields().index(name)] = value
+    return changed
 
 
 @pytest.fixture
@@ -290,22 +300,22 @@ class TestOnACard:
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            (lambda c: c[:9], "constants must be 12 numbers"),
-            (lambda c: c.float(), "constants must be 12 numbers"),
-            (lambda c: c.cuda(), "constants must be 12 numbers"),
-            (lambda c: torch.cat((c + 0.5, c))[:12], "the variant's number must be an integer"),
-            (lambda c: torch.cat((c * 0 - 1, c))[:12], "variant -1 is not in the registry"),
-            (lambda c: torch.where(torch.arange(12) == 1, torch.nan, c), "q_granularity must be an integer"),
-            (lambda c: torch.where(torch.arange(12) == 2, 9.0, c), "k_granularity is 9"),
-            (lambda c: torch.where(torch.arange(12) == 4, 0.5, c), "score_amax must lie in"),
+            (lambda c: c[:9], "constants must be 13 numbers"),
+            (lambda c: c.float(), "constants must be 13 numbers"),
+            (lambda c: c.cuda(), "constants must be 13 numbers"),
+            (lambda c: with_number(c, "variant", 0.5), "variant must be an integer"),
+            (lambda c: with_number(c, "variant", -1.0), "variant -1 is not in the registry"),
+            (lambda c: with_number(c, "q_granularity", torch.nan), "q_granularity must be an integer"),
+            (lambda c: with_number(c, "k_granularity", 9.0), "k_granularity is 9"),
+            (lambda c: with_number(c, "score_amax", 0.5), "score_amax must lie in"),
         ],
     )
     def test_wrong_constants_are_refused(self, change: Any, named: str) -> None:
         q, k, v = operands()
-        fp8cutlass.attention(q, k, v)
-        (known,) = eager._known.values()
+        call, tensors = settle(request_of(q, k, v))
+        ready = prepared_call(resolve(call, q, k), tensors)
         with pytest.raises(RuntimeError, match=named):
-            known.operator(change(known.constants), q, k, v)
+            ready.operator(change(ready.constants), q, k, v)
 
     def test_a_lazy_negation_is_seen(self) -> None:
         """A view that only the dispatcher knows to be negated, of the metadata of a call that is known."""
@@ -378,7 +388,7 @@ class TestOnACard:
         assert len(eager._known) == 1
 
     def test_modes_see_the_operator(self) -> None:
-        """A dispatch mode must be able to stand in for the call: it sees fp8cutlass.attention_half."""
+        """A dispatch mode must be able to stand in for the call: it sees fp8cutlass.attend."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         seen = []
@@ -392,4 +402,4 @@ class TestOnACard:
         fp8cutlass.attention(q, k, v)
         with Watch():
             fp8cutlass.attention(q, k, v)
-        assert "fp8cutlass.attention_half.default" in seen
+        assert "fp8cutlass.attend.default" in seen

@@ -17,9 +17,9 @@ from reference import attention64, min_row_cosine, operands_of, randn, relative_
 import fp8cutlass
 from fp8cutlass import attention, quantize, supports
 from fp8cutlass.accuracy.measures import max_error, rmse
-from fp8cutlass.call import operators as operator
-from fp8cutlass.call.launch import aligned
+from fp8cutlass.call import launch
 from fp8cutlass.manifest import generated_dir, load_manifest
+from fp8cutlass.memory import aligned
 
 E4M3 = torch.float8_e4m3fn
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,7 +73,7 @@ def test_nothing_to_do_launches_nothing(shape: tuple[int, ...], monkeypatch: pyt
     def refuse(*_: object) -> None:
         raise LookupError("a kernel was run")
 
-    monkeypatch.setattr(operator, "run_half", refuse)
+    monkeypatch.setattr(launch, "_run_half", refuse)
     x = torch.empty(shape, dtype=torch.bfloat16)
     assert attention(x, x, x).shape == shape
     with pytest.raises(LookupError):

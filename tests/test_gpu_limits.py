@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import gpu
 import pytest
@@ -23,7 +24,8 @@ from mapped import at_the_end, mapping
 from reference import Operands, operands_of, randn, relative_l2
 
 import fp8cutlass
-from fp8cutlass.call.launch import Call, _forward, run
+from fp8cutlass.call.call import Outputs
+from fp8cutlass.call.launch import run_operands
 from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import Variant
 from fp8cutlass.memory import TENSOR_MAP_STRIDE
@@ -48,11 +50,10 @@ def operands(variant: Variant, heads: int, kv_heads: int, seqlen_q: int, seqlen_
     return operands_of(variant, q, k, v)
 
 
-def call_of(x: Operands, variant: Variant) -> Call:
+def options_of(x: Operands, variant: Variant) -> dict[str, Any]:
     """Bottom right where the kernel has a mask."""
     offset = x.fp8[1].shape[2] - x.fp8[0].shape[2] if variant.causal else 0
-    out_descale = out_descale_for(variant)
-    return gpu.call_of(x, variant, scale=0.1, causal_offset=offset, out_descale=out_descale)
+    return {"scale": 0.1, "causal_offset": offset, "out_descale": out_descale_for(variant)}
 
 
 @pytest.mark.edge(2, 32)
@@ -60,18 +61,19 @@ def call_of(x: Operands, variant: Variant) -> Call:
 def test_guard_bytes_round_the_outputs(variant: Variant) -> None:
     """O, LSE and amax in the middle of a poisoned room: with tails in both directions, nothing beside them changes."""
     x = operands(variant, 3, 1, variant.tile_m + 6, variant.tile_n + 37)
-    call = call_of(x, variant)
-    rows, pad = call.q.shape[2], 16
-    room = torch.full((1, 3, rows + 8, variant.head_dim + 2 * pad), 7.0, device="cuda").to(call.out_dtype)
+    plan, tensors = gpu.call_of(x, variant, **options_of(x, variant))
+    rows, pad = tensors.q.shape[2], 16
+    room = torch.full((1, 3, rows + 8, variant.head_dim + 2 * pad), 7.0, device="cuda").to(plan.call.out_dtype)
     out = room[:, :, 4 : 4 + rows, pad : pad + variant.head_dim]
     floats = torch.full((3 * rows + 129,), 7.0, device="cuda")
     lse, amax = floats[64 : 64 + 3 * rows].view(1, 3, rows), floats[-1:]
-    run(call, variant, built_manifest().index[variant.id], (out, lse, amax))
+    made = gpu.as_the_kernel_reads(plan, tensors)
+    run_operands(plan, tensors, made, Outputs(out, lse, amax))
     outside = torch.ones_like(room, dtype=torch.bool)
     outside[:, :, 4 : 4 + rows, pad : pad + variant.head_dim] = False
     assert bool((room.float()[outside] == 7.0).all()), "bytes beside O were written"
     assert bool((floats[:64] == 7.0).all()) and bool((floats[64 + 3 * rows : -1] == 7.0).all())
-    want = run_kernel(x, variant, scale=0.1, causal_offset=call.causal_offset, out_descale=call.out_descale)
+    want = run_kernel(x, variant, **options_of(x, variant))
     assert torch.equal(out.contiguous().view(torch.uint8), want[0].contiguous().view(torch.uint8))
     assert torch.equal(lse, want[1]) and torch.equal(amax, want[2])
 
@@ -82,10 +84,9 @@ def test_operands_that_end_where_their_mapping_ends(variant: Variant) -> None:
     """Q, K, packed V, descales and outputs, each in the last bytes before unmapped addresses: a fault would end the
     process; the bits are those of other places."""
     x = operands(variant, 2, 1, variant.tile_m + 6, variant.tile_n + 37)
-    call = call_of(x, variant)
-    number = built_manifest().index[variant.id]
-    want = run_kernel(x, variant, scale=0.1, causal_offset=call.causal_offset, out_descale=call.out_descale)
-    given = gpu.as_the_kernel_reads(call, variant)
+    plan, tensors = gpu.call_of(x, variant, **options_of(x, variant))
+    want = run_kernel(x, variant, **options_of(x, variant))
+    given = gpu.as_the_kernel_reads(plan, tensors)
     with ExitStack() as stack:
         moved = {
             name: at_the_end(stack.enter_context(mapping(t.numel() * t.element_size())), t)
@@ -95,7 +96,7 @@ def test_operands_that_end_where_their_mapping_ends(variant: Variant) -> None:
         outputs = [at_the_end(stack.enter_context(mapping(t.numel() * t.element_size())), t) for t in want]
         for t in outputs:
             t.view(torch.uint8).zero_()
-        _forward(call, number, variant.head_dim, Packed(**vars(given) | moved), tuple(outputs))
+        run_operands(plan, tensors, Packed(**vars(given) | moved), Outputs(*outputs))
         torch.cuda.synchronize()
         got = [t.clone() for t in outputs]
     for a, b in zip(got, want, strict=True):
@@ -207,8 +208,7 @@ def test_items_around_the_number_of_multiprocessors(variant: Variant) -> None:
     for items in (1, sms - 1, sms, 2 * sms + 1):
         for keys in (variant.tile_n, 2 * variant.stages * variant.tile_n + 5):
             x = operands(variant, items, 1, variant.tile_m, keys)
-            call = call_of(x, variant)
-            options = {"scale": 0.1, "causal_offset": call.causal_offset, "out_descale": call.out_descale}
+            options = options_of(x, variant)
             with watchdog(60):
                 out, _, _ = run_kernel(x, variant, **options)
                 torch.cuda.synchronize()

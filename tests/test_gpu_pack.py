@@ -71,7 +71,8 @@ def specified(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pack: dict[str,
     granularity, amax = options["granularity"], options["amax"]
     head_dim, block = pack["head_dim"], pack["key_block"]
     mean = key_mean(k) if options.get("smooth_k") else None
-    q, k = prepared(q, k, mean, head_dim=head_dim, hadamard=options.get("hadamard", False))
+    changed = {"head_dim": head_dim, "hadamard": options.get("hadamard", False)}
+    q, k = prepared(q, None, **changed), prepared(k, mean, **changed)
     mean = None if mean is None else F.pad(mean, (0, head_dim - mean.shape[2]))
     q8, q_descale = quantize(q, granularity=granularity["q"], amax=amax)
     k8, k_descale = quantize(k, granularity=granularity["k"], amax=amax, block=block)

@@ -20,7 +20,8 @@ from kernel_gates import (
 )
 from reference import Operands, attention64, min_row_cosine, operands_of, randn, relative_l2, z_test
 
-from fp8cutlass.emulator.emulate import OUT_DTYPES, emulate
+from fp8cutlass.dtypes import OUT_DTYPES
+from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import Variant
 
 pytestmark = pytest.mark.gpu

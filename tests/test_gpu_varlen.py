@@ -16,10 +16,11 @@ from gpu import built_manifest, built_variants
 from kernel_gates import emulator_limit
 
 from fp8cutlass import attention_varlen, quantize
-from fp8cutlass.call.launch import Call, kernel_operands, quantised
+from fp8cutlass.call.call import Call, Tensors
+from fp8cutlass.call.launch import kernel_operands, quantised
 from fp8cutlass.call.ragged import RaggedCall, emulate_sequence
 from fp8cutlass.emulator.emulate import emulate
-from fp8cutlass.manifest import Variant, load_manifest
+from fp8cutlass.manifest import Variant
 
 pytestmark = pytest.mark.gpu
 
@@ -95,10 +96,9 @@ def test_every_window_kernel_is_its_emulation(v: Variant) -> None:
     for rows, keys in ((1000, 1000), (300, 1500), (700, 200), (40, 3000)):
         q = torch.randn(2, 4, rows, v.head_dim, generator=generator).to(dtype)
         k, values = (torch.randn(2, 2, keys, v.head_dim, generator=generator).to(dtype) for _ in range(2))
-        options = (None, dtype, "block", "fast", True, 0, v.head_dim**-0.5, True, False, "")
-        granularity = load_manifest(built_manifest().directory).scaling["block"]
-        made = kernel_operands(Call(q.cuda(), k.cuda(), values.cuda(), None, None, None, *options), v, granularity)
-        one = quantised(Call(q, k, values, None, None, None, *options), v, granularity)
+        call, granularity = Call("half", dtype, v.head_dim**-0.5), built_manifest().scaling["block"]
+        made = kernel_operands(call, v, granularity, Tensors(q.cuda(), k.cuda(), values.cuda()))
+        one = quantised(call, v, granularity, Tensors(q, k, values))
         for left, right in WINDOWS["window"]:
             last, first = keys - rows + (FAR if right < 0 else right), keys - rows - (FAR if left < 0 else left)
             out, lse = torch.full_like(q, torch.nan).cuda(), torch.full((2, 4, rows), torch.nan).cuda()

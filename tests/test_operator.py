@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from calls import fp8_arguments, half_arguments, split
 from reference import attention64, randn, relative_l2
 
 from fp8cutlass import UnsupportedError, attention, quantize
 from fp8cutlass.call import launch
-from fp8cutlass.call.launch import Call, empty_outputs, quantised, run
-from fp8cutlass.call.operators import attention_fp8, attention_half, choose
+from fp8cutlass.call.call import Call, parse
+from fp8cutlass.call.launch import run
+from fp8cutlass.call.operators import attend
+from fp8cutlass.call.plan import resolve
 from fp8cutlass.choose.problem import CPU_ARCH
-from fp8cutlass.choose.target import target
 from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import KEY_BLOCK, Manifest, Variant, generated_dir, load_manifest
 from fp8cutlass.memory import aligned, as_bytes, is_seq_major
@@ -30,23 +32,6 @@ def operands(batch: int = 2, heads: int = 2, seqlen: int = 40, head_dim: int = 6
     return [randn(batch, heads, seqlen, head_dim, seed=seed) for seed in range(3)]
 
 
-def operator_arguments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /, **changes: Any) -> tuple[Any, ...]:
-    """Arguments of the bare operator, in order, one descale per head."""
-    pairs = [quantize(x, granularity="head") for x in (q, k, v)]
-    arguments: dict[str, Any] = dict(zip("qkv", (x for x, _ in pairs), strict=True))
-    arguments |= dict(zip(("q_descale", "k_descale", "v_descale"), (d for _, d in pairs), strict=True))
-    return tuple((arguments | OPTIONS | changes).values())
-
-
-OPTIONS: dict[str, Any] = {"out_descale": None, "out_dtype": torch.bfloat16, "scaling": "head", "precision": "accurate"}
-OPTIONS |= {"causal": False, "causal_offset": 0, "scale": 0.125, "return_lse": True, "return_amax": True, "kernel": ""}
-
-
-def half_arguments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /, **changes: Any) -> tuple[Any, ...]:
-    """Arguments of the operator that quantises, in order."""
-    return tuple(({"q": q, "k": k, "v": v} | OPTIONS | changes).values())
-
-
 @pytest.mark.edge(57)
 @pytest.mark.parametrize("order", ["bhsd", "bshd"])
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, E4M3])
@@ -56,8 +41,8 @@ def test_opcheck(order: str, out: torch.dtype) -> None:
     if order == "bshd":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     out_descale = torch.full((1,), 0.01) if out == E4M3 else None
-    arguments = operator_arguments(q, k, v, causal=True, causal_offset=3, out_dtype=out, out_descale=out_descale)
-    torch.library.opcheck(attention_fp8, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+    arguments = fp8_arguments(q, k, v, right=3, out_dtype=out, out_descale=out_descale)
+    torch.library.opcheck(attend, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
 
 
 @pytest.mark.edge(57)
@@ -69,8 +54,8 @@ def test_opcheck_of_the_operator_that_quantises(order: str, head_dim: int, scali
     q, k, v = operands(seqlen=133, head_dim=head_dim)
     if order == "bshd":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    arguments = half_arguments(q, k, v, causal=True, causal_offset=3, scaling=scaling, precision="fast")
-    torch.library.opcheck(attention_half, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+    arguments = half_arguments(q, k, v, right=3, scaling=scaling, precision="fast")
+    torch.library.opcheck(attend, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
 
 
 @pytest.mark.edge(57)
@@ -301,7 +286,6 @@ def test_scale_zero_is_the_mean_of_v() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"out_dtype": torch.float32}, "out_dtype"),
         ({"out_dtype": E4M3}, "out_descale"),
         ({"scaling": "row"}, "scaling"),
         *(({"scale": scale}, "scale must be finite in float32") for scale in (math.nan, -math.inf, 1e39)),
@@ -317,11 +301,11 @@ def test_scale_zero_is_the_mean_of_v() -> None:
 def test_the_bare_operator_checks(changes: dict[str, Any], words: str) -> None:
     """No argument of the operator can make a kernel read outside its tensors."""
     with pytest.raises(UnsupportedError, match=words):
-        attention_fp8(*operator_arguments(*operands(), **changes))
+        attend(*fp8_arguments(*operands(), **changes))
 
 
 def test_the_bare_operator_takes_scale_zero() -> None:
-    out, *_ = attention_fp8(*operator_arguments(*operands(), scale=0.0))
+    out, *_ = attend(*fp8_arguments(*operands(), scale=0.0))
     assert bool(out.isfinite().all()) and torch.equal(out, out[:, :, :1].expand_as(out))
 
 
@@ -340,7 +324,7 @@ def test_the_bare_operator_takes_scale_zero() -> None:
 )
 def test_the_operator_that_quantises_checks(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
-        attention_half(*half_arguments(*operands(), **changes))
+        attend(*half_arguments(*operands(), **changes))
 
 
 def test_the_bare_operators_pad_and_take_any_strides() -> None:
@@ -349,16 +333,27 @@ def test_the_bare_operators_pad_and_take_any_strides() -> None:
     want = attention(q, k, v, scaling="head", precision="accurate", scale=0.125)
     columns = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
     for x in ((q, k, v), columns):
-        for got in (attention_half(*half_arguments(*x))[0], attention_fp8(*operator_arguments(*x))[0]):
+        for got in (attend(*half_arguments(*x))[0], attend(*fp8_arguments(*x))[0]):
             assert got.shape == q.shape and got.stride(3) == 1
             assert relative_l2(got, want) < 0.04  # V is quantised to amax 448 in one, 256 in the other
 
 
-@pytest.mark.parametrize("operator", [attention_fp8, attention_half])
-def test_the_bare_operators_refuse_head_dims_beyond_the_kernels(operator: Any) -> None:
-    make = operator_arguments if operator is attention_fp8 else half_arguments
+@pytest.mark.parametrize("make", [fp8_arguments, half_arguments])
+def test_the_bare_operator_refuses_head_dims_beyond_the_kernels(make: Any) -> None:
     with pytest.raises(UnsupportedError, match="head_dim must lie in 1..256, got 320"):
-        operator(*make(*operands(head_dim=320)))
+        attend(*make(*operands(head_dim=320)))
+
+
+def test_the_text_of_a_call_is_read_back_and_nothing_else_is() -> None:
+    """What the operator is told besides tensors: every field, or a refusal."""
+    for call in (
+        Call("half", torch.bfloat16, 0.1),
+        Call("packed", torch.float16, -0.5, "token", "high", 3, 0, True, True, True, "some_id", True, True, 64, 14.0),
+    ):
+        assert parse(call.text(), call.numbers()) == call
+    for text in ("", "kind=half", Call("half", torch.bfloat16, 0.1).text() + " more=1", "kind=half out_dtype=int8"):
+        with pytest.raises(ValueError, match="call must be the text of a Call"):
+            parse(text)
 
 
 def wide_blocks(manifest: Manifest) -> Variant:
@@ -413,17 +408,15 @@ def test_what_a_launch_is_given(
     if order == "bshd":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     out_descale = torch.full((1,), 0.01) if out_dtype == E4M3 else None
-    options = OPTIONS | {"scaling": scaling, "out_dtype": out_dtype, "out_descale": out_descale, "scale": -0.2}
-    want = attention_half(q, k, v, *options.values())
-    call = Call(q, k, v, None, None, None, **options)
-    variant, number, _ = choose(
-        target(q.device), q, k, out_dtype=out_dtype, scaling=scaling, causal=False, precision="accurate", kernel=""
-    )
-    granularity = manifest.scaling[scaling]
+    asked = {"scaling": scaling, "out_dtype": out_dtype, "out_descale": out_descale, "scale": -0.2}
+    want = attend(*half_arguments(q, k, v, **asked))
+    call, tensors = split("half", q=q, k=k, v=v, **asked)
+    plan = resolve(call, q, k)
+    variant = plan.variant
 
     def forward(given: int, *arguments: Any) -> None:
-        q8, k8, packed, *descales, out_descale, out, lse, amax, scale, offset = arguments
-        assert given == number and out.shape[3] == variant.head_dim
+        q8, k8, packed, *descales, out_descale, out, lse, amax, scale, offset, window = arguments
+        assert given == plan.number and window == 0 and out.shape[3] == variant.head_dim
         assert all(x.dtype == torch.uint8 and aligned(x) is x for x in (q8, k8, packed))
         assert packed.is_contiguous() and packed.shape[3] == 256
         if scaling == "token":
@@ -447,9 +440,7 @@ def test_what_a_launch_is_given(
 
     monkeypatch.setattr(torch.ops, "fp8cutlass_C", SimpleNamespace(forward=forward), raising=False)
     monkeypatch.setattr(extension, "load", lambda: None)
-    as_launch = lambda call, variant, *rest: launch._launch(call, number, variant.head_dim, *rest)  # noqa: E731
-    monkeypatch.setattr(launch, "_emulate", as_launch)
-    got = empty_outputs(call)
-    run(quantised(call, variant, granularity), variant, number, got)
+    monkeypatch.setattr(launch, "_emulate", launch._forward)
+    got = run(plan, tensors)
     for x, y in zip(got, want, strict=True):
         assert x.stride() == y.stride() and torch.equal(as_bytes(x), as_bytes(y))

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from calls import arguments, split
 from reference import randn
 
 from fp8cutlass import PackedKV, UnsupportedError, attention, explain, pack_kv, supports
 from fp8cutlass.cache.packed import HELD
 from fp8cutlass.call import launch
-from fp8cutlass.call.operators import choose
-from fp8cutlass.call.packed import attention_packed
-from fp8cutlass.call.packed import pack_kv as pack_kv_operator
-from fp8cutlass.call.request import Request
-from fp8cutlass.choose.target import target
+from fp8cutlass.call.operators import attend
+from fp8cutlass.call.operators import pack_kv as pack_kv_operator
+from fp8cutlass.call.plan import resolve
+from fp8cutlass.call.request import DEFAULTS
 from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import Manifest
 from fp8cutlass.memory import as_bytes
@@ -222,13 +222,19 @@ def test_what_it_says_of_itself() -> None:
     for text in ("(2, 2, 200, 64)", "torch.bfloat16", "scaling='head'", "hadamard=True", "amax=14", packed.kernel):
         assert text in repr(packed)
     assert "packed with amax 14 for " + packed.kernel in explain(QUERY, packed, enable_gqa=True)
-    assert all(getattr(Request, name) in ("block", "fast", False) for name in HELD)  # what counts as not given
+    assert all(getattr(DEFAULTS, name) in ("block", "fast", False) for name in HELD)  # what counts as not given
     assert supports(QUERY, packed, enable_gqa=True) == supports(
         QUERY, *KEYS, enable_gqa=True, scaling="head", hadamard=True
     )
 
 
 # ---- torch.compile --------------------------------------------------------------------------------------------------
+
+
+def held_by(packed: PackedKV) -> dict[str, Any]:
+    """What the operator gets of packed keys."""
+    names = ("k", "v", "k_descale", "v_descale", "k_mean", "key_block", "amax")
+    return {name: getattr(packed, name) for name in names}
 
 
 @pytest.mark.edge(57)
@@ -241,12 +247,9 @@ def test_opcheck(scaling: str, head_dim: int, order: str) -> None:
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     packed = pack_kv(k, v, scaling=scaling, smooth_k=True)
-    arguments = (k, v, packed.kernel, scaling, True, False)
-    torch.library.opcheck(pack_kv_operator, arguments, test_utils=checks)
-    options = (None, torch.bfloat16, scaling, "fast", True, 3, -0.1, True, True, "")
-    held = (packed.k, packed.v, packed.k_descale, packed.v_descale, packed.k_mean)
-    arguments = (q, *held, *options, packed.key_block, packed.amax, False)
-    torch.library.opcheck(attention_packed, arguments, test_utils=checks)
+    torch.library.opcheck(pack_kv_operator, (k, v, packed.kernel, scaling, True, False), test_utils=checks)
+    asked = {"scaling": scaling, "precision": "fast", "right": 3, "scale": -0.1, "smooth_k": True}
+    torch.library.opcheck(attend, arguments("packed", q=q, **held_by(packed), **asked), test_utils=checks)
 
 
 @pytest.mark.edge(57)
@@ -285,33 +288,33 @@ def test_packing_inside_a_graph() -> None:
 
 
 @pytest.mark.parametrize(
-    ("position", "value", "words"),
+    ("name", "value", "words"),
     [
-        (0, QUERY[:1], "q must be"),
-        (0, QUERY.float(), "q must be"),
-        (0, QUERY[:, :3], "heads of k"),
-        (0, QUERY[0], "4 dimensions"),
-        (1, PACKED.k[:, :, :100], "v_descale|v must be|k_descale"),
-        (1, PACKED.k.view(torch.int8), "k must be torch.uint8"),
-        (2, PACKED.v[..., :128], "v must be"),
-        (2, PACKED.v.transpose(2, 3).contiguous().transpose(2, 3), "v must be contiguous"),
-        (3, PACKED.k_descale[..., :1], "k_descale must be"),
-        (4, PACKED.v_descale.double(), "v_descale must be"),
-        (5, torch.zeros(2, 2, 32), "k_mean must be"),
-        (8, "row", "scaling"),
-        (12, float("nan"), "scale must be finite"),
-        (16, 0, "key_block"),
-        (16, 64, "descale must be"),
+        ("q", QUERY[:1], "k and v must be"),
+        ("q", QUERY.float(), "bfloat16 or all torch.float16, got torch.float32"),
+        ("q", QUERY[:, :3], "heads of k"),
+        ("q", QUERY[0], "4 dimensions"),
+        ("q", torch.zeros(2, 4, 37, 65).bfloat16(), "q must be .*1..64"),
+        ("k", PACKED.k[:, :, :100], "v_descale|v must be|k_descale"),
+        ("k", PACKED.k.view(torch.int8), "k must be torch.uint8"),
+        ("v", PACKED.v[..., :128], "v must be"),
+        ("v", PACKED.v.transpose(2, 3).contiguous().transpose(2, 3), "v must be contiguous"),
+        ("k_descale", PACKED.k_descale[..., :1], "k_descale must be"),
+        ("k_descale", None, "k_descale must be .* got none"),
+        ("v_descale", PACKED.v_descale.double(), "v_descale must be"),
+        ("k_mean", torch.zeros(2, 2, 32), "k_mean must be"),
+        ("scaling", "row", "scaling"),
+        ("scale", float("nan"), "scale must be finite"),
+        ("key_block", 0, "key_block"),
+        ("key_block", 64, "descale must be"),
     ],
 )
-def test_the_bare_operator_checks(position: int, value: Any, words: str) -> None:
+def test_the_bare_operator_checks(name: str, value: Any, words: str) -> None:
     """No argument can make a kernel read outside its tensors."""
-    options = [None, torch.bfloat16, "block", "fast", False, 0, 0.1, False, False, "", 128, 14.0, False]
-    arguments = [QUERY, PACKED.k, PACKED.v, PACKED.k_descale, PACKED.v_descale, None, *options]
-    attention_packed(*arguments)
-    arguments[position] = value
+    given = {"q": QUERY, "scaling": "block", "precision": "fast", "scale": 0.1} | held_by(PACKED)
+    attend(*arguments("packed", **given))
     with pytest.raises(UnsupportedError, match=words):
-        attention_packed(*arguments)
+        attend(*arguments("packed", **given | {name: value}))
 
 
 @pytest.mark.parametrize(
@@ -343,13 +346,12 @@ def test_the_calls_that_a_card_gets(
     q, k, v = operands()
     common: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "return_amax": True, "scale": -0.1}
     want = attention(q, k, v, **common, scaling=scaling, **transforms)
-    variant, number, _ = choose(
-        target(q.device), q, k, out_dtype=q.dtype, scaling=scaling, causal=False, precision="fast", kernel=""
-    )
+    call, tensors = split("half", q=q, k=k, v=v, scaling=scaling, precision="fast", scale=-0.1, **transforms)
+    plan = resolve(call, q, k)
+    variant, number = plan.variant, plan.number
     granularity, packs, launches = manifest.scaling[scaling], [], []
-    smooth, hadamard = transforms.get("smooth_k", False), transforms.get("hadamard", False)
-    options = (None, q.dtype, scaling, "fast", False, 0, -0.1, True, True, "", smooth, hadamard)
-    whole = launch.kernel_operands(launch.Call(q, k, v, None, None, None, *options), variant, granularity)
+    smooth, hadamard = call.smooth_k, call.hadamard
+    whole = launch.kernel_operands(call, variant, granularity, tensors)
     mean = pack_kv(k, v, scaling=scaling, **transforms).k_mean
 
     def pack(key_block: int, q: Any, k: Any, v: Any, gq: int, gk: int, gv: int, *rest: Any) -> None:
@@ -371,8 +373,8 @@ def test_the_calls_that_a_card_gets(
             k_mean.copy_(mean)
 
     def forward(given: int, q8: Any, k8: Any, packed: Any, *rest: Any) -> None:
-        *descales, out_descale, out, lse, amax, scale, offset = rest
-        assert given == number and scale == 0.1 and out_descale is None
+        *descales, out_descale, out, lse, amax, scale, offset, window = rest
+        assert given == number and window == 0 and scale == 0.1 and out_descale is None
         if scaling == "token":
             descales[1] = descales[1][:, :, : k.shape[2]]
         fp8 = (q8.view(E4M3), k8.view(E4M3), unpack_v(packed.view(E4M3), k.shape[2]))

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from calls import half_arguments, split
 from reference import attention64, randn, relative_l2
 
 from fp8cutlass import attention, explain, supports
-from fp8cutlass.call.launch import Call, quantised
-from fp8cutlass.call.operators import attention_half, choose
-from fp8cutlass.choose.target import target
+from fp8cutlass.call.launch import quantised
+from fp8cutlass.call.operators import attend
+from fp8cutlass.call.plan import resolve
 from fp8cutlass.manifest import Manifest
 from fp8cutlass.quant.prepare import prepared
 from fp8cutlass.quant.rotate import SIGNS, rotate, rotated_columns
@@ -200,19 +201,17 @@ def test_rows_without_keys(mode: dict[str, bool]) -> None:
 def test_transformed_operands_are_what_is_quantised(mode: dict[str, bool], scaling: str, manifest: Manifest) -> None:
     """By hand: rows changed in float32, rounded to bf16, then quantised as they are without."""
     q, k, v = randn(1, 4, 40, 40, seed=1), biased(head_dim=40)[:1], randn(1, 2, 150, 40, seed=2)
-    options = (None, torch.bfloat16, scaling, "accurate", False, 0, 0.2, False, False, "")
-    variant, _, _ = choose(
-        target(q.device), q, k, out_dtype=q.dtype, scaling=scaling, causal=False, precision="accurate", kernel=""
-    )
-    got = quantised(Call(q, k, v, None, None, None, *options, **mode), variant, manifest.scaling[scaling])
+    call, tensors = split("half", q=q, k=k, v=v, scaling=scaling, **mode)
+    variant = resolve(call, q, k).variant
+    got = quantised(call, variant, manifest.scaling[scaling], tensors)
     moved = k.float() - key_mean(k)[:, :, None] if "smooth_k" in mode else k.float()
     if "hadamard" in mode:
         q, moved = (rotate(x, variant.head_dim).bfloat16() for x in (q, moved))
-    want = quantised(Call(q, moved.bfloat16(), v, None, None, None, *options), variant, manifest.scaling[scaling])
+    call, tensors = split("half", q=q, k=moved.bfloat16(), v=v, scaling=scaling)
+    want = quantised(call, variant, manifest.scaling[scaling], tensors)
     for name in ("q", "k", "v"):
         assert torch.equal(getattr(got, name).view(torch.uint8), getattr(want, name).view(torch.uint8))
         assert torch.equal(getattr(got, f"{name}_descale"), getattr(want, f"{name}_descale"))
-    assert not got.smooth_k and not got.hadamard
 
 
 @pytest.mark.edge(54)
@@ -236,9 +235,9 @@ def test_a_broken_row_in_attention(mode: dict[str, bool], value: float, scaling:
     out = attention(q, broken_k, v, is_causal=True, scaling=scaling, **mode)
     assert bool(out[0, 0].isfinite().all()) and bool(out[0, 1, :128].isfinite().all())
     assert bool(out[0, 1, 150:].isnan().all())
-    options = (None, torch.bfloat16, scaling, "accurate", True, 0, 0.1, False, False, "")
     variant = manifest.find(supports(q, k, v, is_causal=True, scaling=scaling)[1].split()[0])
-    made = quantised(Call(q, broken_k, v, None, None, None, *options, **mode), variant, manifest.scaling[scaling])
+    call, tensors = split("half", q=q, k=broken_k, v=v, scaling=scaling, right=0, **mode)
+    made = quantised(call, variant, manifest.scaling[scaling], tensors)
     bytes_of_row = made.k[0, 1, 150].view(torch.uint8)
     assert bytes_of_row[9] & 0x7F == 0x7F
     if "hadamard" in mode:
@@ -259,7 +258,7 @@ def test_one_key() -> None:
 def test_float16_beyond_its_range() -> None:
     """A rotated row of large fp16 values leaves fp16, not the float32 and bf16 in between."""
     q, k = (torch.full((1, 1, 4, 64), 60000.0, dtype=torch.float16) for _ in range(2))
-    rotated, _ = prepared(q, k, None, head_dim=64, hadamard=True)
+    rotated = prepared(q, None, head_dim=64, hadamard=True)
     assert rotated.dtype == torch.bfloat16 and float(rotated.abs().max()) > 65504
     assert bool(attention(q, k, k, hadamard=True, scale=1e-9).isfinite().all())
 
@@ -290,9 +289,9 @@ def test_compile(mode: dict[str, bool]) -> None:
 
 def test_opcheck() -> None:
     q, k, v = (randn(2, 2, 133, 40, seed=seed) for seed in range(3))
-    options = (None, torch.bfloat16, "block", "fast", True, 3, 0.2, True, True, "", True, True)
+    asked = {"scaling": "block", "precision": "fast", "right": 3, "smooth_k": True, "hadamard": True}
     tests = ("test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(attention_half, (q, k, v, *options), test_utils=tests)
+    torch.library.opcheck(attend, half_arguments(q, k, v, **asked), test_utils=tests)
 
 
 def test_kernels_hold_the_same_constants() -> None:

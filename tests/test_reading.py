@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fp8cutlass.call.checks import F16_SCORES
+from fp8cutlass.call.options import F16_SCORES
 from fp8cutlass.choose.dispatch import decide, unchosen
 from fp8cutlass.choose.problem import Problem
 from fp8cutlass.choose.reuse import KVForm, misfits, readable

@@ -20,8 +20,8 @@ import fp8cutlass
 from fp8cutlass import UnsupportedError, explain
 from fp8cutlass.api import tune as tuner
 from fp8cutlass.call import memo as eager
-from fp8cutlass.call.plan import make_plan
-from fp8cutlass.call.request import Request
+from fp8cutlass.call.request import request_of
+from fp8cutlass.call.settle import settle
 from fp8cutlass.choose import dispatch, tuned
 from fp8cutlass.choose.dispatch import decide, serving
 from fp8cutlass.choose.problem import Problem
@@ -76,8 +76,8 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuner.Tuning]:
                 assert isinstance(call(), torch.Tensor)
             return [Timing(1, 1, us(i), us(i), 0.0) for i in range(len(calls))]
 
-        request = Request(*args, **kwargs)
-        return tuner._search(request, make_plan(request), timer, save)
+        request = request_of(*args, **kwargs)
+        return tuner._search(request, *settle(request), timer, save)
 
     return run
 
@@ -253,7 +253,7 @@ def test_a_row_speaks_for_its_problem_alone(file: Path) -> None:
     for name, value in others.items():
         decision = decide(generated_dir(), dataclasses.replace(PROBLEM, **{name: value}))[2]
         assert decision.evidence.startswith("model"), name
-    assert set(others) | {"arch", "dtype", "scaling"} == set(vars(PROBLEM))
+    assert set(others) | {"arch", "dtype", "scaling", "window"} == set(vars(PROBLEM))
     store(file, [row(build="another library")])
     assert len(read(file)) == 2 and decide(generated_dir(), PROBLEM)[0].id == kernel
 

@@ -8,8 +8,10 @@ from typing import Any, cast
 import torch
 
 from fp8cutlass import __version__, attention
-from fp8cutlass.call.launch import Call, kernel_operands, score_amax
-from fp8cutlass.call.operators import choose
+from fp8cutlass.call.call import Call, Tensors
+from fp8cutlass.call.launch import kernel_operands, score_amax
+from fp8cutlass.call.plan import Plan, resolve
+from fp8cutlass.choose.problem import Decision
 from fp8cutlass.choose.target import Target, target
 from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.manifest import Variant, load_manifest
@@ -23,17 +25,25 @@ from .base import Contender, Refused
 OUT_DTYPE = torch.bfloat16
 
 
-def half_call(data: Data, variant: Variant, scaling: str) -> Call:
-    """The operator's arguments from bf16, for one kernel, which a precision has no say in."""
-    options = (None, OUT_DTYPE, scaling, "fast", data.shape.causal, 0, data.scale, False, False, variant.id)
-    return Call(data.q, data.k, data.v, None, None, None, *options)
+def half_call(data: Data, scaling: str, precision: str = "fast", kernel: str = "") -> Call:
+    """What is asked of bf16 tensors."""
+    right = 0 if data.shape.causal else None
+    return Call("half", OUT_DTYPE, data.scale, scaling, precision, right=right, kernel=kernel)
+
+
+def half_plan(data: Data, variant: Variant, at: Target, scaling: str) -> tuple[Plan, Tensors]:
+    """A call on bf16 tensors by one kernel, which a precision has no say in."""
+    manifest = load_manifest(at.directory)
+    call, why = half_call(data, scaling, kernel=variant.id), Decision(variant.id)
+    plan = Plan(call, variant, manifest.index[variant.id], why, manifest.scaling[scaling])
+    return plan, Tensors(data.q, data.k, data.v)
 
 
 def make_operands(data: Data, variant: Variant, at: Target, scaling: str) -> Operands:
     """Quantise bf16 for a kernel and pack V as the operator does: what stands between a caller's tensors and the
     launch."""
-    granularity = load_manifest(at.directory).scaling[scaling]
-    return kernel_operands(half_call(data, variant, scaling), variant, granularity)
+    plan, tensors = half_plan(data, variant, at, scaling)
+    return kernel_operands(plan.call, variant, plan.granularity, tensors)
 
 
 def launcher(number: int, operands: Operands, out: torch.Tensor, scale: float) -> Callable[[], torch.Tensor]:
@@ -128,16 +138,8 @@ class Own:
 
     def choose(self, data: Data, at: Target, kernel: str = "") -> tuple[Variant, int]:
         """The table's choice, or the pinned kernel, and its number; UnsupportedError where it does not serve."""
-        variant, number, _ = choose(
-            at,
-            data.q,
-            data.k,
-            out_dtype=OUT_DTYPE,
-            scaling=self._scaling,
-            causal=data.shape.causal,
-            precision=self._asked,
-            kernel=kernel,
-        )
+        plan = resolve(half_call(data, self._scaling, self._asked, kernel), data.q, data.k)
+        variant, number = plan.variant, plan.number
         if variant.head_dim != data.shape.head_dim:
             raise UnsupportedError(f"{variant.id} would need head_dim {data.shape.head_dim} to be padded")
         return variant, number

@@ -11,7 +11,7 @@ import torch
 from click.core import ParameterSource
 
 from .. import __version__
-from ..call.checks import CHOICES
+from ..call.options import CHOICES
 from .measure import table
 from .page import page
 from .report import header, line, read_csv, record, summary, write_csv

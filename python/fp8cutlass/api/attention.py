@@ -7,10 +7,15 @@ from typing import Any
 import torch
 
 from ..cache.packed import PackedKV
-from ..call import memo as eager
+from ..call import memo
+from ..call.call import Outputs
+from ..call.explain import describe
 from ..call.fallback import sdpa
-from ..call.plan import choose, describe, execute, make_plan
-from ..call.request import Request
+from ..call.operators import execute
+from ..call.options import Options
+from ..call.plan import resolve
+from ..call.request import Request, request_of
+from ..call.settle import settle
 from ..errors import NoKernelError, UnsupportedError
 
 
@@ -37,6 +42,7 @@ def attention(
     return_lse: bool = False,
     return_amax: bool = False,
     causal_alignment: str = "top_left",
+    window_size: tuple[int, int] = (-1, -1),
     out: torch.Tensor | None = None,
     kernel: str | None = None,
     fallback: str = "error",
@@ -57,8 +63,8 @@ def attention(
             then those of the packing, and query is bf16 or fp16 as they were.
         attn_mask, dropout_p: not supported; anything but None and 0.0 is refused.
         is_causal: hide from row i every key past ``i`` (``causal_alignment="top_left"``, as SDPA has it) or past
-            ``i + Sk - Sq`` (``"bottom_right"``, as FlashAttention has it, refused without is_causal). A row without
-            keys is 0, its LSE -inf.
+            ``i + Sk - Sq`` (``"bottom_right"``, as FlashAttention has it, refused without a mask). A row without keys
+            is 0, its LSE -inf.
         scale: softmax scale, finite, default 1 / sqrt(D). Zero and negative values are allowed.
         enable_gqa: needed when H is a multiple of Hkv; key and value heads are shared without being repeated.
         q_descale, k_descale, v_descale: for FP8 operands, and then all three: ``real = fp8 * descale``. A float
@@ -82,6 +88,10 @@ def attention(
             out_descale, saturating.
         return_lse: also return the natural-log sum of exponentials, (B, H, Sq) float32.
         return_amax: also return the largest |result| before ``out_descale``, (1,) float32.
+        window_size: (left, right): row i sees ``left`` keys before its own and ``right`` after it; -1 for all.
+            ``is_causal`` sets right to 0. Which key is row i's own, ``causal_alignment`` says: key i, or with
+            ``"bottom_right"`` key ``i + Sk - Sq``. A window with a left end has kernels on Hopper, for e4m3, bf16 and
+            fp16 operands, bf16 and fp16 results, and every scaling but "token".
         out: the result is copied into it: shape and device of query, dtype of the result, any strides but those of an
             expanded tensor, no gradient, no memory shared with an input (not checked while torch.compile traces).
         kernel: the id of a variant to run instead of the table's choice; its head_dim may be wider than D. One with
@@ -96,90 +106,60 @@ def attention(
     Raises:
         UnsupportedError: with every reason, before anything is launched.
     """
-    signed = None
-    if not torch.compiler.is_compiling() and attn_mask is None and out is None and out_descale is None:
-        options = (
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            layout,
-            scaling,
-            precision,
-            smooth_k,
-            hadamard,
-            out_dtype,
-            return_lse,
-            return_amax,
-            causal_alignment,
-            kernel,
-            fallback,
-        )
-        plain = q_descale is None and k_descale is None and v_descale is None
-        descales = () if plain else (q_descale, k_descale, v_descale)
-        signed = eager.signature(query, key, value, descales, options)
-        known = None if signed is None else eager.look_up(signed)
-        if known is not None:
-            operands: tuple[Any, ...] = (query, key, value)
-            if layout == "bshd":
-                operands = tuple(x.transpose(1, 2) if isinstance(x, torch.Tensor) else x for x in operands)
-            return _deliver(*known(*operands, *descales), layout, out, return_lse, return_amax)
-    request = Request(
-        query,
-        key,
-        value,
-        attn_mask,
+    options = Options(
         dropout_p,
         is_causal,
         scale,
         enable_gqa,
-        layout=layout,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        scaling=scaling,
-        precision=precision,
-        smooth_k=smooth_k,
-        hadamard=hadamard,
-        out_dtype=out_dtype,
-        out_descale=out_descale,
-        return_lse=return_lse,
-        return_amax=return_amax,
-        causal_alignment=causal_alignment,
-        out=out,
-        kernel=kernel,
-        fallback=fallback,
+        layout,
+        scaling,
+        precision,
+        smooth_k,
+        hadamard,
+        out_dtype,
+        return_lse,
+        return_amax,
+        causal_alignment,
+        window_size,
+        kernel,
+        fallback,
     )
+    signed = None
+    if not torch.compiler.is_compiling() and attn_mask is None and out is None and out_descale is None:
+        plain = q_descale is None and k_descale is None and v_descale is None
+        descales = () if plain else (q_descale, k_descale, v_descale)
+        signed = memo.signature(query, key, value, descales, options)
+        known = None if signed is None else memo.look_up(signed)
+        if known is not None:
+            operands: tuple[Any, ...] = (query, key, value)
+            if layout == "bshd":
+                operands = tuple(x.transpose(1, 2) if isinstance(x, torch.Tensor) else x for x in operands)
+            return _deliver(known(*operands, *descales), layout, out)
+    given = (q_descale, k_descale, v_descale, out_descale)
+    request = Request(query, key, value, attn_mask, *given, out, options)
     try:
-        plan = make_plan(request)
+        call, tensors = settle(request)
     except NoKernelError as error:
         if fallback != "sdpa":
             raise
         result = sdpa(request, error)
         return result if out is None else out.copy_(result)
-    results = execute(request, plan)
+    outputs = execute(call, tensors)
     if signed is not None:
-        eager.remember(signed, request, plan)
-    return _deliver(*results, layout, out, return_lse, return_amax)
+        memo.remember(signed, call, tensors)
+    return _deliver(outputs, layout, out)
 
 
-def _deliver(
-    result: torch.Tensor,
-    lse: Any,
-    amax: Any,
-    layout: str,
-    out: torch.Tensor | None,
-    return_lse: bool,
-    return_amax: bool,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def _deliver(outputs: Outputs, layout: str, out: torch.Tensor | None) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """What was asked for, the result in the layout of query."""
+    result, lse, amax = outputs
     if layout == "bshd":
         result = result.transpose(1, 2)
     if out is not None:
         result = out.copy_(result)
-    if return_lse:
-        return (result, lse, amax) if return_amax else (result, lse)
-    return (result, amax) if return_amax else result
+    if lse is not None:
+        return (result, lse) if amax is None else (result, lse, amax)
+    return result if amax is None else (result, amax)
 
 
 def supports(*args: Any, **kwargs: Any) -> tuple[bool, str]:
@@ -187,12 +167,13 @@ def supports(*args: Any, **kwargs: Any) -> tuple[bool, str]:
 
     ``fallback`` is not considered. An argument that ``attention`` does not have is a TypeError here too.
     """
-    request = Request(*args, **kwargs)
+    request = request_of(*args, **kwargs)
     try:
-        variant, _, decision = choose(request, make_plan(request))
+        call, tensors = settle(request)
+        plan = resolve(call, tensors.q, tensors.k)
     except UnsupportedError as error:
         return False, str(error)
-    return True, f"{variant.id} ({decision.criterion})"
+    return True, f"{plan.variant.id} ({plan.decision.criterion})"
 
 
 def explain(*args: Any, **kwargs: Any) -> str:
@@ -200,4 +181,4 @@ def explain(*args: Any, **kwargs: Any) -> str:
     evidence behind the choice (``model`` or ``measured``), the runner-up, and whether the kernel is built for the
     device; or every reason why there is none. Nothing is launched.
     """
-    return describe(Request(*args, **kwargs))
+    return describe(request_of(*args, **kwargs))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from ..cache.packed import PackedKV
+from ..call.call import parse
 from ..call.launch import score_amax
-from ..call.operators import HALF_DTYPES, OUT_NAMES
-from ..call.packed import pack_kv as pack_kv_operator
-from ..call.plan import make_plan
-from ..call.request import Request
-from ..choose.dispatch import decide
-from ..choose.problem import Problem
-from ..choose.target import device_of, target
+from ..call.operators import pack_kv as pack_kv_operator
+from ..call.plan import resolve_for
+from ..call.request import request_of
+from ..call.settle import settle
+from ..choose.target import device_of
+from ..dtypes import HALF_DTYPES
 from ..errors import UnsupportedError
 
 
@@ -66,7 +67,7 @@ def pack_kv(
         query_shape = key.shape
     if len(query_shape) != 4 or any(not isinstance(size, (int, torch.SymInt)) or size < 0 for size in query_shape):
         raise UnsupportedError(f"query_shape must be the 4 sizes of a query, got {tuple(query_shape)}")
-    request = Request(
+    request = request_of(
         key.new_empty(()).expand(tuple(query_shape)),
         key,
         value,
@@ -81,20 +82,18 @@ def pack_kv(
         out_descale=1.0 if out_dtype == torch.float8_e4m3fn else None,
         kernel=kernel,
     )
-    plan = make_plan(request)
+    call, t = settle(request)
     # A range's length is a plain number where torch.compile traces: the shape of descales depends on the choice.
-    sizes = tuple(len(range(size)) for size in (*plan.q.shape, plan.k.shape[2]))
-    out = OUT_NAMES[plan.out_dtype]
-    chosen = _choose(plan.q.device.type, plan.q.device.index, sizes, out, scaling, is_causal, precision, kernel or "")
-    variant_id, key_block, amax = chosen
-    k, v, k_descale, v_descale, k_mean = pack_kv_operator(plan.k, plan.v, variant_id, scaling, smooth_k, hadamard)
+    shapes = tuple(tuple(len(range(size)) for size in x.shape) for x in (t.q, t.k))
+    variant_id, key_block, amax = _choose(t.q.device.type, t.q.device.index, *shapes, call.text(), call.right)
+    k, v, k_descale, v_descale, k_mean = pack_kv_operator(t.k, t.v, variant_id, scaling, smooth_k, hadamard)
     return PackedKV(
         k=k,
         v=v,
         k_descale=k_descale,
         v_descale=v_descale,
         k_mean=k_mean if smooth_k else None,
-        like=key.new_empty(()).expand(plan.k.shape),
+        like=key.new_empty(()).expand(t.k.shape),
         kernel=variant_id,
         key_block=key_block,
         amax=amax,
@@ -121,33 +120,8 @@ def _check_tensors(key: object, value: object) -> None:
 
 @torch.compiler.assume_constant_result
 def _choose(
-    kind: str,
-    index: int | None,
-    sizes: tuple[int, ...],
-    out: str,
-    scaling: str,
-    causal: bool,
-    precision: str,
-    kernel: str,
+    kind: str, index: int | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...], text: str, right: int | None
 ) -> tuple[str, int, float]:
-    """The variant for a query (B, H, Sq, D) and Sk keys, its key block, and what it has K quantised to."""
-    at = target(device_of(kind, index))
-    batch, heads, seqlen_q, head_dim, seqlen_k = sizes
-    problem = Problem(
-        arch=at.arch,
-        head_dim=head_dim,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        batch=batch,
-        heads=heads,
-        dtype="e4m3",
-        out=out,
-        scaling=scaling,
-        causal=causal,
-        precision=precision,
-        sm_count=at.sm_count,
-    )
-    variant, _, _ = decide(at.directory, problem, kernel)
-    if kind == "cuda" and at.arch not in variant.targets:
-        raise UnsupportedError(f"kernel={kernel!r} is built for {', '.join(variant.targets)}, key is on {at.arch}")
+    """The variant for a query and keys of these sizes, its key block, and what it has K quantised to."""
+    variant = resolve_for(replace(parse(text), right=right), device_of(kind, index), q_shape, k_shape).variant
     return variant.id, variant.key_block, score_amax(variant)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 from .._version import __version__
-from ..call import memo as eager
-from ..call.operators import problem_of
-from ..call.plan import make_plan
-from ..call.request import Plan, Request
+from ..call import memo
+from ..call.call import Call, Tensors
+from ..call.plan import problem_of
+from ..call.request import TENSORS, Request, request_of
+from ..call.settle import settle
 from ..choose import dispatch, tuned
 from ..choose.dispatch import decide, serving
 from ..choose.problem import Problem
 from ..choose.target import target
+from ..dtypes import DTYPE_NAMES
 from ..errors import UnsupportedError
 from ..manifest import load_manifest
 from ..timing import Timing, capture, interleave
@@ -97,36 +99,32 @@ def tune(*args: Any, save: bool = True, **kwargs: Any) -> Tuning:
         ValueError: before anything is measured, where the file is of another kind.
         OSError: the file cannot be read, or after measuring, written.
     """
-    request = Request(*args, **kwargs)
-    if request.kernel is not None:
-        raise UnsupportedError(f"tune compares kernels, and kernel={request.kernel!r} pins one: leave it out")
-    plan = make_plan(request)
-    if request.packed is not None:
+    request = request_of(*args, **kwargs)
+    if request.options.kernel is not None:
+        raise UnsupportedError(f"tune compares kernels, and kernel={request.options.kernel!r} pins one: leave it out")
+    call, tensors = settle(request)
+    q = tensors.q
+    if call.kind == "packed":
         raise UnsupportedError("tune takes tensors: a PackedKV was made for certain kernels already")
-    if not plan.q.is_cuda:
+    if call.mask == "window":
+        raise UnsupportedError("tune compares kernels, and windows have one for each class: leave window_size out")
+    if not q.is_cuda:
         raise UnsupportedError(
-            f"tune times kernels on a card, and query is on {plan.q.device}, where the emulator runs: pass CUDA tensors"
+            f"tune times kernels on a card, and query is on {q.device}, where the emulator runs: pass CUDA tensors"
         )
-    if not (plan.q.numel() and plan.k.numel()):
+    if tensors.empty:
         raise UnsupportedError("tune needs queries and keys: an empty problem launches no kernel")
-    with torch.cuda.device(plan.q.device):  # streams and events are the current card's
-        return _search(request, plan, graph_timer, save)
+    with torch.cuda.device(q.device):  # streams and events are the current card's
+        return _search(request, call, tensors, graph_timer, save)
 
 
-def _search(request: Request, plan: Plan, timer: Timer, save: bool) -> Tuning:
+def _search(request: Request, call: Call, tensors: Tensors, timer: Timer, save: bool) -> Tuning:
     path = tuned.location() if save else None
     if path is not None:
         tuned.read(path)  # `store` keeps its rows, and would find out too late that it cannot
-    at = target(plan.q.device)
-    problem = problem_of(
-        at,
-        plan.q,
-        plan.k,
-        out_dtype=plan.out_dtype,
-        scaling=request.scaling,
-        causal=request.is_causal,
-        precision=plan.precision,
-    )
+    q, k = tensors.q, tensors.k
+    at = target(q.device)
+    problem = problem_of(call, at, q.device, q.shape, k.shape, DTYPE_NAMES.get(q.dtype, "e4m3"))
     manifest = load_manifest(at.directory)
     default = decide(at.directory, replace(problem, card=""))[0].id  # what the table says, whatever was measured
     rivals = [v.id for v in serving(manifest, problem, default) if v.id != default]
@@ -140,7 +138,7 @@ def _search(request: Request, plan: Plan, timer: Timer, save: bool) -> Tuning:
     if path is not None:
         tuned.store(path, [_row(manifest.directory, problem, found, best, us)])
         dispatch.forget()
-        eager.forget()
+        memo.forget()
     return Tuning(problem, default, best.kernel, tuple(found), path)
 
 
@@ -148,8 +146,9 @@ def _measure(request: Request, kernels: Sequence[str], timer: Timer) -> list[Can
     """Every kernel by time; the first is the one whose result the others are held to."""
 
     def run(kernel: str) -> torch.Tensor:
-        values = {f.name: getattr(request, f.name) for f in fields(Request) if f.init}
-        result = attention(**values | {"kernel": kernel, "out": None, "fallback": "error"})
+        tensors = {name: getattr(request, name) for name in TENSORS if name != "out"}
+        options = request.options._replace(kernel=kernel, fallback="error")
+        result = attention(**tensors, **options._asdict())
         return result if isinstance(result, torch.Tensor) else result[0]
 
     right: list[Candidate] = []

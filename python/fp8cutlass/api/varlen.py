@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..call.checks import NO_TANGENTS, forward_mode
-from ..call.operators import HALF_DTYPES, register
+from ..call.operators import register
 from ..call.ragged import PRECISIONS, RaggedCall, default_scale, run
+from ..dtypes import HALF_DTYPES
 from ..errors import NoKernelError, UnsupportedError
 from ..quant.descale import SCALE_MAX
 

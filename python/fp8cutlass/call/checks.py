@@ -8,24 +8,13 @@ from typing import Any
 
 import torch
 
+from ..dtypes import DTYPE_NAMES, HALF_DTYPES, OUT_NAMES
 from ..errors import NoKernelError, UnsupportedError
 from ..quant import descale
-from .operators import DTYPE_NAMES, HALF_DTYPES, OUT_NAMES
+from .options import TRANSFORMS
 from .request import Request
 
-CHOICES = {
-    "layout": ("bhsd", "bshd"),
-    "precision": ("fast", "balanced", "accurate", "high"),
-    "causal_alignment": ("top_left", "bottom_right"),
-    "fallback": ("error", "sdpa"),
-}
-F16_SCORES = ("fast", "balanced")  # precisions whose kernels want operands in the range of f16 scores
-TRANSFORMS = {  # of operands that are quantised inside, in the order in which they are applied; the text of `explain`
-    "smooth_k": "the mean of some keys of a head subtracted from all (smooth_k)",
-    "hadamard": "Q and K rotated by a Hadamard matrix (hadamard)",
-}
 MAX_TOKENS = 2**31 - 1 - 256  # rows and keys of a tile past the end are 32-bit in the kernels
-FLAGS = ("is_causal", "enable_gqa", *TRANSFORMS, "return_lse", "return_amax")
 
 
 NO_TANGENTS = "forward-mode AD is active and there are no tangents: leave its level, or detach the inputs"
@@ -34,33 +23,6 @@ NO_TANGENTS = "forward-mode AD is active and there are no tangents: leave its le
 def forward_mode() -> bool:
     """Whether a level of forward-mode AD is entered, as in ``torch.func.jvp``: an operator would drop the tangents."""
     return torch.autograd.forward_ad._current_level >= 0
-
-
-def check_options(request: Request) -> None:
-    """Options that are no tensors."""
-    wrong = []
-    for name, accepted in CHOICES.items():
-        given = getattr(request, name)
-        if not isinstance(given, str) or given not in accepted:
-            wrong.append(f"{name} must be one of {', '.join(accepted)}, got {given!r}")
-    if not isinstance(request.scaling, str):  # which words there are, the manifest says
-        wrong.append(f"scaling must be the name of a scaling mode, got {request.scaling!r}")
-    for name in FLAGS:
-        given = getattr(request, name)
-        if not isinstance(given, bool):
-            wrong.append(f"{name} must be True or False, got {given!r}")
-    if request.is_causal is False and request.causal_alignment == "bottom_right":
-        wrong.append("causal_alignment='bottom_right' goes with is_causal=True, got is_causal=False")
-    if request.kernel is not None and (not isinstance(request.kernel, str) or not request.kernel):
-        wrong.append(f"kernel must be the id of a variant or None, got {request.kernel!r}")
-    scale = request.scale
-    if scale is not None:
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            wrong.append(f"scale must be a float or None, got {type(scale).__name__}")
-        elif not abs(scale) <= descale.SCALE_MAX:  # false for NaN; math.isfinite is no graph operation
-            wrong.append(f"scale must be finite in float32, also times log2(e), got {scale}")
-    if wrong:
-        raise UnsupportedError(*wrong)
 
 
 def check_shapes(request: Request) -> None:
@@ -74,9 +36,8 @@ def check_shapes(request: Request) -> None:
             kind = "nested" if x.is_nested else str(x.layout)
             wrong.append(f"{name} must be a dense tensor, got a {kind} one")
         elif x.dim() != 4:
-            order = (
-                "(batch, heads, tokens, head_dim)" if request.layout == "bhsd" else "(batch, tokens, heads, head_dim)"
-            )
+            middle = "heads, tokens" if request.options.layout == "bhsd" else "tokens, heads"
+            order = f"(batch, {middle}, head_dim)"
             wrong.append(f"{name} must have 4 dimensions {order}, got shape {tuple(x.shape)}")
     if wrong:
         raise UnsupportedError(*wrong)
@@ -96,7 +57,7 @@ def check_shapes(request: Request) -> None:
                 wrong.append(f"{name} may have {MAX_TOKENS} tokens at most, got {x.shape[2]}")
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads:
-        if not request.enable_gqa:
+        if not request.options.enable_gqa:
             wrong.append(
                 f"query has {heads} heads and key has {kv_heads}: pass enable_gqa=True to share key and value heads"
             )
@@ -104,7 +65,7 @@ def check_shapes(request: Request) -> None:
             wrong.append(f"the heads of query must be a multiple of those of key, got {heads} and {kv_heads}")
     if wrong:
         shapes = ", ".join(f"{name} {tuple(getattr(request, name).shape)}" for name in ("query", "key", "value"))
-        raise UnsupportedError(*wrong, f"given, in layout {request.layout}: {shapes}")
+        raise UnsupportedError(*wrong, f"given, in layout {request.options.layout}: {shapes}")
 
 
 def check_types(request: Request) -> None:
@@ -120,9 +81,9 @@ def check_types(request: Request) -> None:
     if not wrong and (k.dtype != q.dtype or v.dtype != q.dtype):
         wrong.append(f"query, key and value must share one dtype, got query {q.dtype}, key {k.dtype}, value {v.dtype}")
     if q.dtype in DTYPE_NAMES:
-        on = [name for name in TRANSFORMS if getattr(request, name)]
+        on = [name for name in TRANSFORMS if getattr(request.options, name)]
         wrong += [f"{name} is for bf16 and fp16 operands; {q.dtype} ones are quantised already" for name in on]
-    out_dtype = request.out_dtype
+    out_dtype = request.options.out_dtype
     if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in OUT_NAMES):
         wrong.append(f"out_dtype must be one of {', '.join(map(str, OUT_NAMES))}, got {out_dtype}")
     if out_dtype == torch.float8_e4m3fn:
@@ -161,8 +122,8 @@ def check_features(request: Request) -> None:
     wrong = []
     if request.attn_mask is not None:
         wrong.append("attn_mask is not supported; accepted are None and is_causal=True")
-    if not isinstance(request.dropout_p, (int, float)) or request.dropout_p != 0.0:
-        wrong.append(f"dropout_p is not supported; accepted is 0.0, got {request.dropout_p}")
+    if not isinstance(request.options.dropout_p, (int, float)) or request.options.dropout_p != 0.0:
+        wrong.append(f"dropout_p is not supported; accepted is 0.0, got {request.options.dropout_p}")
     if torch.is_grad_enabled():
         named: tuple[tuple[str, Any], ...] = (
             ("query", request.query),

@@ -7,14 +7,15 @@ import math
 import warnings
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention  # as it was, whatever a program puts into its place
 
 from ..choose.target import granularities
+from ..dtypes import DTYPE_NAMES
 from ..errors import UnsupportedError
 from ..quant.descale import to_canonical
 from ..quant.quantize import dequantize
-from .operators import DTYPE_NAMES
-from .request import Request
+from .request import Request, opened
+from .settle import visible
 
 _warned: set[str] = set()
 
@@ -22,8 +23,10 @@ _warned: set[str] = set()
 def sdpa(request: Request, cause: UnsupportedError) -> torch.Tensor:
     """Run ``torch.nn.functional.scaled_dot_product_attention`` on the (dequantised) operands, in the precision of the
     output. Raises UnsupportedError for what SDPA cannot return either: LSE, amax, an FP8 output."""
-    beyond = [name for name in ("return_lse", "return_amax") if getattr(request, name)]
-    if request.out_dtype == torch.float8_e4m3fn:
+    request = opened(request)
+    options = request.options
+    beyond = [name for name in ("return_lse", "return_amax") if getattr(request.options, name)]
+    if options.out_dtype == torch.float8_e4m3fn:
         beyond.append("out_dtype=torch.float8_e4m3fn")
     if request.packed is not None:
         beyond.append("a PackedKV, which does not hold key and value any more")
@@ -32,29 +35,33 @@ def sdpa(request: Request, cause: UnsupportedError) -> torch.Tensor:
     _warn(str(cause))
     q, k, v = request.bhsd()
     fp8 = q.dtype in DTYPE_NAMES
-    out_dtype = request.out_dtype or (torch.bfloat16 if fp8 else q.dtype)
+    out_dtype = options.out_dtype or (torch.bfloat16 if fp8 else q.dtype)
     if fp8:
         q, k, v = (
             dequantize(x, to_canonical(descale, shared_by, x.shape, x.device), shared_by).to(out_dtype)
             for x, descale, shared_by in zip(
                 (q, k, v),
                 (request.q_descale, request.k_descale, request.v_descale),
-                granularities(request.scaling),
+                granularities(options.scaling),
                 strict=True,
             )
         )
-    mask, causal = request.attn_mask, request.is_causal
-    if causal and request.causal_alignment == "bottom_right" and q.shape[2] != k.shape[2]:
+    mask, causal = request.attn_mask, options.is_causal
+    left, right = visible(options)
+    rows, keys = q.shape[2], k.shape[2]
+    shift = keys - rows if options.causal_alignment == "bottom_right" else 0
+    if left is not None or right is not None and (right + shift or not causal):
         if mask is not None:
-            raise UnsupportedError(*cause.reasons, "attn_mask and is_causal=True exclude each other") from cause
-        rows, keys = q.shape[2], k.shape[2]
-        mask = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
+            raise UnsupportedError(*cause.reasons, "attn_mask excludes is_causal=True and a window_size") from cause
+        mask = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
+        mask = mask if right is None else mask.tril(shift + right)
+        mask = mask if left is None else mask.triu(shift - left)
         causal = False
-    scale = 1.0 / math.sqrt(q.shape[3]) if request.scale is None else request.scale
-    out = F.scaled_dot_product_attention(
-        q, k, v, mask, request.dropout_p, causal, scale=scale, enable_gqa=request.enable_gqa
+    scale = 1.0 / math.sqrt(q.shape[3]) if options.scale is None else options.scale
+    out = scaled_dot_product_attention(
+        q, k, v, mask, options.dropout_p, causal, scale=scale, enable_gqa=options.enable_gqa
     ).to(out_dtype)
-    return out if request.layout == "bhsd" else out.transpose(1, 2)
+    return out if options.layout == "bhsd" else out.transpose(1, 2)
 
 
 @torch.compiler.assume_constant_result

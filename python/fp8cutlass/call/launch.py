@@ -1,11 +1,9 @@
-"""From operands and a chosen kernel to its outputs: quantise for the kernel, pad to its head_dim, then emulate on the
-CPU or launch on CUDA. On CUDA one kernel quantises, pads and packs bf16 and fp16 operands (:mod:`..native.fused`)."""
+"""From a plan and its tensors to outputs: quantise for the kernel, pad to its head_dim, then emulate on the CPU or
+launch on CUDA, where :mod:`..native.fused` and :mod:`..native.attend` quantise, pad and pack in one kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -20,105 +18,168 @@ from ..quant.prepare import prepared
 from ..quant.quantize import FP8_MAX, V_AMAX, quantize
 from ..quant.smooth import key_mean, restore_lse
 from ..quant.v_layout import pack_v, pad_token_descale, unpack_v
+from .call import Call, Outputs, Tensors
+from .plan import Plan
 
-Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Call:
-    """The operators' arguments, in the order of the schema of attention_fp8, then those that attention_half adds.
-
-    q is (B, H, Sq, D), k and v are (B, Hkv, Sk, D), of one type, any strides: FP8 with a descale each, or bf16 or fp16
-    without. ``precision`` "fast" and "balanced" assert of FP8 operands that the scores fit f16, which holds when Q
-    and K were quantised with amax 14. ``kernel`` pins a variant by its id; "" leaves the choice to the table.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    q_descale: torch.Tensor | None
-    k_descale: torch.Tensor | None
-    v_descale: torch.Tensor | None
-    out_descale: torch.Tensor | None
-    out_dtype: torch.dtype
-    scaling: str
-    precision: str
-    causal: bool
-    causal_offset: int
-    scale: float
-    return_lse: bool
-    return_amax: bool
-    kernel: str
-    smooth_k: bool = False  # of bf16 and fp16 operands only, like the next
-    hadamard: bool = False
+E4M3 = torch.float8_e4m3fn
 
 
-def empty_outputs(call: Call) -> Outputs:
-    """Allocate the outputs: ``out`` (B, H, Sq, D), dense in q's memory order; ``lse`` (B, H, Sq) and ``amax`` (1,)
-    float32, or (0,) where not wanted."""
-    q = call.q
-    lse = q.new_empty(q.shape[:3] if call.return_lse else (0,), dtype=torch.float32)
-    amax = q.new_empty((1 if call.return_amax else 0,), dtype=torch.float32)
-    return empty_rows(q, q.shape[3], call.out_dtype), lse, amax
-
-
-def wanted_outputs(call: Call) -> Outputs:
-    """:func:`empty_outputs` for a caller that looks at what it asked for alone: the rest is not allocated, but ``out``
-    once more."""
-    q = call.q
-    out = empty_rows(q, q.shape[3], call.out_dtype)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32) if call.return_lse else out
-    return out, lse, q.new_empty((1,), dtype=torch.float32) if call.return_amax else out
+def empty_outputs(call: Call, q: torch.Tensor) -> Outputs:
+    """Allocate what was asked for; ``out`` is dense in q's memory order."""
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32) if call.return_lse else None
+    amax = q.new_empty((1,), dtype=torch.float32) if call.return_amax else None
+    return Outputs(empty_rows(q, q.shape[3], call.out_dtype), lse, amax)
 
 
 def score_amax(variant: Variant) -> float:
     """What bf16 and fp16 Q and K are quantised to for a kernel: its scores must fit their accumulator."""
-    return SCORE_AMAX if variant.score == "f16" else FP8_MAX[torch.float8_e4m3fn]
+    return SCORE_AMAX if variant.score == "f16" else FP8_MAX[E4M3]
 
 
-def quantised(call: Call, variant: Variant, granularity: Mapping[str, str]) -> Call:
-    """The call on bf16 or fp16 operands as one on the e4m3 operands and descales that the kernel reads."""
-    block, amax = variant.key_block, score_amax(variant)
-    mean = key_mean(call.k) if call.smooth_k else None
-    q, k = prepared(call.q, call.k, mean, head_dim=variant.head_dim, hadamard=call.hadamard)
-    q, q_descale = quantize(q, granularity=granularity["q"], amax=amax)
-    k, k_descale = quantize(k, granularity=granularity["k"], amax=amax, block=block)
-    v, v_descale = quantize(call.v, granularity=granularity["v"], amax=V_AMAX, block=block)
-    call = replace(call, q=q, k=k, v=v, smooth_k=False, hadamard=False)
-    return replace(call, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+def run(plan: Plan, t: Tensors) -> Outputs:
+    """Run a call of any kind."""
+    call = plan.call
+    if t.empty:
+        return _nothing(call, t.q)
+    if call.kind == "half":
+        return _run_half(plan, t)
+    if call.kind == "packed":
+        return _run_packed(plan, t)
+    return run_operands(plan, t, fp8_operands(call, plan.variant, t))
 
 
-def run_half(call: Call, variant: Variant, number: int, granularity: Mapping[str, str]) -> Outputs:
-    """Run one kernel on bf16 or fp16 operands, no dimension empty; see :func:`empty_outputs` for what comes back."""
-    if call.q.is_cuda:
-        attend = prepared_call(call, variant, number, granularity)
-        out, lse, amax = attend(readable(call.q), readable(call.k), readable(call.v), call.out_descale)
-        lse, amax = (call.q.new_empty((0,), dtype=torch.float32) if x is None else x for x in (lse, amax))
-        return out, lse, amax
-    outputs = empty_outputs(call)
-    run(quantised(call, variant, granularity), variant, number, outputs)
-    if call.smooth_k and call.return_lse:
-        restore_lse(outputs[1], call.q, key_mean(call.k), call.scale)
+def ready(plan: Plan, t: Tensors) -> Callable[[Tensors], Outputs] | None:
+    """What runs further calls of this plan on tensors that agree with ``t`` in all metadata; None where each of them
+    takes the long way."""
+    if t.empty:
+        return None
+    if plan.call.kind != "half":
+        return lambda tensors: run(plan, tensors)
+    if any(readable(x) is not x for x in t[:3]):  # copied for the operator of the extension
+        return None
+    attend = prepared_call(plan, t)
+    return lambda tensors: Outputs(*attend(tensors.q, tensors.k, tensors.v, tensors.out_descale))
+
+
+def _nothing(call: Call, q: torch.Tensor) -> Outputs:
+    """Nothing to write, or no key to look at: zeros, and an LSE of -inf."""
+    outputs = empty_outputs(call, q)
+    as_bytes(outputs.out).zero_()
+    if outputs.lse is not None:
+        outputs.lse.fill_(-torch.inf)
+    if outputs.amax is not None:
+        outputs.amax.zero_()
     return outputs
 
 
-def prepared_call(
-    call: Call, variant: Variant, number: int, granularity: Mapping[str, str], *, way: Way | None = None
-) -> Attend:
+def _run_half(plan: Plan, t: Tensors) -> Outputs:
+    if t.q.is_cuda:
+        attend = prepared_call(plan, t)
+        return Outputs(*attend(readable(t.q), readable(t.k), readable(t.v), t.out_descale))
+    call, variant = plan.call, plan.variant
+    outputs = run_operands(plan, t, fp8_operands(call, variant, quantised(call, variant, plan.granularity, t)))
+    if call.smooth_k and outputs.lse is not None:
+        restore_lse(outputs.lse, t.q, key_mean(t.k), call.scale)
+    return outputs
+
+
+def _run_packed(plan: Plan, t: Tensors) -> Outputs:
+    """Of Q alone what a call on tensors does."""
+    call, variant = plan.call, plan.variant
+    if t.q.is_cuda:
+        packed = _quantise_and_pack(call, variant, plan.granularity, t.q, None, None)
+        q, q_descale = packed.q, packed.q_descale
+    else:
+        fp8, q_descale = quantised_query(call, variant, plan.granularity, t.q)
+        q = _query(fp8, variant, call.scale).view(torch.uint8)
+    made = Operands(q, t.k, t.v, q_descale, t.k_descale, t.v_descale)
+    outputs = run_operands(plan, t, made)
+    if t.k_mean is not None and outputs.lse is not None:
+        restore_lse(outputs.lse, t.q, t.k_mean[..., : t.q.shape[3]], call.scale)
+    return outputs
+
+
+def _quantise_and_pack(
+    call: Call,
+    variant: Variant,
+    granularity: Mapping[str, str],
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+) -> Operands:
+    return quantise_and_pack(
+        q,
+        k,
+        v,
+        head_dim=variant.head_dim,
+        key_block=variant.key_block,
+        amax=score_amax(variant),
+        granularity=granularity,
+        negate_q=call.scale < 0,
+        smooth_k=call.smooth_k and k is not None,
+        hadamard=call.hadamard,
+    )
+
+
+def kernel_operands(call: Call, variant: Variant, granularity: Mapping[str, str], t: Tensors) -> Operands:
+    """What the kernel reads for a call on bf16 or fp16 operands, no dimension empty."""
+    if t.q.is_cuda:
+        return _quantise_and_pack(call, variant, granularity, t.q, t.k, t.v)
+    return fp8_operands(call, variant, quantised(call, variant, granularity, t))
+
+
+def packed_keys(
+    call: Call, variant: Variant, granularity: Mapping[str, str], k: torch.Tensor, v: torch.Tensor
+) -> Operands:
+    """K and V in the form that a kernel reads, of bf16 or fp16 ones on the CPU."""
+    k8, v8, k_descale, v_descale = quantised_keys(call, variant, granularity, k, v)
+    return _keys(call.scaling, variant, k8, v8, k_descale, v_descale)
+
+
+def quantised(call: Call, variant: Variant, granularity: Mapping[str, str], t: Tensors) -> Tensors:
+    """bf16 or fp16 operands as the e4m3 operands and descales that the kernel reads."""
+    q, q_descale = quantised_query(call, variant, granularity, t.q)
+    k, v, k_descale, v_descale = quantised_keys(call, variant, granularity, t.k, t.v)
+    return Tensors(q, k, v, q_descale, k_descale, v_descale, t.out_descale)
+
+
+def quantised_query(
+    call: Call, variant: Variant, granularity: Mapping[str, str], q: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q and its descale."""
+    rotated = prepared(q, None, head_dim=variant.head_dim, hadamard=call.hadamard)
+    return quantize(rotated, granularity=granularity["q"], amax=score_amax(variant))
+
+
+def quantised_keys(
+    call: Call, variant: Variant, granularity: Mapping[str, str], k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """K, V, and their descales."""
+    block, mean = variant.key_block, key_mean(k) if call.smooth_k else None
+    changed = prepared(k, mean, head_dim=variant.head_dim, hadamard=call.hadamard)
+    k8, k_descale = quantize(changed, granularity=granularity["k"], amax=score_amax(variant), block=block)
+    v8, v_descale = quantize(v, granularity=granularity["v"], amax=V_AMAX, block=block)
+    return k8, v8, k_descale, v_descale
+
+
+def prepared_call(plan: Plan, t: Tensors, *, way: Way | None = None) -> Attend:
     """A call on bf16 or fp16 operands on a card, less its tensors, by ``way`` as far as it is open; None takes the
     fastest."""
+    call, variant = plan.call, plan.variant
     changed = {"smooth_k": call.smooth_k, "hadamard": call.hadamard}
     if way is None:
-        way = faster_way(variant, granularity, call.q.shape, call.k.shape, **changed)
+        way = faster_way(variant, plan.granularity, t.q.shape, t.k.shape, **changed)
+    causal_offset, window_offset = call.offsets(t.q.shape[2], t.k.shape[2])
     return prepare(
         variant,
-        number,
-        granularity,
-        head_dim=call.q.shape[3],
+        plan.number,
+        plan.granularity,
+        head_dim=t.q.shape[3],
         amax=score_amax(variant),
-        seq_major=is_seq_major(call.q),
+        seq_major=is_seq_major(t.q),
         scale=call.scale,
-        causal_offset=call.causal_offset,
+        causal_offset=causal_offset,
+        window_offset=window_offset,
         return_lse=call.return_lse,
         return_amax=call.return_amax,
         way=way,
@@ -126,72 +187,34 @@ def prepared_call(
     )
 
 
-def run(call: Call, variant: Variant, number: int, outputs: Outputs) -> None:
-    """Run one kernel and fill ``outputs``.
-
-    The operands are FP8, with descales of one of the modes that the variant serves, in blocks of its ``key_block``; no
-    dimension is empty. ``number`` is the variant's in the extension.
-    """
-    operands, descales = _fitted(call, variant)
-    if call.q.is_cuda:
-        _launch(call, number, variant.head_dim, operands, descales, outputs)
-    else:
-        _emulate(call, variant, operands, descales, outputs)
+def fp8_operands(call: Call, variant: Variant, t: Tensors) -> Operands:
+    """FP8 operands in the form that a kernel reads: padded to its head_dim, the sign of a negative scale in Q."""
+    if t.q_descale is None or t.k_descale is None or t.v_descale is None:
+        raise ValueError("FP8 operands need q_descale, k_descale and v_descale")
+    made = _keys(call.scaling, variant, t.k, t.v, t.k_descale, t.v_descale)
+    q = aligned(_query(t.q, variant, call.scale)).view(torch.uint8)
+    return Operands(q, made.k, made.v, t.q_descale, made.k_descale, made.v_descale)
 
 
-def run_made(call: Call, variant: Variant, number: int, made: Operands, outputs: Outputs) -> None:
-    """Run one kernel on operands in the form that it reads, and fill ``outputs``; ``call`` gives the options."""
-    if call.q.is_cuda:
-        _forward(call, number, variant.head_dim, made, outputs)
-        return
-    q, k, v, q_descale, k_descale, v_descale = (
-        cast(torch.Tensor, x) for x in (made.q, made.k, made.v, made.q_descale, made.k_descale, made.v_descale)
-    )
-    if call.scaling == "token":
-        k_descale = k_descale[:, :, : k.shape[2]]
-    e4m3 = torch.float8_e4m3fn
-    fp8 = (q.view(e4m3), k.view(e4m3), unpack_v(v.view(e4m3), k.shape[2]))
-    _emulate(call, variant, fp8, [q_descale, k_descale, v_descale], outputs)
+def _query(q: torch.Tensor, variant: Variant, scale: float) -> torch.Tensor:
+    q = _padded(q, variant.head_dim - q.shape[3])
+    return (q.view(torch.uint8) ^ 0x80).view(q.dtype) if scale < 0 else q  # the sign bit of FP8, exact
 
 
-def kernel_operands(call: Call, variant: Variant, granularity: Mapping[str, str]) -> Operands:
-    """What the compiled kernel reads for a call on bf16 or fp16 operands."""
-    if not call.q.is_cuda:
-        return _packed(call.scaling, *_fitted(quantised(call, variant, granularity), variant))
-    return quantise_and_pack(
-        call.q,
-        call.k,
-        call.v,
-        head_dim=variant.head_dim,
-        key_block=variant.key_block,
-        amax=score_amax(variant),
-        granularity=granularity,
-        negate_q=call.scale < 0,
-        smooth_k=call.smooth_k,
-        hadamard=call.hadamard,
-    )
-
-
-def _fitted(call: Call, variant: Variant) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-    """FP8 operands and descales padded to the kernel's head_dim, the sign of a negative scale moved into Q."""
-    q, k, v = (_padded(x, variant.head_dim - x.shape[3]) for x in (call.q, call.k, call.v))
-    if call.scale < 0:  # the sign bit of FP8, exact
-        q = (q.view(torch.uint8) ^ 0x80).view(q.dtype)
-    # Only attention_half leaves descales out, and it quantises before it comes here.
-    descales = [cast(torch.Tensor, d) for d in (call.q_descale, call.k_descale, call.v_descale)]
-    if call.scaling == "token":  # a descale for each channel of V
-        descales[2] = F.pad(descales[2], (0, variant.head_dim - call.v.shape[3]), value=1.0)
-    return (q, k, v), descales
-
-
-def _packed(scaling: str, operands: tuple[torch.Tensor, ...], descales: list[torch.Tensor]) -> Operands:
-    """FP8 operands of the kernel's head_dim in the form that it reads."""
-    q, k, v = operands
-    q_descale, k_descale, v_descale = descales
-    if scaling == "token":
-        k_descale = pad_token_descale(k_descale)
-    q, k, v = (x.view(torch.uint8) for x in (aligned(q), aligned(k), pack_v(v)))
-    return Operands(q, k, v, q_descale, k_descale, v_descale)
+def _keys(
+    scaling: str,
+    variant: Variant,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_descale: torch.Tensor,
+    v_descale: torch.Tensor,
+) -> Operands:
+    missing = variant.head_dim - v.shape[3]  # a rotated K has all columns
+    if scaling == "token":  # a descale for each channel of V
+        k_descale, v_descale = pad_token_descale(k_descale), F.pad(v_descale, (0, missing), value=1.0)
+    k, v = _padded(k, variant.head_dim - k.shape[3]), _padded(v, missing)
+    k8, v8 = aligned(k).view(torch.uint8), pack_v(v).view(torch.uint8)
+    return Operands(None, k8, v8, None, k_descale, v_descale)
 
 
 def _padded(x: torch.Tensor, missing: int) -> torch.Tensor:
@@ -205,60 +228,67 @@ def _padded(x: torch.Tensor, missing: int) -> torch.Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _emulate(
-    call: Call,
-    variant: Variant,
-    operands: tuple[torch.Tensor, ...],
-    descales: list[torch.Tensor],
-    outputs: Outputs,
-) -> None:
+def run_operands(plan: Plan, t: Tensors, made: Operands, outputs: Outputs | None = None) -> Outputs:
+    """Run one kernel on operands in the form that it reads; q of ``t`` gives the shape and order of the result, which
+    goes to ``outputs`` where there are some."""
+    if outputs is None:
+        outputs = empty_outputs(plan.call, t.q)
+    if t.q.is_cuda:
+        _forward(plan, t, made, outputs)
+    else:
+        _emulate(plan, t, made, outputs)
+    return outputs
+
+
+def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
+    call, variant = plan.call, plan.variant
+    if o.q is None or o.k is None or o.v is None or o.q_descale is None or o.k_descale is None or o.v_descale is None:
+        raise ValueError("an operand or a descale is missing")
+    keys, dtype = o.k.shape[2], torch.float8_e5m2 if variant.dtype == "e5m2" else E4M3
+    k_descale = o.k_descale[:, :, :keys] if call.scaling == "token" else o.k_descale
+    causal_offset, window_offset = call.offsets(o.q.shape[2], keys)
     result = emulate(
-        *operands,
-        *descales,
+        o.q.view(dtype),
+        o.k.view(dtype),
+        unpack_v(o.v.view(dtype), keys),
+        o.q_descale,
+        k_descale,
+        o.v_descale,
         variant=variant,
         scale=abs(call.scale),
         scaling=call.scaling,
-        causal_offset=call.causal_offset,
-        out_descale=call.out_descale,
+        causal_offset=causal_offset,
+        window_offset=window_offset if call.mask == "window" else None,
+        out_descale=t.out_descale,
         return_lse=call.return_lse,
     )
+    outputs.out.copy_(result.out[..., : outputs.out.shape[3]])
+    if outputs.lse is not None:
+        outputs.lse.copy_(result.lse)
+    if outputs.amax is not None:
+        outputs.amax.copy_(result.amax)
+
+
+def _forward(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
     out, lse, amax = outputs
-    out.copy_(result.out[..., : out.shape[3]])
-    if call.return_lse:
-        lse.copy_(result.lse)
-    if call.return_amax:
-        amax.copy_(result.amax)
-
-
-def _launch(
-    call: Call,
-    number: int,
-    head_dim: int,
-    operands: tuple[torch.Tensor, ...],
-    descales: list[torch.Tensor],
-    outputs: Outputs,
-) -> None:
-    _forward(call, number, head_dim, _packed(call.scaling, operands, descales), outputs)
-
-
-def _forward(call: Call, number: int, head_dim: int, o: Operands, outputs: Outputs) -> None:
-    out, lse, amax = outputs
-    wide = out if out.shape[3] == head_dim else empty_rows(out, head_dim, out.dtype)
+    wide = out if out.shape[3] == plan.variant.head_dim else empty_rows(out, plan.variant.head_dim, out.dtype)
+    causal_offset, window_offset = plan.call.offsets(out.shape[2], t.k.shape[2])
     extension.load()
     torch.ops.fp8cutlass_C.forward(
-        number,
+        plan.number,
         o.q,
         o.k,
         o.v,
         o.q_descale,
         o.k_descale,
         o.v_descale,
-        call.out_descale,
+        t.out_descale,
         as_bytes(wide),
-        lse if call.return_lse else None,
-        amax.zero_() if call.return_amax else None,
-        abs(call.scale),
-        call.causal_offset,
+        lse,
+        None if amax is None else amax.zero_(),
+        abs(plan.call.scale),
+        causal_offset,
+        window_offset,
     )
     if wide is not out:
         as_bytes(out).copy_(as_bytes(wide)[..., : out.shape[3]])

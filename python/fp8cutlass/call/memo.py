@@ -8,58 +8,36 @@ What has run runs on, whatever the environment says since then about libraries a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
 import torch
 
 from ..cache.packed import PackedKV
-from ..manifest import Variant
 from ..memory import ALIGNMENT
-from ..native.fused import readable
 from ..quant.descale import all_canonical
-from .launch import Call, Outputs, prepared_call, run, wanted_outputs
-from .packed import run_packed
-from .plan import choose, options_of
-from .request import Plan, Request
+from .call import Call, Outputs, Tensors
+from .launch import ready
+from .options import Options
+from .plan import resolve
 
 LIMIT = 4096  # calls that are kept; then all are forgotten, as a program with ever new shapes gains nothing
-OPTIONS = (  # of `attention`, in the order in which `signature` gets them: all that a remembered call may have
-    "dropout_p",
-    "is_causal",
-    "scale",
-    "enable_gqa",
-    "layout",
-    "scaling",
-    "precision",
-    "smooth_k",
-    "hadamard",
-    "out_dtype",
-    "return_lse",
-    "return_amax",
-    "causal_alignment",
-    "kernel",
-    "fallback",
-)
 _NUMBERS = ("dropout_p", "is_causal", "scale", "enable_gqa", "smooth_k", "hadamard", "return_lse", "return_amax")
-_numbers = itemgetter(*map(OPTIONS.index, _NUMBERS))  # their types count as well: 1 is not True
+_numbers = itemgetter(*map(Options._fields.index, _NUMBERS))  # their types count as well: 1 is not True
 
 Signature = tuple[Any, ...]
-Known = Callable[..., tuple[torch.Tensor, Any, Any]]  # of query, key and value in layout bhsd and, if FP8, the descales
+Known = Callable[..., Outputs]  # of query, key and value in layout bhsd and, if FP8, the descales
 
 _known: dict[Signature, Known] = {}
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 
 
-def signature(
-    query: Any, key: Any, value: Any, descales: tuple[Any, ...], options: tuple[Any, ...]
-) -> Signature | None:
+def signature(query: Any, key: Any, value: Any, descales: tuple[Any, ...], options: Options) -> Signature | None:
     """What the checks and choices of a call depend on, or None where it takes the long way in any case.
 
-    ``descales`` are those of query, key and value, () where there is none; ``options`` are the values of ``OPTIONS``.
-    The arguments that are in neither have their defaults.
+    ``descales`` are those of query, key and value, () where there is none. The arguments that are neither these nor
+    ``options`` have their defaults.
     """
     # Subclasses, modes and transforms want to see the operator that torch knows by its fake kernel.
     if type(query) is not torch.Tensor or not query.is_cuda or _modes() or _transforms():
@@ -129,28 +107,17 @@ def look_up(signed: Signature) -> Known | None:
         return None
 
 
-def remember(signed: Signature, request: Request, plan: Plan) -> None:
+def remember(signed: Signature, call: Call, tensors: Tensors) -> None:
     """Keep a call that has succeeded, if it needs a kernel and no operand is copied for the operator of the extension
     that takes bf16 and fp16 operands."""
-    if not plan.q.numel() or not plan.k.numel():
-        return
-    variant, number, _ = choose(request, plan)
-    options, granularity = options_of(request, plan), dict(zip("qkv", plan.granularity, strict=True))
-    known: Known
-    if request.packed is not None:
-        known = _Packed(variant, number, granularity, options)
-    elif not plan.half:
-        known = _Quantised(variant, number, plan.granularity, options)
-    elif all(readable(x) is x for x in (plan.q, plan.k, plan.v)):
-        # No descales: the operands are quantised inside.
-        call = Call(plan.q, plan.k, plan.v, None, None, None, *options)
-        call = replace(call, smooth_k=request.smooth_k, hadamard=request.hadamard)
-        known = prepared_call(call, variant, number, granularity)
-    else:
+    plan = resolve(call, tensors.q, tensors.k)
+    run = ready(plan, tensors)
+    if run is None:
         return
     if len(_known) >= LIMIT:
         _known.clear()
-    _known[signed] = known
+    granularity = tuple(plan.granularity[name] for name in "qkv")
+    _known[signed] = _KNOWN[call.kind](run, granularity)
 
 
 def forget() -> None:
@@ -158,38 +125,16 @@ def forget() -> None:
     _known.clear()
 
 
-@dataclass(frozen=True)
-class _Quantised:
-    """A call on FP8 operands, less its tensors: what attention_fp8 does after its checks and its choice."""
-
-    variant: Variant
-    number: int  # of the variant in the extension
-    granularity: tuple[str, str, str]
-    options: tuple[Any, ...]  # of the operator
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *descales: Any) -> Outputs:
-        canonical = all_canonical(descales, self.granularity, (q, k, v))
-        arguments: tuple[Any, ...] = (q, k, v, *canonical, *self.options)
-        call = Call(*arguments)
-        outputs = wanted_outputs(call)
-        run(call, self.variant, self.number, outputs)
-        return outputs
+def _half(run: Callable[[Tensors], Outputs], granularity: tuple[str, ...]) -> Known:
+    return lambda q, k, v: run(Tensors(q, k, v))
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """A call on packed keys and values, less its tensors: what attention_packed does after its checks and its
-    choice."""
+def _fp8(run: Callable[[Tensors], Outputs], granularity: tuple[str, ...]) -> Known:
+    return lambda q, k, v, *descales: run(Tensors(q, k, v, *all_canonical(descales, granularity, (q, k, v))))
 
-    variant: Variant
-    number: int
-    granularity: Mapping[str, str]
-    options: tuple[Any, ...]
 
-    def __call__(self, q: torch.Tensor, kv: PackedKV, _: None) -> Outputs:
-        operands = (q, kv.k, kv.v, None, kv.k_descale, kv.v_descale)
-        arguments: tuple[Any, ...] = (*operands, *self.options, kv.smooth_k, kv.hadamard)
-        call = Call(*arguments)
-        outputs = wanted_outputs(call)
-        run_packed(call, kv.k_mean, self.variant, self.number, self.granularity, outputs)
-        return outputs
+def _packed(run: Callable[[Tensors], Outputs], granularity: tuple[str, ...]) -> Known:
+    return lambda q, kv, _: run(Tensors(q, kv.k, kv.v, None, kv.k_descale, kv.v_descale, None, kv.k_mean))
+
+
+_KNOWN = {"half": _half, "fp8": _fp8, "packed": _packed}

@@ -1,171 +1,30 @@
-"""``torch.ops.fp8cutlass``: ``attention_fp8`` takes FP8 operands and their descales, ``attention_half`` bf16 or fp16
-operands, which it quantises for the kernel that it chooses. Output, LSE and amax out, on CPU and CUDA alike.
+"""``torch.ops.fp8cutlass``: ``attend`` runs a call, ``pack_kv`` makes packed keys and values. On CPU and CUDA alike.
 
-Both are functional and have fake kernels, so torch.compile, torch.export and FakeTensor see through them. Descales are
-canonical (docs/numerics.md); :func:`fp8cutlass.attention` brings everything else into that form.
+Both are functional and have fake kernels, so torch.compile, torch.export and FakeTensor see through them. They check
+what C++ and the emulator must not be given; words for users are in :mod:`.settle`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from ..choose.dispatch import decide
-from ..choose.problem import Decision, Problem
-from ..choose.reuse import KVForm
-from ..choose.target import Target, target
-from ..emulator.emulate import OUT_DTYPES
+from ..choose.target import target
+from ..dtypes import DTYPE_NAMES, HALF_DTYPES
 from ..errors import UnsupportedError
-from ..manifest import Variant, load_manifest
-from ..memory import as_bytes
-from ..quant.descale import SCALE_MAX, canonical_shape
-from .launch import Call, Outputs, empty_outputs, run, run_half
+from ..manifest import Manifest, Variant, load_manifest
+from ..native.fused import Operands, descale_shape, empty_operands, fill, packed_shape, readable
+from ..quant.descale import canonical_shape
+from ..quant.smooth import key_mean
+from .call import Call, Outputs, Tensors, parse
+from .launch import empty_outputs, packed_keys, run, score_amax
+from .options import wrong_scale
+from .plan import resolve
 
-DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-HALF_DTYPES = (torch.bfloat16, torch.float16)  # quantised inside
-OUT_NAMES = {dtype: name for name, dtype in OUT_DTYPES.items()}
-
-RESULTS = "(Tensor out, Tensor lse, Tensor amax)"
-OPTIONS = (
-    "Tensor? out_descale, ScalarType out_dtype, str scaling, str precision, bool causal, SymInt causal_offset, "
-    "float scale, bool return_lse, bool return_amax, str kernel"
-)
-
-
-def choose(
-    at: Target,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    *,
-    out_dtype: torch.dtype,
-    scaling: str,
-    causal: bool,
-    precision: str,
-    kernel: str,
-    form: KVForm | None = None,
-) -> tuple[Variant, int, Decision]:
-    """The kernel for operands of these sizes: the variant, its number in the extension, and why. ``form`` is that of
-    packed keys and values."""
-    problem = problem_of(at, q, k, out_dtype=out_dtype, scaling=scaling, causal=causal, precision=precision)
-    variant, number, decision = decide(at.directory, problem, kernel, form)
-    if q.is_cuda and at.arch not in variant.targets:  # only a pinned one; the emulator runs them all
-        raise UnsupportedError(f"kernel={kernel!r} is built for {', '.join(variant.targets)}, {q.device} is {at.arch}")
-    return variant, number, decision
-
-
-def problem_of(
-    at: Target,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    *,
-    out_dtype: torch.dtype,
-    scaling: str,
-    causal: bool,
-    precision: str,
-) -> Problem:
-    """What the choice depends on."""
-    batch, heads, seqlen_q, head_dim = q.shape
-    return Problem(
-        arch=at.arch,
-        head_dim=head_dim,
-        seqlen_q=seqlen_q,
-        seqlen_k=k.shape[2],
-        batch=batch,
-        heads=heads,
-        dtype=DTYPE_NAMES.get(q.dtype, "e4m3"),
-        out=OUT_NAMES[out_dtype],
-        scaling=scaling,
-        causal=causal,
-        precision=precision,
-        quantised=q.dtype in DTYPE_NAMES,
-        sm_count=at.sm_count,
-        kv_heads=k.shape[1],
-        card=at.card,
-    )
-
-
-def _attention(call: Call) -> Outputs:
-    """What both operators do, on both devices."""
-    at = target(call.q.device)
-    modes = load_manifest(at.directory).scaling
-    _check(call, modes)
-    variant, number, _ = choose(
-        at,
-        call.q,
-        call.k,
-        out_dtype=call.out_dtype,
-        scaling=call.scaling,
-        causal=call.causal,
-        precision=call.precision,
-        kernel=call.kernel,
-    )
-    if call.q_descale is None and call.q.numel() and call.k.shape[2]:
-        return run_half(call, variant, number, modes[call.scaling])
-    outputs = empty_outputs(call)
-    if not fill_trivial(outputs, call.k):
-        run(call, variant, number, outputs)
-    return outputs
-
-
-def _check(call: Call, modes: dict[str, dict[str, str]]) -> None:
-    """What a caller of the bare operators can get wrong; ``attention`` has checked the same with more words."""
-    q, k, v = operands = (call.q, call.k, call.v)
-    wrong = [f"{name} must have 4 dimensions" for name, x in zip("qkv", operands, strict=True) if x.dim() != 4]
-    if wrong:
-        raise UnsupportedError(*wrong)
-    batch, heads, _, head_dim = q.shape
-    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim:
-        wrong.append(f"k and v must be ({batch}, Hkv, Sk, {head_dim}), got {tuple(k.shape)} and {tuple(v.shape)}")
-    if heads and (k.shape[1] == 0 or heads % k.shape[1]):
-        wrong.append(f"the heads of k must divide the {heads} of q, got {k.shape[1]}")
-    dtypes = HALF_DTYPES if call.q_descale is None else tuple(DTYPE_NAMES)
-    if q.dtype not in dtypes or k.dtype != q.dtype or v.dtype != q.dtype:
-        accepted = " or all ".join(map(str, dtypes))
-        wrong.append(f"q, k and v must be all {accepted}, got {q.dtype}, {k.dtype} and {v.dtype}")
-    wrong += wrong_options(call, modes)
-    if call.scaling not in modes:
-        raise UnsupportedError(*wrong)
-    for name, x, descale in zip("qkv", operands, (call.q_descale, call.k_descale, call.v_descale), strict=True):
-        if descale is None:
-            continue
-        shape = canonical_shape(modes[call.scaling][name], x.shape)
-        if descale.shape != shape or descale.dtype != torch.float32 or not descale.is_contiguous():
-            wrong.append(
-                f"{name}_descale must be float32, contiguous, of shape {shape}, "
-                f"got {descale.dtype}, {tuple(descale.shape)}"
-            )
-    if wrong:
-        raise UnsupportedError(*wrong)
-
-
-def wrong_options(call: Call, modes: dict[str, dict[str, str]]) -> list[str]:
-    """What is wrong with the arguments of a bare operator that are no operands."""
-    wrong = []
-    if call.out_dtype not in OUT_NAMES:
-        wrong.append(f"out_dtype must be one of {', '.join(map(str, OUT_NAMES))}, got {call.out_dtype}")
-    if (call.out_dtype == torch.float8_e4m3fn) != (call.out_descale is not None):
-        wrong.append("out_descale goes with out_dtype=torch.float8_e4m3fn, and with it only")
-    if call.out_descale is not None and (call.out_descale.shape, call.out_descale.dtype) != ((1,), torch.float32):
-        wrong.append("out_descale must be float32 of shape (1,)")
-    if not abs(call.scale) <= SCALE_MAX:  # false for NaN
-        wrong.append(f"scale must be finite in float32, also times log2(e), got {call.scale}")
-    if call.scaling not in modes:
-        wrong.append(f"scaling must be one of {', '.join(modes)}, got {call.scaling!r}")
-    return wrong
-
-
-def fill_trivial(outputs: Outputs, k: torch.Tensor) -> bool:
-    """Serve the calls that need no kernel: nothing to write, or no key to look at."""
-    out, lse, amax = outputs
-    if out.numel() and k.shape[2]:
-        return False
-    as_bytes(out).zero_()
-    lse.fill_(-torch.inf)
-    amax.zero_()
-    return True
-
+REST = Tensors._fields[3:]  # the tensors that `attend` takes as a list
 
 _library = torch.library.Library("fp8cutlass", "DEF")
 
@@ -180,22 +39,171 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     return getattr(torch.ops.fp8cutlass, name).default
 
 
-def _register(name: str, arguments: str, as_call: Callable[..., Call]) -> Any:
-    """Define attention; ``as_call`` brings its arguments into the form of Call."""
-    return register(
-        f"{name}({arguments}) -> {RESULTS}",
-        lambda *args: _attention(as_call(*args)),
-        lambda *args: empty_outputs(as_call(*args)),
-    )
+def execute(call: Call, t: Tensors) -> Outputs:
+    """Run a call through the operator, which torch's modes, transforms and compilers see."""
+    results = list(attend(t.q, t.k, t.v, list(t[3:]), call.text(), *call.numbers()))
+    lse = results[1] if call.return_lse else None
+    return Outputs(results[0], lse, results[-1] if call.return_amax else None)
 
 
-attention_fp8 = _register(
-    "attention_fp8",
-    f"Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, {OPTIONS}",
-    Call,
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rest: Sequence[torch.Tensor | None],
+    text: str,
+    *numbers: Any,
+) -> list[torch.Tensor]:
+    call, t = parse(text, numbers), Tensors(q, k, v, *rest)
+    _check(call, t, load_manifest(target(q.device).directory).scaling)
+    plan = resolve(call, q, k)
+    return [x for x in run(plan, t) if x is not None]
+
+
+def _fake_attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: Any, text: str, *numbers: Any
+) -> list[torch.Tensor]:
+    return [x for x in empty_outputs(parse(text), q) if x is not None]
+
+
+attend = register(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor?[] rest, str call, SymInt? left, SymInt? right, SymInt key_block, "
+    "float scale, float amax) -> Tensor[]",
+    _attend,
+    _fake_attend,
 )
-attention_half = _register(
-    "attention_half",
-    f"Tensor q, Tensor k, Tensor v, {OPTIONS}, bool smooth_k=False, bool hadamard=False",
-    lambda q, k, v, *options: Call(q, k, v, None, None, None, *options),
+
+
+def _check(call: Call, t: Tensors, modes: dict[str, dict[str, str]]) -> None:
+    """What a caller of the bare operator can get wrong; ``attention`` has checked the same with more words."""
+    q, k, v = t[:3]
+    wrong = [f"{name} must have 4 dimensions" for name, x in zip("qkv", t, strict=False) if x is None or x.dim() != 4]
+    if call.scaling not in modes:
+        wrong.append(f"scaling must be one of {', '.join(modes)}, got {call.scaling!r}")
+    if call.kind == "packed" and call.key_block < 1:
+        wrong.append(f"key_block must be at least 1, got {call.key_block}")
+    if wrong:
+        raise UnsupportedError(*wrong)
+    (batch, heads, _, head_dim), kv_heads = q.shape, k.shape[1]
+    if heads and (kv_heads == 0 or heads % kv_heads):
+        wrong.append(f"the heads of k must divide the {heads} of q, got {kv_heads}")
+    dtypes = tuple(DTYPE_NAMES) if call.kind == "fp8" else HALF_DTYPES
+    alike = (q,) if call.kind == "packed" else (q, k, v)
+    if q.dtype not in dtypes or any(x.dtype != q.dtype for x in alike):
+        accepted = " or all ".join(map(str, dtypes))
+        wrong.append(f"q, k and v must be all {accepted}, got {', '.join(str(x.dtype) for x in alike)}")
+    if k.shape[0] != batch or (call.kind != "packed" and (k.shape != v.shape or k.shape[3] != head_dim)):
+        wrong.append(f"k and v must be ({batch}, Hkv, Sk, {head_dim}), got {tuple(k.shape)} and {tuple(v.shape)}")
+    if call.kind == "packed" and not 0 < head_dim <= k.shape[3]:
+        wrong.append(f"q must be ({batch}, H, Sq, 1..{k.shape[3]}), got {tuple(q.shape)}")
+    if (call.out_dtype == torch.float8_e4m3fn) != (t.out_descale is not None):
+        wrong.append("out_descale goes with out_dtype=torch.float8_e4m3fn, and with it only")
+    if (reason := wrong_scale("scale", call.scale)) is not None:
+        wrong.append(reason)
+    expected = _packed_shapes(call, t, modes) if call.kind == "packed" else _descale_shapes(call, t, modes)
+    for name, (shape, dtype) in expected.items():
+        x = getattr(t, name)
+        if x is None and name in ("out_descale", "k_mean"):
+            continue
+        if x is None or x.shape != shape or x.dtype != dtype or x.device != q.device:
+            got = "none" if x is None else f"{x.dtype}, {tuple(x.shape)} on {x.device}"
+            wrong.append(f"{name} must be {dtype} of shape {tuple(shape)} on {q.device}, got {got}")
+        elif name != "k" and not x.is_contiguous():
+            wrong.append(f"{name} must be contiguous")
+    if wrong:
+        raise UnsupportedError(*wrong)
+
+
+Expected = dict[str, tuple[Sequence[int], torch.dtype]]
+
+
+def _descale_shapes(call: Call, t: Tensors, modes: dict[str, dict[str, str]]) -> Expected:
+    floats: dict[str, tuple[int, ...]] = {"out_descale": (1,)}
+    if call.kind == "fp8":
+        floats |= {f"{n}_descale": canonical_shape(modes[call.scaling][n], getattr(t, n).shape) for n in "qkv"}
+    return {name: (shape, torch.float32) for name, shape in floats.items()}
+
+
+def _packed_shapes(call: Call, t: Tensors, modes: dict[str, dict[str, str]]) -> Expected:
+    shape = t.k.shape
+    expected: Expected = {"k": (shape, torch.uint8), "v": (packed_shape(shape), torch.uint8)}
+    floats = {"k_mean": (*shape[:2], shape[3]), "out_descale": (1,)}
+    for name in "kv":
+        floats[f"{name}_descale"] = descale_shape(name, shape, modes[call.scaling][name], call.key_block)
+    return expected | {name: (sizes, torch.float32) for name, sizes in floats.items()}
+
+
+def _pack_kv(
+    k: torch.Tensor, v: torch.Tensor, kernel: str, scaling: str, smooth_k: bool, hadamard: bool
+) -> tuple[torch.Tensor, ...]:
+    """K and packed V as ``kernel`` reads them, their descales, and the mean that was subtracted from K, (0,) without
+    ``smooth_k``: k, v, k_descale, v_descale and k_mean of :class:`Operands`."""
+    manifest = load_manifest(target(k.device).directory)
+    variant = manifest.find(kernel)
+    if k.dim() != 4 or k.shape != v.shape or k.dtype not in HALF_DTYPES or v.dtype != k.dtype or v.device != k.device:
+        raise UnsupportedError(
+            f"k and v must be (B, Hkv, Sk, D) of one shape, device and dtype, {' or '.join(map(str, HALF_DTYPES))}, "
+            f"got {tuple(k.shape)}, {k.dtype} and {tuple(v.shape)}, {v.dtype}"
+        )
+    if not 0 < k.shape[3] <= variant.head_dim or scaling not in variant.scalings:
+        raise UnsupportedError(
+            f"kernel={kernel!r} is for head_dim 1..{variant.head_dim} and scaling {' or '.join(variant.scalings)}, "
+            f"got {k.shape[3]} and {scaling!r}"
+        )
+    granularity = manifest.scaling[scaling]
+    made = _room(k, v, variant, manifest, scaling, smooth_k)
+    k8, v8, k_descale, v_descale, k_mean = made
+    if not k.numel():
+        for x, value in ((k_descale, 1.0), (v_descale, 1.0), (k_mean, 0.0)):
+            x.fill_(value)
+    elif k.is_cuda:
+        fill(
+            Operands(None, k8, v8, None, k_descale, v_descale, k_mean if smooth_k else None),
+            None,
+            readable(k),
+            readable(v),
+            key_block=variant.key_block,
+            amax=score_amax(variant),
+            granularity=granularity,
+            negate_q=False,
+            hadamard=hadamard,
+        )
+    else:
+        call = Call("half", k.dtype, 1.0, scaling=scaling, smooth_k=smooth_k, hadamard=hadamard)
+        spec = packed_keys(call, variant, granularity, k, v)
+        for name, room in zip(("k", "v", "k_descale", "v_descale"), made, strict=False):
+            room.copy_(getattr(spec, name))
+        if smooth_k:
+            k_mean.copy_(F.pad(key_mean(k), (0, variant.head_dim - k.shape[3])))
+    return made
+
+
+def _room(
+    k: torch.Tensor, v: torch.Tensor, variant: Variant, manifest: Manifest, scaling: str, smooth_k: bool
+) -> tuple[torch.Tensor, ...]:
+    made = empty_operands(
+        None,
+        k,
+        v,
+        head_dim=variant.head_dim,
+        key_block=variant.key_block,
+        granularity=manifest.scaling[scaling],
+        smooth_k=smooth_k,
+    )
+    k_mean = k.new_empty((0,), dtype=torch.float32) if made.k_mean is None else made.k_mean
+    return made.k, made.v, made.k_descale, made.v_descale, k_mean  # type: ignore[return-value]  # all but Q is there
+
+
+def _fake_pack_kv(
+    k: torch.Tensor, v: torch.Tensor, kernel: str, scaling: str, smooth_k: bool, hadamard: bool
+) -> tuple[torch.Tensor, ...]:
+    manifest = load_manifest(target(k.device).directory)
+    return _room(k, v, manifest.find(kernel), manifest, scaling, smooth_k)
+
+
+pack_kv = register(
+    "pack_kv(Tensor k, Tensor v, str kernel, str scaling, bool smooth_k, bool hadamard) -> "
+    "(Tensor k8, Tensor v8, Tensor k_descale, Tensor v_descale, Tensor k_mean)",
+    _pack_kv,
+    _fake_pack_kv,
 )

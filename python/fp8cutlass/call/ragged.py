@@ -13,21 +13,23 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..choose.dispatch import PRECISE_ENOUGH, decide, padded_head_dim
+from ..choose.dispatch import decide, padded_head_dim
 from ..choose.problem import Problem
+from ..choose.special import PRECISE_ENOUGH
 from ..choose.target import Target, target
-from ..emulator.emulate import OUT_DTYPES, emulate
+from ..dtypes import OUT_NAMES
+from ..emulator.emulate import emulate
 from ..errors import NoKernelError, UnsupportedError
 from ..manifest import KEY_BLOCK, Variant, load_manifest
 from ..memory import as_bytes
 from ..native import extension
 from ..native.fused import quantise_and_pack
 from ..quant.v_layout import pack_v
-from .launch import Call, quantised, score_amax
+from .call import Call, Tensors
+from .launch import quantised, score_amax
 
 FAR = 1 << 30  # keys before or after a row's own, of a window without an end
 SOFTMAXES = {"fast": ("linear", "exp2"), "accurate": ("exp2",)}  # what serves a precision, the preferred one first
-OUT_NAMES = {dtype: name for name, dtype in OUT_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -226,12 +228,10 @@ def emulate_sequence(
         )  # fmt: skip
         variant, _, _ = decide(at.directory, problem)
     q_descale, k_descale, v_descale = descales or (None, None, None)
-    one = Call(
-        q, k, v, q_descale, k_descale, v_descale, None, call.out_dtype, scaling, call.precision, True, 0, call.scale,
-        True, False, "",
-    )  # fmt: skip
+    one = Tensors(q, k, v, q_descale, k_descale, v_descale)
     if not descales:
-        one = quantised(one, variant, {"q": "token", "k": "block", "v": "block"})
+        half = Call("half", call.out_dtype, call.scale)
+        one = quantised(half, variant, {"q": "token", "k": "block", "v": "block"}, one)
     missing = variant.head_dim - head_dim
     q, k, v = (F.pad(x.view(torch.uint8), (0, missing)).view(x.dtype) for x in (one.q, one.k, one.v))
     if call.scale < 0:

@@ -18,15 +18,9 @@ from ..errors import NoKernelError, UnsupportedError
 from ..manifest import KEY_BLOCK, Manifest, Variant, load_manifest, load_table_data
 from . import tuned
 from .problem import Decision, Problem
-from .reuse import KVForm, readable
+from .reuse import KVForm, misfits, readable
+from .special import PRECISE_ENOUGH, for_window, window_kernels
 
-# What a caller who asks for a precision may pin.
-PRECISE_ENOUGH = {
-    "fast": ("linear", "quadratic", "exp2", "exp2x2"),
-    "accurate": ("exp2", "exp2x2"),
-    "high": ("exp2x2",),
-    "balanced": ("quadratic", "exp2", "exp2x2"),
-}
 AXES = ("arch", "head_dim", "seqlen", "dtype", "out", "scaling", "causal", "precision", "load")
 
 _logger = log.requested("dispatch")  # None unless FP8CUTLASS_LOG asks for it
@@ -132,7 +126,8 @@ def padded_head_dim(head_dim: int, accepted: Sequence[int]) -> int:
 def pinned(manifest: Manifest, problem: Problem, kernel: str) -> Decision:
     """The decision of a caller who names the kernel; UnsupportedError lists every field that does not fit."""
     variant = manifest.find(kernel)
-    wanted = {"kind": "fwd", "dtype": problem.dtype, "out": problem.out, "causal": problem.causal}
+    wanted: dict[str, object] = {"dtype": problem.dtype, "out": problem.out}
+    wanted |= {"kind": "window"} if problem.window else {"kind": "fwd", "causal": problem.causal}
     wrong = [
         f"kernel={kernel!r} has {name}={getattr(variant, name)!r}, the call needs {name}={value!r}"
         for name, value in wanted.items()
@@ -202,6 +197,8 @@ def decide(
     manifest, key = load_manifest(directory), problem
     if kernel:
         decision = pinned(manifest, problem, kernel)
+    elif problem.window:
+        return _for_window(manifest, problem, form)
     elif form is None and (measured := _tuned(manifest, problem)) is not None:
         decision = measured
     else:
@@ -220,6 +217,24 @@ def decide(
         _logged.add((problem, decision))
         _logger.info("%s: %s; %s; evidence: %s", problem, decision.variant, decision.criterion, decision.evidence)
     return manifest.find(str(decision.variant)), manifest.index[str(decision.variant)], decision
+
+
+def _for_window(manifest: Manifest, problem: Problem, form: KVForm | None) -> tuple[Variant, int, Decision]:
+    head_dim = problem.head_dim if form is None else form.head_dim
+    axes = (problem.dtype, problem.out, problem.scaling, problem.precision)
+    padded = padded_head_dim(head_dim, manifest.head_dims[problem.arch])
+    served = [v for v in window_kernels(manifest, problem.arch, padded, *axes) if _fits_blocks(v, problem)]
+    decision = for_window(problem, served)
+    if form is not None and served:
+        reading = [v for v in served if not misfits(v, form, problem.scaling)]
+        if not reading:
+            needs = f"{served[0].id} reads {', '.join(misfits(served[0], form, problem.scaling))}"
+            remedy = f"pack key and value with kernel={served[0].id!r}"
+            raise NoKernelError(f"no kernel for this window reads the packed keys: {needs}", remedy)
+        decision = for_window(problem, reading)
+    if decision.variant is None:
+        raise NoKernelError(refusal(problem.arch, manifest.profile, decision.reason))
+    return manifest.find(decision.variant), manifest.index[decision.variant], decision
 
 
 def _tuned(manifest: Manifest, problem: Problem) -> Decision | None:

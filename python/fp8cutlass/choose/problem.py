@@ -31,11 +31,12 @@ class Problem:
     sm_count: int = CPU_SM_COUNT
     kv_heads: int = 0  # this and the name of the card matter only to what `tune` measured; "" asks the table alone
     card: str = ""
+    window: bool = False  # of keys: a kernel of its own, which the table has no cell for
 
     def __str__(self) -> str:
         """One line: (B, H, S, D), S as queries x keys where they differ, then the other axes."""
         length = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
-        mask = "causal" if self.causal else "full"
+        mask = "window" if self.window else "causal" if self.causal else "full"
         operands = f"{self.dtype} with descales" if self.quantised else self.dtype
         return (
             f"({self.batch}, {self.heads}, {length}, {self.head_dim}) {mask}, {operands} to {self.out}, "

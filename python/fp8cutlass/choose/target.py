@@ -19,6 +19,7 @@ from ..manifest import generated_dir, load_manifest
 from ..native import extension
 from .dispatch import load_table, refusal
 from .problem import CPU_ARCH, CPU_SM_COUNT
+from .special import no_window_kernel, window_kernels
 
 
 @dataclass(frozen=True)
@@ -91,22 +92,27 @@ def unserved(
     dtype: str,
     out: str,
     scaling: str,
-    causal: bool,
+    mask: str,
     precision: str,
 ) -> tuple[str, ...]:
     """The reasons why no kernel serves such a call, whatever its lengths; none if one does."""
     at = target(device_of(kind, index), shipped=shipped)
-    return _unserved(at, head_dim, dtype, out, scaling, causal, precision)
+    return _unserved(at, kind == "cuda", head_dim, dtype, out, scaling, mask, precision)
 
 
 @lru_cache(maxsize=1024)
 def _unserved(
-    at: Target, head_dim: int, dtype: str, out: str, scaling: str, causal: bool, precision: str
+    at: Target, on_card: bool, head_dim: int, dtype: str, out: str, scaling: str, mask: str, precision: str
 ) -> tuple[str, ...]:
+    manifest = load_manifest(at.directory)
+    if mask == "window" and on_card:  # the emulator needs no kernel of its own for one
+        axes = (dtype, out, scaling, precision)
+        served = window_kernels(manifest, at.arch, head_dim, *axes)
+        return () if served else (refusal(at.arch, manifest.profile, no_window_kernel(*axes)),)
+    causal = mask == "causal"
     decisions = load_table(at.directory).over_lengths(
         arch=at.arch, head_dim=head_dim, dtype=dtype, out=out, scaling=scaling, causal=causal, precision=precision
     )
     if any(decision.variant is not None for decision in decisions):
         return ()
-    profile = load_manifest(at.directory).profile
-    return tuple(dict.fromkeys(refusal(at.arch, profile, decision.reason) for decision in decisions))
+    return tuple(dict.fromkeys(refusal(at.arch, manifest.profile, decision.reason) for decision in decisions))

@@ -90,7 +90,7 @@ def explain(
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from ..call.request import Request
+    from ..call.request import request_of
     from ..native import extension
 
     place = torch.device("cuda", 0) if arch else device_of(device)
@@ -106,7 +106,7 @@ def explain(
         stack.enter_context(FakeTensorMode())
         q, k, v = (torch.empty(size, dtype=element, device=place) for size in (shape, keys, keys))
         try:
-            text, served = _answer(Request(q, k, v, enable_gqa=keys[1] != shape[1], **options))
+            text, served = _answer(request_of(q, k, v, enable_gqa=keys[1] != shape[1], **options))
         except (ValueError, KeyError, OSError) as error:  # tables that cannot be read
             raise click.ClickException(f"{reason(error)}. `fp8cutlass doctor` says more") from error
     click.echo(text)
@@ -122,7 +122,7 @@ def keys_of(shape: tuple[int, ...], kv_heads: int | None, seqlen_k: int | None) 
 
 def _answer(request: Request) -> tuple[str, bool]:
     """The text of ``fp8cutlass.explain``, and whether some kernel serves the request, built or not."""
-    from ..call.plan import describe
+    from ..call.explain import describe
 
     text = describe(request)
     return text, not text.startswith("no kernel")

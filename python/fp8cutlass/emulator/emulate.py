@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 
+from ..dtypes import OUT_DTYPES
 from ..manifest import Variant, generated_dir, load_manifest
 from .softmax import E4M3_MAX, MAX_SLOPE, MIN_SLOPE, SOFTMAXES
 
@@ -23,7 +24,6 @@ MAX_RISE = 16.0
 CHUNK_BYTES = 1 << 30
 BYTES_PER_SCORE = 48  # float32 and float64 temporaries of one tile, measured peak
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
-OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
 
 
 @dataclass

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import UnsupportedError
 from ..manifest import Variant
 from ..memory import as_bytes, empty_rows
 from ..quant.quantize import GRANULARITIES, V_AMAX
 from ..quant.smooth import restore_lse
 from . import extension
+from .extension import BUILD_HINT
 
 # There is no backward, and `attention` says so: the dispatcher passes over autograd, whose fallback would look at every
 # argument, and on to whatever else a tensor asks for, such as a lazy negation.
@@ -34,9 +36,20 @@ Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, l
 
 @lru_cache(maxsize=4096)
 def _constants(*numbers: float) -> torch.Tensor:
-    """The operator's first argument: AttendConstants in csrc/attend.h. All numbers in one tensor, as each argument
-    costs the host 0.2 us between Python and the extension."""
+    """The operator's first argument: all numbers in one tensor, as each argument costs the host 0.2 us between Python
+    and the extension."""
     return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+
+def _in_order(values: Mapping[str, float]) -> tuple[float, ...]:
+    """The numbers of a call in the order of csrc/call.def; UnsupportedError where the library wants others."""
+    fields = extension.call_fields()
+    if set(fields) != set(values):
+        other = ", ".join(sorted(set(fields) ^ set(values)))
+        raise UnsupportedError(
+            f"the built library and this package differ in the numbers of a call: {other}", BUILD_HINT
+        )
+    return tuple(values[name] for name in fields)
 
 
 @dataclass(frozen=True)
@@ -144,6 +157,7 @@ def prepare(
     seq_major: bool,
     scale: float,
     causal_offset: int,
+    window_offset: int,
     smooth_k: bool,
     hadamard: bool,
     return_lse: bool,
@@ -160,12 +174,22 @@ def prepare(
     leave_q = way.leave_q and takes_source(variant, granularity, hadamard=hadamard)
     hand_over = leave_q and way.hand_over
     hand_over = hand_over and takes_handover(variant, granularity, smooth_k=smooth_k, hadamard=hadamard)
-    groups = (GRANULARITIES.index(granularity[name]) for name in "qkv")
+    numbers = {
+        "variant": number,
+        **{f"{name}_granularity": GRANULARITIES.index(granularity[name]) for name in "qkv"},
+        "score_amax": amax,
+        "v_amax": V_AMAX,
+        "hadamard": hadamard,
+        "seq_major": seq_major,
+        "scale": scale,
+        "causal_offset": causal_offset,
+        "window_offset": window_offset,
+        "leave_q": leave_q,
+        "hand_over": hand_over,
+    }
     return Attend(
         operator=torch.ops.fp8cutlass_C.attend.default._op,  # the overload's own frame costs 0.2 us
-        constants=_constants(
-            number, *groups, amax, V_AMAX, hadamard, seq_major, scale, causal_offset, leave_q, hand_over
-        ),
+        constants=_constants(*_in_order(numbers)),
         head_dim=head_dim,
         kernel_head_dim=variant.head_dim,
         scale=scale,

@@ -153,6 +153,20 @@ def load() -> None:
         _ready = library
 
 
+@cache
+def call_fields() -> tuple[str, ...]:
+    """The names of the numbers that ``fp8cutlass_C.attend`` takes, in order (csrc/call.def); :func:`load` comes first.
+
+    Raises UnsupportedError where the library does not say.
+    """
+    try:
+        names = ctypes.CDLL(str(_registered)).fp8cutlass_call_fields
+    except AttributeError as error:
+        raise UnsupportedError(f"{_registered} does not name the fields of a call: {error}", BUILD_HINT) from error
+    names.restype = ctypes.c_char_p
+    return tuple(names().decode().split())
+
+
 def _compare(library: str, manifest: Manifest) -> None:
     """UnsupportedError unless the loaded library holds the variants of ``manifest``, in their order."""
     loaded = ctypes.CDLL(library)

@@ -1,0 +1,86 @@
+"""The text of ``explain``."""
+
+from __future__ import annotations
+
+from ..choose.target import target
+from ..errors import UnsupportedError
+from ..manifest import KEY_BLOCK
+from ..native.attend import faster_way
+from .call import Call, Tensors
+from .launch import score_amax
+from .options import TRANSFORMS
+from .plan import Plan, resolve
+from .request import Request
+from .settle import settle
+
+
+def describe(request: Request) -> str:
+    """Which kernel serves a request, why, and how its operands come to it; or every reason why there is none."""
+    shipped = False
+    try:
+        call, tensors = settle(request)
+        plan = resolve(call, tensors.q, tensors.k)
+        built = "runs: the emulator, for CPU tensors" if tensors.q.device.type == "cpu" else "built: yes"
+    except UnsupportedError as error:
+        shipped = True
+        try:
+            call, tensors = settle(request, shipped=True)
+            plan = resolve(call, tensors.q, tensors.k, shipped=True)
+        except UnsupportedError as refused:  # the table's reasons beside what is not built
+            return "no kernel: " + "\n           ".join(dict.fromkeys((*error.reasons, *refused.reasons)))
+        built = "built: no; " + "; ".join(error.reasons)
+    lines = [*_choice(plan, tensors, shipped), *_operands(call, tensors, plan)]
+    variant, keys = plan.variant, tensors.k.shape[2]
+    if call.kind == "packed":
+        holder = "" if request.key is None else f" for {request.key.kernel}"
+        lines.append(f"keys:      packed with amax {call.amax:g}{holder}")
+    if call.mask == "window":
+        lines.append(f"window:    {_end(call.left)} keys before and {_end(call.right)} after a row's own")
+    if variant.schedule != "multistage":
+        form = variant.unrolled_for(keys)
+        tiles = "" if form is None else f"; tiles unrolled for {form[0]} to {form[1]} keys"
+        lines.append(f"schedule:  {variant.schedule}, cluster {variant.cluster}{tiles}")
+    if variant.head_dim != tensors.q.shape[3]:
+        lines.append(f"padding:   head_dim {tensors.q.shape[3]} to {variant.head_dim}")
+    return "\n".join([*lines, built])
+
+
+def _end(keys: int | None) -> str:
+    return "all" if keys is None else str(keys)
+
+
+def _choice(plan: Plan, tensors: Tensors, shipped: bool) -> list[str]:
+    variant, decision = plan.variant, plan.decision
+    at = target(tensors.q.device, shipped=shipped)
+    foreign = tensors.q.is_cuda and variant.family != at.arch
+    emulated = f" (which emulate the instructions of {variant.family})" if foreign else ""
+    cost = "" if decision.cost_us is None else f", {decision.cost_us:g} us"
+    lines = [
+        f"kernel:    {variant.id}",
+        f"for:       {at.arch}, {at.sm_count} SMs{emulated}, table in {at.directory}",
+        f"why:       {decision.criterion}",
+        f"evidence:  {decision.evidence}{cost}",
+    ]
+    if decision.runner_up is not None:
+        lines.append(f"runner-up: {decision.runner_up}, {decision.runner_up_cost_us:g} us")
+    return lines
+
+
+def _operands(call: Call, tensors: Tensors, plan: Plan) -> list[str]:
+    variant, half = plan.variant, call.kind != "fp8"
+    precision = f"softmax {variant.softmax}, scores {variant.score}, output {call.out_dtype}"
+    what = "Q" if call.kind == "packed" else "Q and K"
+    quantised = f", {what} quantised to amax {score_amax(variant):g}" if half else ""
+    if half and call.scaling == "block" and variant.key_block != KEY_BLOCK:
+        quantised += f", a descale per {variant.key_block} keys"
+    lines = [f"numerics:  {precision}{quantised}"]
+    if call.kind == "half" and tensors.q.is_cuda:
+        shapes = tensors.q.shape, tensors.k.shape
+        way = faster_way(variant, plan.granularity, *shapes, smooth_k=call.smooth_k, hadamard=call.hadamard)
+        lines.append(f"query:     quantised {'by the attention kernel' if way.leave_q else 'and packed with K and V'}")
+        if way.hand_over:
+            lines.append("keys:      packed while the attention kernel runs, and handed over head by head")
+    changed = [text for name, text in TRANSFORMS.items() if getattr(call, name)]
+    if changed:
+        lines.append(f"before:    {', then '.join(changed)}")
+    return lines

@@ -1,0 +1,120 @@
+"""The arguments of ``attention`` that are no tensors, and what each accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import UnsupportedError
+from ..quant.descale import SCALE_MAX
+
+
+class Options(NamedTuple):
+    """``attention`` documents them. In a signature they stand in this order."""
+
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    layout: str = "bhsd"
+    scaling: str = "block"
+    precision: str = "fast"
+    smooth_k: bool = False
+    hadamard: bool = False
+    out_dtype: torch.dtype | None = None
+    return_lse: bool = False
+    return_amax: bool = False
+    causal_alignment: str = "top_left"
+    window_size: tuple[int, int] = (-1, -1)
+    kernel: str | None = None
+    fallback: str = "error"
+
+
+CHOICES = {
+    "layout": ("bhsd", "bshd"),
+    "precision": ("fast", "balanced", "accurate", "high"),
+    "causal_alignment": ("top_left", "bottom_right"),
+    "fallback": ("error", "sdpa"),
+}
+TRANSFORMS = {  # of operands that are quantised inside, in the order in which they are applied; the text of `explain`
+    "smooth_k": "the mean of some keys of a head subtracted from all (smooth_k)",
+    "hadamard": "Q and K rotated by a Hadamard matrix (hadamard)",
+}
+F16_SCORES = ("fast", "balanced")  # precisions whose kernels want operands in the range of f16 scores
+
+
+def _one_of(name: str, given: Any) -> str | None:
+    accepted = CHOICES[name]
+    if isinstance(given, str) and given in accepted:
+        return None
+    return f"{name} must be one of {', '.join(accepted)}, got {given!r}"
+
+
+def _flag(name: str, given: Any) -> str | None:
+    return None if isinstance(given, bool) else f"{name} must be True or False, got {given!r}"
+
+
+def _scaling(name: str, given: Any) -> str | None:  # which words there are, the manifest says
+    return None if isinstance(given, str) else f"{name} must be the name of a scaling mode, got {given!r}"
+
+
+def _kernel(name: str, given: Any) -> str | None:
+    if given is None or (isinstance(given, str) and given):
+        return None
+    return f"{name} must be the id of a variant or None, got {given!r}"
+
+
+def wrong_scale(name: str, given: Any) -> str | None:
+    """Why ``given`` is no softmax scale; None if it is one."""
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        return f"{name} must be a float or None, got {type(given).__name__}"
+    if not abs(given) <= SCALE_MAX:  # false for NaN; math.isfinite is no graph operation
+        return f"{name} must be finite in float32, also times log2(e), got {given}"
+    return None
+
+
+def wrong_window(name: str, given: Any) -> str | None:
+    """Why ``given`` is no window; None if it is one."""
+    ends = given if isinstance(given, (tuple, list)) else ()
+    if len(ends) == 2 and all(isinstance(x, int) and not isinstance(x, bool) and x >= -1 for x in ends):
+        return None
+    return f"{name} must be (left, right), two integers from -1 up, got {given!r}"
+
+
+# Of each option what is wrong with a value by itself. What needs the tensors is in :mod:`.checks`.
+RULES: dict[str, Callable[[str, Any], str | None]] = {
+    "layout": _one_of,
+    "precision": _one_of,
+    "causal_alignment": _one_of,
+    "fallback": _one_of,
+    "scaling": _scaling,
+    "is_causal": _flag,
+    "enable_gqa": _flag,
+    "smooth_k": _flag,
+    "hadamard": _flag,
+    "return_lse": _flag,
+    "return_amax": _flag,
+    "kernel": _kernel,
+    "scale": wrong_scale,
+    "window_size": wrong_window,
+}
+
+
+def check_options(options: Options) -> None:
+    """UnsupportedError with everything that is wrong with options by themselves."""
+    wrong = []
+    for name, rule in RULES.items():
+        reason = rule(name, getattr(options, name))
+        if reason is not None:
+            wrong.append(reason)
+    no_window = options.is_causal is False and options.window_size in ((-1, -1), [-1, -1])
+    if no_window and options.causal_alignment == "bottom_right":
+        wrong.append(
+            "causal_alignment='bottom_right' goes with is_causal=True or a window_size, got is_causal=False and none"
+        )
+    if wrong:
+        raise UnsupportedError(*wrong)

@@ -1,0 +1,91 @@
+"""From a request to a call and its tensors: every check, and defaults filled in."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..choose.dispatch import padded_head_dim
+from ..choose.target import granularities, head_dims, unserved
+from ..dtypes import DTYPE_NAMES, OUT_NAMES
+from ..errors import NoKernelError
+from ..manifest import KEY_BLOCK
+from ..quant.descale import all_canonical, to_canonical
+from . import checks
+from .call import Call, Tensors, mask_of
+from .options import F16_SCORES, Options, check_options
+from .request import Request, opened
+
+
+def settle(request: Request, *, shipped: bool = False) -> tuple[Call, Tensors]:
+    """Check a request; UnsupportedError says what is wrong with it or which kernel is missing.
+
+    With ``shipped`` the shipped table answers even if nothing is built for the device.
+    """
+    request = opened(request)
+    options, packed = request.options, request.packed
+    check_options(options)
+    checks.check_shapes(request)
+    checks.check_types(request)
+    granularity = granularities(options.scaling)
+    checks.check_descales(request, granularity)
+    q, k, v = request.bhsd()
+    half = q.dtype not in DTYPE_NAMES
+    out_dtype = options.out_dtype or (q.dtype if half else torch.bfloat16)
+    checks.check_out(request, out_dtype)
+    checks.check_features(request)
+    # FP8 operands may hold anything up to 448, which f16 scores do not: whoever pins a kernel has seen to it.
+    fits = half or options.kernel or options.precision not in F16_SCORES
+    precision = options.precision if fits else "accurate"
+    left, right = visible(options)
+    _check_served(options, q, OUT_NAMES[out_dtype], mask_of(left, right), precision, shipped)
+    call = Call(
+        kind="packed" if packed is not None else "half" if half else "fp8",
+        out_dtype=out_dtype,
+        scale=1.0 / math.sqrt(q.shape[3]) if options.scale is None else float(options.scale),
+        scaling=options.scaling,
+        precision=precision,
+        left=left,
+        right=right,
+        bottom_right=options.causal_alignment == "bottom_right",
+        return_lse=options.return_lse,
+        return_amax=options.return_amax,
+        kernel=options.kernel or "",
+        smooth_k=options.smooth_k,
+        hadamard=options.hadamard,
+        key_block=KEY_BLOCK if packed is None else packed.key_block,
+        amax=0.0 if packed is None else packed.amax,
+    )
+    out_descale = None
+    if request.out_descale is not None:
+        out_descale = to_canonical(request.out_descale, "tensor", (1, 1, 1, 1), q.device)
+    if packed is not None:
+        held = (None, packed.k_descale, packed.v_descale, out_descale, packed.k_mean)
+        return call, Tensors(q, packed.k, packed.v, *held)
+    if half:
+        return call, Tensors(q, k, v, out_descale=out_descale)
+    given = (request.q_descale, request.k_descale, request.v_descale)
+    q_descale, k_descale, v_descale = all_canonical(given, granularity, (q, k, v))
+    return call, Tensors(q, k, v, q_descale, k_descale, v_descale, out_descale)
+
+
+def visible(options: Options) -> tuple[int | None, int | None]:
+    """How many keys a row sees before and after its own; None for all. ``is_causal`` ends a window at the row's own."""
+    left, right = options.window_size
+    if options.is_causal:
+        right = 0
+    return (None if left < 0 else left), (None if right < 0 else right)
+
+
+def _check_served(options: Options, q: torch.Tensor, out: str, mask: str, precision: str, shipped: bool) -> None:
+    """NoKernelError where the device has no kernel for such a call, whatever its lengths."""
+    device = (q.device.type, q.device.index, shipped)
+    available, refusals = head_dims(*device)
+    if not refusals:
+        head_dim = padded_head_dim(q.shape[3], available)
+        if options.kernel is None:
+            dtype = DTYPE_NAMES.get(q.dtype, "e4m3")
+            refusals = unserved(*device, head_dim, dtype, out, options.scaling, mask, precision)
+    if refusals:
+        raise NoKernelError(*refusals)

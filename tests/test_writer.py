@@ -208,6 +208,7 @@ def test_orphans_go_and_unrelated_files_stay(tmp_path: Path) -> None:
     assert result.removed == tuple(sorted(ORPHANS)) and result.written == ()
     assert set(tree(tmp_path)) == set(FILES) | set(UNRELATED)
     assert all((tmp_path / name).read_text() == f"{name}\n" for name in UNRELATED)
+    assert not (tmp_path / "sm90a").exists() and (tmp_path / "sm89").is_dir()
 
 
 def test_compare_a_clean_folder(tmp_path: Path) -> None:

@@ -32,8 +32,6 @@ sys.path.insert(0, str(ROOT))
 
 from scripts import build_extension, toolchain  # noqa: E402  (needs the path above)
 
-TABLES = ("manifest.json", "dispatch.json")
-
 
 def skip_build() -> bool:
     """FP8CUTLASS_SKIP_BUILD, which is 0 or 1."""
@@ -59,7 +57,7 @@ class BuildPy(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:  # a checkout reads generated/ itself
-            for name in TABLES:
+            for name in build_extension.TABLES:
                 target = Path(self.build_lib) / "fp8cutlass" / "_generated" / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self.copy_file(str(ROOT / "generated" / name), str(target))
@@ -83,7 +81,7 @@ class BuildExtension(build_ext):
 
     def get_outputs(self) -> list[str]:
         package = Path(self.build_lib) / "fp8cutlass"
-        return [str(package / "_C.so"), *(str(package / "_built" / name) for name in TABLES)]
+        return [str(package / "_C.so"), *(str(package / "_built" / name) for name in build_extension.TABLES)]
 
 
 class PlatformWheel(bdist_wheel):

@@ -10,6 +10,7 @@ import click
 
 from codegen.arch import TARGETS
 from codegen.axes import Operand, Out, Scaling
+from codegen.cover import committed
 from codegen.evidence import EvidenceError
 from codegen.explain import explain as explain_text
 from codegen.families import model_card
@@ -69,7 +70,11 @@ def main(
     out: Path,
     check_only: bool,
 ) -> None:
-    """Render the FP8 attention kernels, their registry, dispatch table, manifest and ledger."""
+    """Render the FP8 attention kernels, their registry, dispatch table, manifest and ledger.
+
+    Another folder than generated/ gets all kernels, generated/ those in which every kind of line occurs, and the
+    digests of all.
+    """
     if context.invoked_subcommand is not None:
         if ignored := [p.opts[0] for p in context.command.params if p.name and given(p.name)]:
             raise click.UsageError(
@@ -80,6 +85,8 @@ def main(
     if not check_only and request.profile == "custom" and out.resolve() == DEFAULT_OUT:
         raise click.ClickException("--only and --filter leave kernels out: name another folder with --out")
     rendered = files(request, select())
+    if out.resolve() == DEFAULT_OUT:
+        rendered = committed(rendered)
     if not check_only:
         if not is_ours(out):
             raise click.ClickException(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 
+from codegen.boxes import Box, boxes
 from codegen.evidence import digest
 from codegen.families import FAMILIES
 from codegen.legal import Rejection
@@ -19,54 +20,20 @@ def why(family: str, rule: str) -> str:
     return OUTRANKED_WHY if rule == "OUTRANKED" else next(r.why for r in FAMILIES[family].rules if r.name == rule)
 
 
-def group(points: list[tuple[Variant, Rejection]], matrix: Matrix) -> list[tuple[str, str, str, int]]:
+def group(rejected: list[tuple[Variant, Rejection]], matrix: Matrix) -> list[tuple[str, str, str, int]]:
     """(rule, where, message, count) rows, each exact: it stands for a full product.
 
     `where` names the axes that are not free; `count` is the number of points.
     """
     rows = []
     by_message: dict[tuple[str, str], list[Variant]] = {}
-    for v, r in points:
+    for v, r in rejected:
         by_message.setdefault((r.rule, r.message), []).append(v)
     for (rule, message), members in by_message.items():
-        for box in _boxes(members):
+        points = [tuple(getattr(v, axis) for axis in Matrix.AXES) for v in members]
+        for box in boxes(points, Matrix.AXES):
             rows.append((rule, _where(box, matrix), message, _volume(box)))
     return rows
-
-
-Box = dict[str, tuple[object, ...]]
-
-
-def _boxes(members: list[Variant]) -> list[Box]:
-    """Splits points into few full products of axis values."""
-    points = [tuple(getattr(v, axis) for axis in Matrix.AXES) for v in members]
-    if len(set(points)) < len(points):
-        raise ValueError("duplicate points")
-    return [{axis: box[axis] for axis in Matrix.AXES} for box in _split(points, Matrix.AXES)]
-
-
-def _split(points: list[tuple[object, ...]], axes: tuple[str, ...]) -> list[Box]:
-    """Along the axis whose values fall into the fewest groups that hold the same points of the other axes."""
-    if not axes:
-        return [{}]
-
-    def groups(at: int) -> dict[frozenset[tuple[object, ...]], list[object]]:
-        """The values of an axis by the points that they have on the others."""
-        rests: dict[object, dict[tuple[object, ...], None]] = {}
-        for point in points:
-            rests.setdefault(point[at], {})[point[:at] + point[at + 1 :]] = None
-        joined: dict[frozenset[tuple[object, ...]], list[object]] = {}
-        for value, rest in rests.items():
-            joined.setdefault(frozenset(rest), []).append(value)
-        return joined
-
-    found = [groups(at) for at in range(len(axes))]
-    at = min(range(len(axes)), key=lambda i: len(found[i]))
-    boxes = []
-    for rest, values in found[at].items():
-        inside = [p for p in dict.fromkeys(q[:at] + q[at + 1 :] for q in points) if p in rest]
-        boxes += [{axes[at]: tuple(values)} | box for box in _split(inside, axes[:at] + axes[at + 1 :])]
-    return boxes
 
 
 def _volume(box: Box) -> int:

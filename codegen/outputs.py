@@ -12,7 +12,6 @@ from codegen.arch import TARGETS
 from codegen.axes import Scaling
 from codegen.families import derive
 from codegen.families.view import symbol
-from codegen.keys import LOAD_BOUNDS, LOAD_ROWS, MOST, SHORT
 from codegen.ledger import render as render_ledger
 from codegen.legal import served
 from codegen.matrix import head_dims, profile_of
@@ -20,7 +19,8 @@ from codegen.pack import Pack, pack_profile, pack_targets, packs_of
 from codegen.render import environment, render_kernel, render_pack
 from codegen.scaling import KEY_BLOCK, key_block
 from codegen.select import Selection
-from codegen.table import Table, build, targets_of
+from codegen.table import build, targets_of
+from codegen.table_text import table_text, times_text
 from codegen.variant import Variant
 
 
@@ -46,7 +46,8 @@ def files(request: Request, selection: Selection) -> dict[str, str]:
     table = build(request.variants, tuple(TARGETS))
     out = dict(kernels)
     out["manifest.json"] = _manifest(request, packs, kernels)
-    out["dispatch.json"] = _dispatch_json(table)
+    out["table.txt"] = table_text(table)
+    out["times.txt"] = times_text(table)
     out["registry.cpp"] = _registry(request.variants, packs, env)
     out["ledger.txt"] = render_ledger(selection)
     return out
@@ -100,7 +101,6 @@ def _manifest(request: Request, packs: tuple[Pack, ...], kernels: dict[str, str]
         "archs": list(request.archs),
         "gencode": {a: TARGETS[a].gencode for a in request.archs},
         "capability": {a: list(TARGETS[a].capability) for a in request.archs},
-        "table": "dispatch.json",
         "key_block": KEY_BLOCK,
         "scaling": {str(s): asdict(s.grain) for s in Scaling},
         "head_dims": {a: list(head_dims(a)) for a in TARGETS},
@@ -122,25 +122,6 @@ def _manifest(request: Request, packs: tuple[Pack, ...], kernels: dict[str, str]
     # One kernel a line, so that a diff shows which ones changed.
     body = [f' "{name}": [\n' + ",\n".join("  " + json.dumps(e) for e in lists[name]) + "\n ]" for name in lists]
     return json.dumps(head, indent=1)[:-2] + ",\n" + ",\n".join(body) + "\n}\n"
-
-
-def _dispatch_json(table: Table) -> str:
-    decisions = []
-    for d in table.decisions:
-        if d.variant is None:
-            decisions.append({"variant": None, "reason": d.reason})
-        else:
-            decisions.append({k: v for k, v in asdict(d).items() if k != "reason"})
-    width = len(table.axes[-1][1]) * len(table.axes[-2][1]) * len(table.axes[-3][1]) * len(table.axes[-4][1])
-    rows = [table.cells[i : i + width] for i in range(0, len(table.cells), width)]
-    lines = ["{", ' "format": 1,', ' "axes": [']
-    lines.append(",\n".join("  " + json.dumps([name, values]) for name, values in table.axes))
-    load = {"rows": LOAD_ROWS, "bounds": LOAD_BOUNDS, "most": MOST, "short": SHORT}
-    lines += [" ],", f' "load": {json.dumps(load)},', ' "decisions": [']
-    lines.append(",\n".join("  " + json.dumps(d) for d in decisions))
-    lines += [" ],", ' "cells": [']
-    lines.append(",\n".join("  " + ",".join(map(str, row)) for row in rows))
-    return "\n".join(lines) + "\n ]\n}\n"
 
 
 @dataclass(frozen=True, kw_only=True)

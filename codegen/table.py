@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from codegen.axes import Cluster, Kind, Operand, Out, Scaling, Walk
@@ -24,6 +24,8 @@ CRITERIA = (
     "fewer warps",
     "id",
 )
+# Who serves a cell, or why nobody does, depends on these axes alone: on neither sequence length nor load.
+CLASS = ("arch", "head_dim", "dtype", "out", "scaling", "causal", "precision")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +41,15 @@ class Decision:
     reason: str = ""
 
 
+Group = tuple[object, ...]  # a value of each of CLASS
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     axes: list[tuple[str, list[object]]]
     cells: tuple[int, ...]  # row-major, last axis fastest: position in `decisions`
     decisions: tuple[Decision, ...]
+    rivals: Mapping[Group, tuple[Variant, ...]]  # the kernels that a class chooses among; none where nobody serves
 
 
 def candidates_of(key: Key, emitted: tuple[Variant, ...]) -> list[Variant]:
@@ -83,7 +89,7 @@ def _best(key: Key, found: list[Variant]) -> Decision:
     decision = Decision(
         variant=best.id,
         criterion=CRITERIA[0],
-        evidence=_evidence(best, times[best.id], key.arch),
+        evidence=evidence_of(best, times[best.id], key.arch),
         cost_us=round(times[best.id].us, 2),
     )
     if second is None:
@@ -102,7 +108,8 @@ def _criterion(best: Order, second: Order) -> str:
     return CRITERIA[3] if decided == 1 and best[0] == 1 else CRITERIA[1 + decided + (decided > 1)]
 
 
-def _evidence(v: Variant, t: Timing, arch: str) -> str:
+def evidence_of(v: Variant, t: Timing, arch: str = "") -> str:
+    """Where a time is from; on a target that only emulates the kernel, this is said, too."""
     if (m := t.measurement) is not None:
         return f"measured on {m.card} at {m.clock_mhz} MHz"
     family = FAMILIES[v.family]
@@ -174,17 +181,17 @@ def build(emitted: tuple[Variant, ...], archs: tuple[str, ...]) -> Table:
         rivals[v.head_dim, v.dtype, v.out, v.mask].append(v)
     numbers: dict[Decision, int] = {}
     cells = []
-    # Who serves a cell, or why nobody does, depends on neither sequence length nor load.
-    known: dict[tuple[object, ...], list[Variant] | Decision] = {}
+    known: dict[Group, list[Variant] | Decision] = {}
     for key in keys(archs):
-        group = (key.arch, key.head_dim, key.dtype, key.out, key.scaling, key.causal, key.precision)
+        group = tuple(getattr(key, axis) for axis in CLASS)
         found = known.get(group)
         if found is None:
             of = candidates_of(key, tuple(rivals[key.head_dim, key.dtype, key.out, key.mask]))
             found = known[group] = of or _nobody(key)
         decision = found if isinstance(found, Decision) else _best(key, found)
         cells.append(numbers.setdefault(decision, len(numbers)))
-    return Table(axes=axes(archs), cells=tuple(cells), decisions=tuple(numbers))
+    among = {group: () if isinstance(found, Decision) else tuple(found) for group, found in known.items()}
+    return Table(axes=axes(archs), cells=tuple(cells), decisions=tuple(numbers), rivals=among)
 
 
 def built(variants: tuple[Variant, ...], archs: tuple[str, ...], emulated: bool) -> tuple[Variant, ...]:

@@ -11,7 +11,7 @@ DIFF_FILES = 8  # changed files whose difference is shown
 DIFF_LINES = 40  # of each changed file; the whole diff is one command away
 
 # Only these are ours to remove in an output directory.
-OWNED = ("*.cu", "*/*.cu", "manifest.json", "dispatch.json", "registry.cpp", "ledger.txt")
+OWNED = ("*.cu", "*/*.cu", "manifest.json", "table.txt", "times.txt", "registry.cpp", "ledger.txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,12 @@ def _replace(path: Path, data: bytes) -> None:
         raise
 
 
+def _drop_empty(folder: Path, root: Path) -> None:
+    """Removes a folder below the root that holds nothing any more."""
+    if folder != root and not any(folder.iterdir()):
+        folder.rmdir()
+
+
 def write(root: Path, files: dict[str, str]) -> Written:
     """Bytes on disk become exactly `files`. Raises OSError; files that were not yet reached are then as they were.
 
@@ -78,6 +84,7 @@ def write(root: Path, files: dict[str, str]) -> Written:
     removed = sorted(_present(root) - set(files))
     for name in removed:
         (root / name).unlink()
+        _drop_empty((root / name).parent, root)
     return Written(written=tuple(written), unchanged=tuple(unchanged), removed=tuple(removed))
 
 

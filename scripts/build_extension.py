@@ -27,6 +27,7 @@ from scripts import toolchain  # noqa: E402  (needs the path above when run as a
 
 PROFILES = ("dev", "ci", "release")
 DEFAULT_ARCH = "sm89"
+TABLES = ("manifest.json", "table.txt", "times.txt")  # of the generator's files, those that a package is shipped with
 
 
 class BuildError(RuntimeError):
@@ -188,7 +189,7 @@ def build(
     )
     _configure(work / "cmake", generated, nvcc)
     _compile(work / "cmake", nvcc, jobs)
-    for name in ("manifest.json", "dispatch.json"):
+    for name in TABLES:
         _install(generated / name, dest / "_built" / name)
     library = dest / "_C.so"
     _install(work / "cmake" / "_C.so", library)

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from test_extension import describe, stub
 
 from fp8cutlass.cli import driver, facts, loading, main
-from fp8cutlass.manifest import Manifest, generated_dir
+from fp8cutlass.manifest import TABLES, Manifest, generated_dir
 from fp8cutlass.native import extension
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -196,14 +196,16 @@ def test_the_driver_is_asked_in_other_ways(compiler: None, tmp_path: Path, monke
         assert ("error 3" in said(found, "driver_cuda")) == (wanted is None)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "dispatch.json"])
-@pytest.mark.parametrize("content", ["", "nothing", "[]", "{}", '{"format": 1}', '{"format": 9}', None])
+@pytest.mark.parametrize("name", ["manifest.json", "table.txt"])
+@pytest.mark.parametrize(
+    "content", ["", "nothing", "[]", "{}", '{"format": 1}', '{"format": 9}', "format 2\n", "format 9\n", None]
+)
 def test_tables_that_cannot_be_read(
     name: str, content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None stands for a file that was cut off."""
     directory = tmp_path / "tables"
-    shutil.copytree(generated_dir(), directory, ignore=lambda _, names: [x for x in names if "json" not in x])
+    shutil.copytree(generated_dir(), directory, ignore=lambda _, names: set(names) - set(TABLES))
     whole = (directory / name).read_bytes()
     (directory / name).write_bytes(whole[: len(whole) // 2] if content is None else content.encode())
     monkeypatch.setenv("FP8CUTLASS_GENERATED", str(directory))
@@ -262,7 +264,7 @@ def damaged(folder: Path) -> Path:
     """A file that is no library, with good tables beside it."""
     folder.mkdir()
     (folder / "_built").mkdir()
-    for name in ("manifest.json", "dispatch.json"):
+    for name in TABLES:
         shutil.copy(generated_dir() / name, folder / "_built")
     (folder / "_C.so").write_bytes(b"\x7fELF and no more")
     return folder / "_C.so"

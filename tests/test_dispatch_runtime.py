@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,9 +22,11 @@ from fp8cutlass.call.options import F16_SCORES
 from fp8cutlass.choose.dispatch import decide, load_table
 from fp8cutlass.choose.problem import CPU_SM_COUNT, Problem
 from fp8cutlass.choose.special import PRECISE_ENOUGH
+from fp8cutlass.choose.table import CLASS
 from fp8cutlass.choose.target import target
+from fp8cutlass.choose.why import load_times
 from fp8cutlass.errors import NoKernelError
-from fp8cutlass.manifest import KEY_BLOCK, PACKAGE_DIR, Manifest, Variant, generated_dir, load_manifest
+from fp8cutlass.manifest import KEY_BLOCK, PACKAGE_DIR, TABLES, Manifest, Variant, generated_dir, load_manifest
 from fp8cutlass.native import extension
 
 BASE = Problem(
@@ -42,13 +46,15 @@ BASE = Problem(
 
 def test_every_cell_is_a_kernel_of_the_manifest_or_a_reason(manifest: Manifest) -> None:
     """A kernel that the table names exists and fits its cell; a refusal says why."""
-    table = load_table(manifest.directory)
-    for decision in table.decisions:
-        if decision.variant is None:
-            assert decision.reason
-        else:
-            assert manifest.find(decision.variant).kind == "fwd"
-            assert decision.criterion and decision.evidence.split(" ")[0] in ("model", "measured")
+    table, times = load_table(manifest.directory), load_times(manifest.directory)
+    for of in itertools.product(*(table.axes[axis] for axis in CLASS)):
+        for cell in table.over_lengths(**dict(zip(CLASS, of, strict=True))):
+            decision = times.explain(cell, manifest)
+            if decision.variant is None:
+                assert decision.reason
+            else:
+                assert manifest.find(decision.variant).kind == "fwd"
+                assert decision.criterion and decision.evidence.split(" ")[0] in ("model", "measured")
 
 
 def test_the_chosen_kernel_fits_the_problem(manifest: Manifest) -> None:
@@ -79,14 +85,18 @@ def test_the_chosen_kernel_fits_the_problem(manifest: Manifest) -> None:
 
 
 def test_seqlen_bounds_are_inclusive() -> None:
-    """A table made for the purpose: the bound belongs to the bucket below, past the last bound is unbounded."""
+    """The bound belongs to the bucket below, past the last bound is unbounded."""
     table = load_table(generated_dir())
     bounds = [bound for bound in table.axes["seqlen"] if bound is not None]
+
+    def bucket(seqlen: int) -> int:
+        return table.lookup(dataclasses.replace(BASE, head_dim=64, seqlen_k=seqlen)).seqlen
+
     for number, bound in enumerate(bounds):
-        assert table._position("seqlen", bound) == number
-        assert table._position("seqlen", bound + 1) == number + 1
-    assert table._position("seqlen", 1) == 0
-    assert table._position("seqlen", 10**9) == len(bounds)
+        assert bucket(bound) == number
+        assert bucket(bound + 1) == number + 1
+    assert bucket(1) == 0
+    assert bucket(10**9) == len(bounds)
 
 
 @pytest.mark.parametrize(
@@ -251,9 +261,10 @@ def test_explain_says_which_why_and_on_what_evidence(seqlen: int, precision: str
 def write_tables(directory: Path, **changes: object) -> None:
     """A copy of the shipped manifest and table, with changes to the manifest."""
     directory.mkdir()
-    for name in ("manifest.json", "dispatch.json"):
-        data = json.loads((generated_dir() / name).read_text())
-        (directory / name).write_text(json.dumps(data | (changes if name == "manifest.json" else {})))
+    for name in TABLES:
+        shutil.copy(generated_dir() / name, directory)
+    data = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps(data | changes))
 
 
 def test_another_directory_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,9 +346,11 @@ def test_a_fitting_library_answers_from_its_own_table(monkeypatch: pytest.Monkey
     fake_card(monkeypatch, (8, 9))
     at = target(CUDA0)
     assert (at.directory, at.arch, at.sm_count) == (tmp_path / "_built", "sm89", 58)
-    (tmp_path / "_built" / "dispatch.json").unlink()
-    with pytest.raises(UnsupportedError, match="dispatch.json"):
-        extension.built_dir()
+    for name in TABLES:
+        shutil.move(tmp_path / "_built" / name, tmp_path)
+        with pytest.raises(UnsupportedError, match=name):
+            extension.built_dir()
+        shutil.move(tmp_path / name, tmp_path / "_built")
 
 
 @pytest.fixture
@@ -388,9 +401,11 @@ def test_hopper_takes_its_own_kernels(card: Any) -> None:
 def test_a_broken_list_is_named_with_its_remedy(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "manifest.json").write_text(text)
-        (tmp_path / "dispatch.json").write_text(text)
+        for name in TABLES[1:]:
+            (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=r"manifest.json .*install the package again, or in a checkout run"):
         load_manifest(tmp_path)
     if text is None or "variants" not in text:
-        with pytest.raises(ValueError, match=r"dispatch.json .*install the package again, or in a checkout run"):
-            load_table(tmp_path)
+        for name, load in (("table.txt", load_table), ("times.txt", load_times)):
+            with pytest.raises(ValueError, match=rf"{name} .*install the package again, or in a checkout run"):
+                load(tmp_path)

@@ -402,4 +402,4 @@ class TestOnACard:
         fp8cutlass.attention(q, k, v)
         with Watch():
             fp8cutlass.attention(q, k, v)
-        assert "fp8cutlass.attend.default" in seen
+        assert "fp8cutlass.native.attend.default" in seen

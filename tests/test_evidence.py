@@ -6,7 +6,6 @@ is taken for another problem, a measured kernel that loses to a modelled one, an
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -248,9 +247,10 @@ def test_several_problems_of_a_cell_speak_together(use: Callable[..., None]) -> 
 
 def test_no_rows_for_the_cards_that_nobody_has() -> None:
     """Nothing of sm89 may be called measured, at build time or at run time."""
-    text = (PATH.parent.parent / "generated" / "dispatch.json").read_text()
-    decisions = [d for d in json.loads(text)["decisions"] if (d["variant"] or "").startswith("sm89")]
-    assert decisions and {d["evidence"] for d in decisions} <= {"model of L4", "model of L4, emulated on sm90a"}
+    head, *blocks = (PATH.parent.parent / "generated" / "times.txt").read_text().split("\n\n")
+    model = next(line for line in head.splitlines() if line.endswith(" model of L4")).split(" ")[1]
+    rows = [line for block in blocks if block.startswith("sm89") for line in block.splitlines() if line[0].isdigit()]
+    assert rows and {time.lstrip("0123456789.") for row in rows for time in row.split(" ")} == {model}
     arguments = ["explain", "--arch", "sm89", "--head-dim", "64", "--seqlen", "512"]
     output = CliRunner().invoke(main, arguments).output
     assert "sm89 (L4, L40S, RTX 4090)" in output

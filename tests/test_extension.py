@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp8cutlass import UnsupportedError
-from fp8cutlass.manifest import Manifest, generated_dir
+from fp8cutlass.manifest import TABLES, Manifest, generated_dir
 from fp8cutlass.native import extension
 
 
@@ -38,7 +38,8 @@ def describe(library: Path, ids: list[str]) -> None:
     manifest = json.loads((generated_dir() / "manifest.json").read_text())
     manifest["variants"] = [next(row for row in manifest["variants"] if row["id"] == wanted) for wanted in ids]
     (built / "manifest.json").write_text(json.dumps(manifest))
-    shutil.copy(generated_dir() / "dispatch.json", built)
+    for name in TABLES[1:]:
+        shutil.copy(generated_dir() / name, built)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""The list of kernels (``manifest.json``) and the decisions between them (``dispatch.json``), as docs/formats.md
-defines them.
+"""The list of kernels (``manifest.json``), and where it and the tables beside it are read from. docs/formats.md defines
+the files.
 
 Where they are read from, first match wins:
 
@@ -26,6 +26,8 @@ KEY_BLOCK = 128  # keys that share a `block` descale in public tensors; packed V
 # Of Q and K for kernels with f16 scores: 256 products of two values up to 14 are at most 50,176, which f16 (65,504)
 # holds at every head_dim <= 256. 14 = 448 / 32, so the largest element of a block is as exact as at 448.
 SCORE_AMAX = 14.0
+# What a directory of the generator, an installed package and a library are described by.
+TABLES = ("manifest.json", "table.txt", "times.txt")
 PACKAGE_DIR = Path(__file__).resolve().parent
 
 
@@ -110,16 +112,46 @@ def _frozen(value: Any) -> Any:
 REMEDY = "install the package again, or in a checkout run `python -m codegen`"
 
 
+def broken(path: Path, what: object) -> ValueError:
+    """The error for a file that is not as the generator writes it, with what to do about it."""
+    return ValueError(f"{path} is damaged ({what}): {REMEDY}")
+
+
+def read_file(path: Path) -> str:
+    """ValueError, with what to do about it, for a file that cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): {REMEDY}") from error
+
+
+def check_format(path: Path, found: object, reads: object) -> None:
+    if found != reads:
+        raise ValueError(f"{path}: format {found!r}, this package reads format {reads!r}: {REMEDY}")
+
+
+def read_blocks(path: Path, reads: int) -> list[list[str]]:
+    """The lines of a text table, by the blocks that empty lines part; without comments. ValueError, with what to do
+    about it, for a file that is none of ours, or has not its last line as a whole."""
+    text = read_file(path)
+    blocks = [block.splitlines() for block in text.split("\n\n")]
+    blocks[0] = [line for line in blocks[0] if not line.startswith("#")]
+    word, _, found = (blocks[0] or [""])[0].partition(" ")
+    if word != "format" or not text.endswith("\n"):
+        raise broken(path, "no table, or cut off")
+    check_format(path, found, str(reads))
+    return blocks
+
+
 def _read(path: Path) -> dict[str, Any]:
     """ValueError, with what to do about it, for a file that is none of ours."""
     try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        data: Any = json.loads(read_file(path))
+    except json.JSONDecodeError as error:
         raise ValueError(f"{path} cannot be read ({error}): {REMEDY}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds no table: {REMEDY}")
-    if data.get("format") != FORMAT:
-        raise ValueError(f"{path}: format {data.get('format')!r}, this package reads format {FORMAT}")
+    check_format(path, data.get("format"), FORMAT)
     return data
 
 
@@ -147,12 +179,6 @@ def load_manifest(directory: Path) -> Manifest:
         variants=variants,
         index={variant.id: number for number, variant in enumerate(variants)},
     )
-
-
-@cache
-def load_table_data(directory: Path) -> dict[str, Any]:
-    """Read ``directory/dispatch.json`` as it is; :class:`.choose.dispatch.Table` gives it a meaning."""
-    return _read(directory / "dispatch.json")
 
 
 def generated_dir() -> Path:

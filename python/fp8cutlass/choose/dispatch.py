@@ -1,114 +1,31 @@
-"""From a problem to a kernel: the lookup in ``dispatch.json``."""
+"""From a problem to a kernel: what the caller pins, what was measured here, or what the table says."""
 
 from __future__ import annotations
 
-import math
 import warnings
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, lru_cache
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 from .. import log
 from ..errors import NoKernelError, UnsupportedError
-from ..manifest import KEY_BLOCK, Manifest, Variant, load_manifest, load_table_data
+from ..manifest import KEY_BLOCK, Manifest, Variant, load_manifest
 from . import tuned
 from .problem import Decision, Problem
 from .reuse import KVForm, misfits, readable
 from .special import PRECISE_ENOUGH, for_window, window_kernels
-
-AXES = ("arch", "head_dim", "seqlen", "dtype", "out", "scaling", "causal", "precision", "load")
+from .table import Table
+from .why import explained, load_times
 
 _logger = log.requested("dispatch")  # None unless FP8CUTLASS_LOG asks for it
 _logged: set[tuple[Problem, Decision]] = set()  # grows only while something is logged
 
 
-class Table:
-    """A total function from problems to decisions, by mixed-radix index."""
-
-    def __init__(self, directory: Path) -> None:
-        data = load_table_data(directory)
-        self.axes: dict[str, list[object]] = {name: values for name, values in data["axes"]}
-        if tuple(self.axes) != AXES:
-            raise ValueError(f"{directory}/dispatch.json has axes {tuple(self.axes)}, expected {AXES}")
-        self.cells: list[int] = data["cells"]
-        if len(self.cells) != math.prod(len(values) for values in self.axes.values()):
-            raise ValueError(f"{directory}/dispatch.json has {len(self.cells)} cells, which its axes do not make")
-        self.decisions = [Decision(**row) for row in data["decisions"]]
-        self._load: dict[str, Any] = data["load"]
-        # The last bucket is unbounded and has no number.
-        self._seqlen_bounds = [int(str(bound)) for bound in self.axes["seqlen"] if bound is not None]
-        self._positions = {name: {value: i for i, value in enumerate(values)} for name, values in self.axes.items()}
-
-    def _position(self, axis: str, value: object) -> int:
-        if axis == "seqlen" and isinstance(value, int):
-            return bisect_left(self._seqlen_bounds, value)
-        if value not in self._positions[axis]:
-            accepted = ", ".join(map(str, self.axes[axis]))
-            raise UnsupportedError(f"{axis}={value!r} is not in the dispatch table; it has {accepted}")
-        return self._positions[axis][value]
-
-    def load_of(self, problem: Problem) -> str:
-        """How many query tiles of the lowest height there are for each multiprocessor, as a value of the axis; the last
-        one if each is alone in its head."""
-        rows = self._load["rows"]
-        tiles = problem.batch * problem.heads * -(-problem.seqlen_q // rows)
-        bounds = self._load["bounds"]
-        over = sum(tiles * whole > part * problem.sm_count for _, part, whole in bounds)  # they rise
-        if over and problem.seqlen_q <= rows:
-            return str(self._load["short"])
-        return str(bounds[over][0] if over < len(bounds) else self._load["most"])
-
-    def cell(self, **values: object) -> Decision:
-        """Return the decision at one value per axis; ``seqlen`` is a KV length, not a bucket."""
-        number = 0
-        for axis in AXES:
-            number = number * len(self.axes[axis]) + self._position(axis, values[axis])
-        return self.decisions[self.cells[number]]
-
-    def lookup(self, problem: Problem) -> Decision:
-        """Return the decision for a problem whose head_dim is on the axis; UnsupportedError when a value is not."""
-        return self.cell(
-            arch=problem.arch,
-            head_dim=problem.head_dim,
-            seqlen=problem.seqlen_k,
-            dtype=problem.dtype,
-            out=problem.out,
-            scaling=problem.scaling,
-            causal=problem.causal,
-            precision=problem.precision,
-            load=self.load_of(problem),
-        )
-
-    def over_lengths(self, **values: object) -> list[Decision]:
-        """Every decision that some length and load can reach, the other axes being fixed."""
-        unbounded = max(self._seqlen_bounds, default=0) + 1
-        lengths, loads = (*self._seqlen_bounds, unbounded), self.axes["load"]
-        return [self.cell(seqlen=seqlen, load=load, **values) for seqlen in lengths for load in loads]
-
-    def near(self, problem: Problem) -> Iterator[Decision]:
-        """The decisions for the same operands, result and mask at every length and load, the nearest first; then those
-        of ``accurate``, as keys that were made for f16 scores are in their range too."""
-        values = {name: getattr(problem, name) for name in ("arch", "head_dim", "dtype", "out", "scaling", "causal")}
-        lengths = (*self._seqlen_bounds, max(self._seqlen_bounds, default=0) + 1)
-        here = self._position("seqlen", problem.seqlen_k), self._position("load", self.load_of(problem))
-        away = [
-            (abs(i - here[0]), abs(j - here[1]), seqlen, load)
-            for (i, seqlen), (j, load) in product(enumerate(lengths), enumerate(self.axes["load"]))
-        ]
-        others = () if problem.precision == "high" else ("accurate",)  # nothing less precise takes its place
-        for precision in dict.fromkeys((problem.precision, *others)):
-            for _, _, seqlen, load in sorted(away, key=lambda cell: cell[:2]):
-                yield self.cell(seqlen=seqlen, load=load, precision=precision, **values)
-
-
 @cache
 def load_table(directory: Path) -> Table:
-    """Read ``directory/dispatch.json`` once."""
+    """Read ``directory/table.txt`` once."""
     return Table(directory)
 
 
@@ -187,7 +104,7 @@ def _fits_blocks(variant: Variant, problem: Problem) -> bool:
 def decide(
     directory: Path, problem: Problem, kernel: str = "", form: KVForm | None = None
 ) -> tuple[Variant, int, Decision]:
-    """Choose the kernel for a problem from the pair of files in ``directory``; one that reads keys and values of
+    """Choose the kernel for a problem from the files in ``directory``; one that reads keys and values of
     ``form`` where they are packed already.
 
     Returns the variant, whose head_dim is that of the problem or wider, its number in an extension built from that
@@ -205,13 +122,15 @@ def decide(
         table = load_table(directory)
         columns = problem.head_dim if form is None else form.head_dim
         key = replace(problem, head_dim=padded_head_dim(columns, manifest.head_dims[problem.arch]))
-        decision = table.lookup(key)
-        if decision.variant is not None and not _fits_blocks(manifest.find(decision.variant), problem):
-            decision = table.lookup(replace(key, precision="accurate"))  # of blocks that divide KEY_BLOCK
+        cell = table.lookup(key)
+        if cell.variant is not None and not _fits_blocks(manifest.find(cell.variant), problem):
+            cell = table.lookup(replace(key, precision="accurate"))  # of blocks that divide KEY_BLOCK
+        decision = load_times(directory).explain(cell, manifest)
     if decision.variant is None:
         raise NoKernelError(refusal(problem.arch, manifest.profile, decision.reason))
     if form is not None:
-        near, rest = load_table(directory).near(key), unchosen(manifest, problem, decision.variant)
+        near = explained(load_table(directory).near(key), manifest)
+        rest = unchosen(manifest, problem, decision.variant)
         decision = readable(decision, near, rest, manifest, form, problem.scaling, bool(kernel))
     if _logger is not None and (problem, decision) not in _logged:
         _logged.add((problem, decision))

@@ -46,7 +46,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Decision:
-    """One cell of the table. Costs are microseconds of the model named by ``evidence``; without a kernel
+    """Which kernel, and why. Costs are microseconds of the model or card named by ``evidence``; without a kernel
     ``variant`` is None and ``reason`` holds the rule that refuses."""
 
     variant: str | None

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from .. import log
 from .._version import __version__
 from ..choose import tuned
-from ..choose.dispatch import Table, load_table
+from ..choose.dispatch import load_table
+from ..choose.table import Table
 from ..errors import UnsupportedError
 from ..manifest import Manifest, generated_dir, load_manifest
 from . import driver
@@ -139,12 +140,11 @@ def _read(directory: Path, read: Callable[[Path], T]) -> T:
 
 def _disagreement(manifest: Manifest, table: Table) -> str:
     """Say which kernels a table names that its manifest does not list; "" where there are none."""
-    named = {decision.variant for decision in table.decisions if decision.variant is not None}
-    missing = sorted(named - manifest.index.keys())
+    missing = sorted(table.kernels - manifest.index.keys())
     if not missing:
         return ""
     return (
-        f"{manifest.directory / 'dispatch.json'} names {len(missing)} kernels that the manifest beside it does not "
+        f"{manifest.directory / 'table.txt'} names {len(missing)} kernels that the manifest beside it does not "
         f"list, among them {missing[0]}"
     )
 

@@ -1,7 +1,7 @@
 """The compiled kernels: where they are found, what they were built for, and their loading on first need.
 
 The shared library is ``_C*.so`` beside this file; the environment variable ``FP8CUTLASS_LIBRARY`` names another one.
-``_built/manifest.json`` and ``_built/dispatch.json`` beside the library describe what is compiled into it: the number
+``_built/`` with the files of ``manifest.TABLES`` beside the library describe what is compiled into it: the number
 of a variant in the library is its position in that manifest, which may be smaller than the shipped one.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ..errors import NoKernelError, UnsupportedError
-from ..manifest import PACKAGE_DIR, Manifest, generated_dir, load_manifest
+from ..manifest import PACKAGE_DIR, TABLES, Manifest, generated_dir, load_manifest
 
 BUILD_HINT = (
     "build the kernels with `pip install .` (FP8CUTLASS_ARCHS='sm89;sm90a' picks the architectures), or name a built "
@@ -63,7 +63,7 @@ def built_dir() -> Path:
     if library is None:
         raise NoKernelError(f"the CUDA kernels are not built: there is no _C*.so in {PACKAGE_DIR}", BUILD_HINT)
     directory = library.parent / "_built"
-    for name in ("manifest.json", "dispatch.json"):
+    for name in TABLES:
         if not (directory / name).is_file():
             raise NoKernelError(f"{library} comes without {directory / name}", BUILD_HINT)
     return directory

@@ -1,0 +1,47 @@
+"""Small sets of kernels in which everything occurs that occurs in any: what is shown of them, and what is compiled.
+
+What a kernel is made of is read from its text, so that no list of conditions has to follow the templates.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import TypeVar
+
+Part = TypeVar("Part")
+
+SHOWN = "shown"  # folder of the kernels that a checkout shows
+_NUMBER = re.compile(r"(?<![A-WYZa-wyz\d])\d+")  # not a part of a type: bf16, E4M3, F32; but 64x128
+
+
+def cover(parts: Mapping[str, frozenset[Part]]) -> tuple[str, ...]:
+    """Names, sorted, of few sets that together hold every part of any. Greedy: the most new parts first, of equals the
+    first name; then without those that the others make needless."""
+    missing = set().union(*parts.values())
+    chosen: list[str] = []
+    while missing:
+        best = min(parts, key=lambda name: (-len(parts[name] & missing), name))
+        chosen.append(best)
+        missing -= parts[best]
+    for name in tuple(chosen):
+        rest: set[Part] = set().union(*(parts[other] for other in chosen if other != name))
+        if parts[name] <= rest:
+            chosen.remove(name)
+    return tuple(sorted(chosen))
+
+
+def kinds_of_lines(text: str, name: str) -> frozenset[str]:
+    """The lines of a kernel but for its name, its numbers and its indentation."""
+    plain = text.replace(name, "@").replace(name.capitalize(), "@")
+    return frozenset(_NUMBER.sub("#", line.strip()) for line in plain.splitlines())
+
+
+def committed(files: Mapping[str, str]) -> dict[str, str]:
+    """What a checkout holds of all files of a generation: the lists, which have the digest of every kernel, and so many
+    whole kernels that every kind of line of every kernel is in one."""
+    kernels = {path: text for path, text in files.items() if path.endswith(".cu")}
+    lines = {path: kinds_of_lines(text, PurePosixPath(path).stem) for path, text in kernels.items()}
+    lists = {path: text for path, text in files.items() if path not in kernels}
+    return lists | {f"{SHOWN}/{PurePosixPath(path).name}": kernels[path] for path in cover(lines)}

@@ -17,6 +17,7 @@ from . import report
 from .commands import accuracy, overhead, pack, regret, tune, ways
 from .options import Wanted, commit_option, need_card, out_option, read_csv, results_folder, shape_options, stop
 from .results import FAILED, WRONG
+from .walk_commands import varlen, windows
 
 PEER_NAMES = tuple(name for name in report.CONTENDERS if name != report.OWN)
 
@@ -172,7 +173,7 @@ def machine() -> None:
     click.echo(json.dumps(stamp(), indent=2))
 
 
-for command in (accuracy, regret, overhead, pack, tune, ways):
+for command in (accuracy, regret, overhead, pack, tune, varlen, ways, windows):
     cli.add_command(command)
 
 if __name__ == "__main__":

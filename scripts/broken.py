@@ -83,6 +83,20 @@ FAULTS = (
         "",
         "racecheck",
     ),
+    Fault(
+        "the walk: a window begins one key late",
+        "sm90a_fwd_d64_m128n256w8_s3_block_window_e4m3_bf16_linear_pingpong_solo",
+        "Walk::band(p, item).first - key;",
+        "Walk::band(p, item).first - key + 1;",
+        "tests",
+    ),
+    Fault(
+        "the walk: a sequence of a ragged batch ends one key late",
+        "sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo_ragged",
+        "last[r] = Walk::keys(p, item) - 1 - key;",
+        "last[r] = Walk::keys(p, item) - key;",
+        "tests",
+    ),
 )
 # Rules of the sm90a family, a declared point that each of them alone refuses, and the gate that has to notice.
 SWITCHED_OFF = (
@@ -136,7 +150,9 @@ def on_the_card(folder: Path) -> Iterator[Finding]:
 
 
 def _by_tests(fault: Fault, environment: dict[str, str]) -> tuple[bool, str]:
-    tests = ["tests/test_gpu_variants.py", "-k", f"test_variant and {fault.kernel}"]
+    of_the_walk = "_window_" in fault.kernel or fault.kernel.endswith("_ragged")
+    file, test = ("test_gpu_varlen", "is_its_emulation") if of_the_walk else ("test_gpu_variants", "test_variant")
+    tests = [f"tests/{file}.py", "-k", f"{test} and {fault.kernel}"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TESTS_END)

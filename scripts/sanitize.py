@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import itertools
 import json
 import os
 import re
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,10 +34,10 @@ if __name__ == "__main__":
 
 from scripts import toolchain  # noqa: E402  (needs the path above when run as a file)
 from scripts.build_extension import PROFILES  # noqa: E402
+from scripts.sanitize_problems import launches  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 KERNELS = "kns=attention,kns=pack,kns=amax,kns=deliver,kns=plan"  # parts of their names
-CLUSTERS = {"solo": 1, "split2": 2, "split4": 4}
 FOUND = 9  # exit status of compute-sanitizer when it has something to say
 PLANTED = ROOT / "tests" / "planted"
 PROGRAM_SECONDS = 120  # a planted barrier error may also hang
@@ -61,16 +60,6 @@ class Outcome:
     kinds_left_out: tuple[str, ...] = ()
     seconds: float = 0.0
     text: str = ""
-
-
-def problems(
-    tile_m: int, tile_n: int, stages: int, cluster: str, unrolled: Sequence[tuple[int, int]]
-) -> tuple[tuple[int, int, int, int], ...]:
-    """Heads, KV heads, queries, keys: every slot of the pipeline used more than twice by every CTA, with a tail; more
-    items than CTAs, of more than one tile; one full tile; and more items than CTAs for each form of ``unrolled``."""
-    share = (2 * stages + 1) * tile_n * CLUSTERS[cluster]
-    forms = [(300, 150, 70, most - 5) for _, most in unrolled]
-    return (2, 1, tile_m + 6, share + 37), (600, 300, 70, tile_n + 6), (1, 1, tile_m, tile_n), *forms
 
 
 def chosen(profile: str, only: Sequence[str], each: bool) -> list[Any]:
@@ -100,16 +89,10 @@ def run_problems(kernels: Sequence[Any], seconds: float | None) -> tuple[int, in
     for number, kernel in enumerate(kernels):
         if seconds is not None and time.monotonic() - started >= seconds:
             return launched, len(kernels) - number
-        for _ in _launches(kernel):
+        for _ in launches(kernel):
             torch.cuda.synchronize()
             launched += 1
     return launched, 0
-
-
-def _launches(kernel: Any) -> Iterator[None]:
-    if isinstance(kernel, dict):
-        return run_pack(kernel)
-    return {"window": run_window, "ragged": run_ragged}.get(kernel.kind, run_variant)(kernel)
 
 
 def run_part(profile: str, only: Sequence[str], each: bool, part: str, seconds: float | None) -> None:
@@ -125,106 +108,6 @@ def run_part(profile: str, only: Sequence[str], each: bool, part: str, seconds: 
             print(f"no kernel of its kind: {_id(kernel)}")
     reached = sum(_id(kernel) in kinds for kernel in ran)
     print(f"{launches} launches of {len(ran)} kernels of {reached} kinds, {left} left out")
-
-
-def run_variant(variant: Any) -> Iterator[None]:
-    """Launches a forward kernel, once a turn. Operands are made on the CPU, so that initcheck sees them arrive."""
-    import torch
-
-    gpu, reference = importlib.import_module("gpu"), importlib.import_module("reference")
-    for heads, kv_heads, seqlen_q, seqlen_k in problems(
-        variant.tile_m, variant.tile_n, variant.stages, variant.cluster, variant.unrolled
-    ):
-        q = reference.randn(1, heads, seqlen_q, variant.head_dim, seed=1)
-        k, v = (reference.randn(1, kv_heads, seqlen_k, variant.head_dim, seed=s) for s in (2, 3))
-        offset = seqlen_k - seqlen_q if variant.causal else 0
-        out_descale = torch.full((1,), 0.02) if variant.out == "e4m3" else None
-        for scaling in variant.scalings:
-            call = gpu.call_of(
-                reference.operands_of(variant, q, k, v, scaling),
-                variant,
-                scale=0.125,
-                scaling=scaling,
-                causal_offset=offset,
-                out_descale=out_descale,
-            )
-            gpu.run_from_host(call, variant)
-            yield
-        if variant.quantises_q:
-            shapes = (heads, seqlen_q), (kv_heads, seqlen_k), (kv_heads, seqlen_k)
-            halves = [reference.randn(1, *x, variant.head_dim, seed=s, device="cuda") for s, x in enumerate(shapes)]
-            on_card = {"causal_offset": offset, "out_descale": gpu.out_descale_for(variant)}
-            for hand_over in (False, True):
-                gpu.attend_source(variant, *halves, **on_card, hand_over=hand_over)
-                yield
-
-
-def run_window(variant: Any) -> Iterator[None]:
-    """Launches a kernel of windows, once a turn: bands that begin and end inside tiles, or hide whole rows."""
-    import torch
-
-    gpu, launch = importlib.import_module("gpu"), importlib.import_module("fp8cutlass.call.launch")
-    manifest = gpu.built_manifest()
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[variant.out]
-    for heads, kv_heads, rows, keys in problems(variant.tile_m, variant.tile_n, variant.stages, variant.cluster, ()):
-        q, k, v = (
-            torch.randn(1, h, tokens, variant.head_dim).to(dtype).cuda()
-            for h, tokens in ((heads, rows), (kv_heads, keys), (kv_heads, keys))
-        )
-        options = (None, dtype, "block", "fast", True, 0, 0.125, True, False, "")
-        call = launch.Call(q, k, v, None, None, None, *options)
-        o = launch.kernel_operands(call, variant, manifest.scaling["block"])
-        for left, right in ((variant.tile_n + 5, 0), (3, 40)):
-            out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
-            torch.ops.fp8cutlass_C.forward(
-                manifest.index[variant.id], o.q, o.k, o.v, o.q_descale, o.k_descale, o.v_descale, None, out, lse, None,
-                0.125, keys - rows + right, keys - rows - left,
-            )  # fmt: skip
-            yield
-
-
-def run_ragged(variant: Any) -> Iterator[None]:
-    """Launches a kernel of ragged batches with its plan, once a turn: sequences without rows or keys, of one token, of
-    whole tiles; more items than CTAs."""
-    import torch
-
-    gpu, ragged = importlib.import_module("gpu"), importlib.import_module("fp8cutlass.call.ragged")
-    m, n = variant.tile_m, variant.tile_n
-    window = {"full": (-1, -1), "causal": (-1, 0), "window": (n + 5, 3)}[variant.mask]
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[variant.out]
-    for rows, keys in (
-        ([m + 6, 0, 1, m], [(2 * variant.stages + 1) * n + 37, 5, 0, n]),
-        ([70, m + 1] * 30, [n, 9] * 30),
-    ):
-        q, k, v = (
-            torch.randn(sum(tokens), heads, variant.head_dim).to(dtype).cuda()
-            for tokens, heads in ((rows, 4), (keys, 2), (keys, 2))
-        )
-        ends = [torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32).cuda() for x in (rows, keys)]
-        call = ragged.RaggedCall(
-            q, k, v, *ends, None, None, max(rows), max(keys), (), 0.125, *window, True, dtype, "fast", True, variant.id
-        )
-        out, lse = torch.empty_like(q), torch.empty(q.shape[1::-1], device=q.device)
-        ragged.launch(call, variant, gpu.built_manifest().index[variant.id], out, lse)
-        yield
-
-
-def run_pack(pack: dict[str, Any]) -> Iterator[None]:
-    """Launches a kernel that quantises and packs, once a turn, with tails of rows, of packed keys and of head_dim."""
-    import torch
-
-    gpu, reference = importlib.import_module("gpu"), importlib.import_module("reference")
-    fused = importlib.import_module("fp8cutlass.native.fused")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[pack["source"]]
-    head_dim, block = pack["head_dim"], pack["key_block"]
-    for width, keys in ((head_dim, 2 * block + 130), (head_dim - 8, 3)):
-        q = reference.randn(2, 4, keys + 7, width, seed=1).to(dtype).cuda()
-        k = reference.randn(2, 2, keys, width, seed=2).to(dtype).cuda()
-        for granularity, both in itertools.product(gpu.built_manifest().scaling.values(), (False, True)):
-            options = {"head_dim": head_dim, "key_block": block, "amax": 14.0, "negate_q": True}
-            options |= {"smooth_k": both, "hadamard": both, "granularity": granularity}
-            fused.quantise_and_pack(q, k, k, **options)
-            yield
 
 
 def under(tool: str, command: Sequence[str | Path], *, filtered: bool, seconds: float | None = None) -> tuple[str, str]:

@@ -25,11 +25,12 @@ def run_cpp(blocks: list[str], folder: Path) -> str:
     return subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
 
 
-def nvcc(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """nvcc with this project's and CUTLASS' headers; skips the test, saying why, where one of them is not installed."""
+def nvcc(*arguments: str | Path, include: Path = ROOT / "include") -> subprocess.CompletedProcess[str]:
+    """nvcc with this project's headers, or others, and CUTLASS'; skips the test, saying why, where one is not
+    installed."""
     try:
         compiler, cutlass = find_nvcc(), find_cutlass()
     except ToolchainError as error:
         pytest.skip(str(error))
-    command = [compiler.path, "-std=c++17", "-I", ROOT / "include", "-I", cutlass, *arguments]
+    command = [compiler.path, "-std=c++17", "-I", include, "-I", cutlass, *arguments]
     return subprocess.run([str(x) for x in command], capture_output=True, text=True, env=compiler.environment())

@@ -1,8 +1,9 @@
-"""Random calls of ``attention``, judged; every failure prints the line that runs it again.
+"""Random calls of ``attention`` and ``attention_varlen``, judged; a failure prints the line that runs it again.
 
     python -m tests.fuzz --count 200                       # on CPU tensors: the emulator against float64
     python -m tests.fuzz --device cuda --minutes 5 --jobs 8
-    python -m tests.fuzz --device cuda --seed 1 --case 45  # one case, in full
+    python -m tests.fuzz --device cuda --minutes 2 --call varlen
+    python -m tests.fuzz --device cuda --seed 1 --call varlen --case 45  # one case, in full
 
 The exit status is 1 when a case failed or none was judged.
 """
@@ -31,11 +32,21 @@ for folder in (ROOT, ROOT / "python", ROOT / "tests"):
 
 import torch  # noqa: E402
 from fuzz_cases import CELLS, draw  # noqa: E402
-from fuzz_check import Verdict, run_case  # noqa: E402
+from fuzz_check import run_case  # noqa: E402
+from fuzz_judge import Verdict  # noqa: E402
+from fuzz_varlen import draw_ragged  # noqa: E402
+from fuzz_varlen_check import run_ragged_case  # noqa: E402
 from processes import one_of_many  # noqa: E402
 
 from fp8cutlass.call import memo as eager  # noqa: E402
 from fp8cutlass.native import attend  # noqa: E402
+
+ATTENTION, VARLEN = CALLS = ("attention", "varlen")
+
+
+def call_of(number: int, only: str | None) -> str:
+    """What case ``number`` calls: every fourth one ``attention_varlen``, unless one of CALLS is wanted alone."""
+    return only or (VARLEN if number % 4 == 3 else ATTENTION)
 
 
 @dataclass
@@ -44,6 +55,7 @@ class Session:
 
     device: str
     seed: int
+    only: str | None = None  # of CALLS
     seconds: float = 0.0
     statuses: Counter[str] = field(default_factory=Counter)
     kernels: Counter[str] = field(default_factory=Counter)
@@ -55,7 +67,9 @@ class Session:
         if verdict.kernel:
             self.kernels[verdict.kernel] += 1
         if verdict.status == "failed":
-            text = f"{again(self.device, self.seed, number)}  # {verdict.kernel}: {'; '.join(verdict.details)}"
+            text = (
+                f"{again(self.device, self.seed, number, self.only)}  # {verdict.kernel}: {'; '.join(verdict.details)}"
+            )
             self.failures.append(text)
             say(text)
 
@@ -69,9 +83,9 @@ class Session:
         )
 
 
-def again(device: str, seed: int, number: int) -> str:
+def again(device: str, seed: int, number: int, only: str | None) -> str:
     """The command that runs a case again."""
-    return f"python -m tests.fuzz --device {device} --seed {seed} --case {number}"
+    return f"python -m tests.fuzz --device {device} --seed {seed} --call {call_of(number, only)} --case {number}"
 
 
 # From which sizes on Q is left to the attention kernel, and K and V are handed over to it while it runs. The cases lie
@@ -83,16 +97,21 @@ LIMITS: tuple[dict[str, int], ...] = (
 )
 
 
-def judge_case(device: str, seed: int, number: int) -> Verdict:
+def drawn(device: str, seed: int, number: int, call: str) -> Any:
+    """A case of a call."""
+    return (draw_ragged if call == VARLEN else draw)(seed, number, CELLS[device])
+
+
+def judge_case(device: str, seed: int, number: int, call: str = ATTENTION) -> Verdict:
     """One case, in whatever process this is; one thread, as the tensors are small and threads wait for one another."""
     torch.set_num_threads(1)
     eager.forget()  # calls that went another way
     with torch.no_grad(), patch.dict(vars(attend), LIMITS[number % len(LIMITS)]):
-        return run_case(draw(seed, number, CELLS[device]), device)
+        return (run_ragged_case if call == VARLEN else run_case)(drawn(device, seed, number, call), device)
 
 
 def judged(
-    device: str, seed: int, numbers: Iterator[int], jobs: int, until: float | None
+    device: str, seed: int, numbers: Iterator[int], jobs: int, until: float | None, only: str | None = None
 ) -> Iterator[tuple[int, Verdict]]:
     """Verdicts as they come, of ``jobs`` processes, or of this one if that is 1. No case is begun after ``until``
     (time.monotonic). Ends after a case that took the device with it."""
@@ -105,7 +124,7 @@ def judged(
 
     if jobs == 1:
         for number in more():
-            verdict = judge_case(device, seed, number)
+            verdict = judge_case(device, seed, number, call_of(number, only))
             yield number, verdict
             if verdict.lost:
                 return
@@ -116,7 +135,7 @@ def judged(
         lost = False
         while True:
             while not lost and len(running) < 2 * jobs and (number := next(waiting, None)) is not None:
-                running[pool.submit(judge_case, device, seed, number)] = number
+                running[pool.submit(judge_case, device, seed, number, call_of(number, only))] = number
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -139,14 +158,16 @@ def fuzz(
     cases: int | None = None,
     minutes: float | None = None,
     jobs: int = 1,
+    only: str | None = None,
     say: Callable[[str], None] = print,
 ) -> Session:
-    """Run cases ``first`` to ``first + cases``, or until ``minutes`` are over, whichever comes first."""
+    """Run cases ``first`` to ``first + cases``, or until ``minutes`` are over, whichever comes first; of CALLS ``only``
+    one, or both in turns."""
     started = time.monotonic()
-    session = Session(device, seed)
+    session = Session(device, seed, only)
     numbers = count(first) if cases is None else iter(range(first, first + cases))
     until = None if minutes is None else started + 60 * minutes
-    for number, verdict in judged(device, seed, numbers, jobs, until):
+    for number, verdict in judged(device, seed, numbers, jobs, until, only):
         session.add(number, verdict, say)
     session.seconds = time.monotonic() - started
     return session
@@ -161,14 +182,16 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="cases to run (default: 200, or as many as --minutes allow)")
     parser.add_argument("--minutes", type=float, help="begin no case after this time")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--case", type=int, help="run this case alone and describe it")
+    parser.add_argument("--call", choices=CALLS, help="only these calls (default: both in turns)")
+    parser.add_argument("--case", type=int, help="run this case alone, of `attention` without --call, and describe it")
     parser.add_argument("--json", type=Path, help="write what became of the cases")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no card")
     if options.case is not None:
-        verdict = judge_case(options.device, options.seed, options.case)
-        print(draw(options.seed, options.case, CELLS[options.device]))
+        one = (options.device, options.seed, options.case, options.call or ATTENTION)
+        verdict = judge_case(*one)
+        print(drawn(*one))
         print(f"{verdict.status}: {verdict.kernel} {'; '.join(verdict.details)}")
         return 1 if verdict.status == "failed" else 0
     cases = 200 if options.count is None and options.minutes is None else options.count
@@ -179,6 +202,7 @@ def main() -> int:
         cases=cases,
         minutes=options.minutes,
         jobs=options.jobs,
+        only=options.call,
         say=lambda text: print(text, flush=True),
     )
     print(session.summary())

@@ -1,45 +1,26 @@
-"""One random call of ``attention`` held to float64 and, on a card, to the emulator, under the gates of the other tests.
-
-A gate applies where it was stated: the z-test up to the logits of the accuracy table, the emulator's and those of randn
-up to the logits of randn, what says something of the mean of many rows to many rows.
-"""
+"""One random call of ``attention``: run, and held to float64 and, on a card, to the emulator."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from fuzz_cases import Case, Inputs, arguments, inputs_of, spread
+from fuzz_judge import Expected, Verdict, judge
 from gpu import is_emulated
-from kernel_gates import (
-    AMAX,
-    ROW_COSINE,
-    beyond_rounding,
-    dequantised_limit,
-    emulator_limit,
-    lse_limit,
-)
 from layouts import on_card
 from reference import (
-    FLOOR,
     Operands,
-    Reference,
-    ZTest,
     attention64,
-    min_row_cosine,
     operands_of,
-    relative_l2,
-    visible,
-    z_test,
 )
 from tensor_core import cut_products
 
 import fp8cutlass
 from fp8cutlass import UnsupportedError
-from fp8cutlass.accuracy.ztest import LIMITS
 from fp8cutlass.choose.target import granularities, target
 from fp8cutlass.dtypes import DTYPE_NAMES, OUT_NAMES
 from fp8cutlass.emulator.emulate import Emulation, emulate
@@ -48,32 +29,9 @@ from fp8cutlass.quant.descale import to_canonical
 from fp8cutlass.quant.prepare import prepared
 from fp8cutlass.quant.smooth import key_mean
 
-TABLE_LOGITS = 50.0  # the K bias of the accuracy table has logits up to 45
-RANDN_LOGITS = 8.0
-MANY = 64  # rows, keys: a figure that is a mean of fewer scatters by itself
-FLOOR_KEYS = 256  # the least rms is that of rows with many keys
 # Of 448, what the largest result becomes in an e4m3 output: a code. A tie, such as 100 is, would round equal results
 # (constant V) either way, and 5% more would not show.
 OUT_CODE = 104.0
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """``status``: passed, failed, or unserved where no kernel serves the call and it is refused. ``details``: the gates
-    that were missed, or the refusal. ``lost``: the device is in an error state and the process of no further use."""
-
-    status: str
-    kernel: str = ""
-    details: tuple[str, ...] = ()
-    lost: bool = False
-
-
-@dataclass
-class Expected(Emulation):
-    """The emulator's, ``out`` in float32 with its descale applied; ``unrounded``: the same from before an e4m3 output
-    was rounded (bf16), None of other outputs."""
-
-    unrounded: torch.Tensor | None = None
 
 
 def run_case(case: Case, device: str) -> Verdict:
@@ -217,84 +175,3 @@ def _emulated(case: Case, operands: Operands, variant: Variant, options: dict[st
         return Expected(result.out, result.lse, result.amax)
     unrounded = run(replace(variant, out="bf16")).out
     return Expected(result.out * options["out_descale"], result.lse, result.amax, unrounded=unrounded)
-
-
-def judge(
-    case: Case,
-    variant: Variant,
-    reference: Reference,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    amax: torch.Tensor,
-    stored: torch.dtype,
-    emulated: Expected | None,
-    options: dict[str, Any],
-) -> list[str]:
-    """The gates that a result misses: ``out`` is (B, H, Sq, D) with its descale applied, ``stored`` its type."""
-    missed = []
-
-    def hold(name: str, figure: float, limit: float) -> None:
-        if not figure <= limit:  # a NaN misses
-            missed.append(f"{name} {figure:.4g} > {limit:.4g}")
-
-    hold("elements that are no number", float((~out.isfinite()).sum()), 0)
-    seen = visible(case.seqlen_q, case.seqlen_k, case.causal_offset).any(-1).to(out.device)
-    hold("largest of the rows without keys", float(out[:, :, ~seen].abs().sum()), 0)
-    # Rounding is monotonic: the largest result is the rounded largest.
-    largest, half_step = float(out.abs().max()), torch.finfo(stored).eps / 2
-    hold("amax against the output", abs(float(amax) - largest), 1.001 * half_step * largest)
-    if lse is not None:
-        # On a card the emulator has cut its scores as the tensor core does; a cut that it misses costs a unit a step.
-        limit = lse_limit(variant, reference.max_partial, emulated=emulated is None or is_emulated(variant))
-        if case.smooth_k:  # what smoothing took from the logits is added again: a sum, a product and a sum in float32
-            limit += 3 * 2.0**-24 * reference.max_score
-        expected = reference.lse if emulated is None else emulated.lse.double()
-        hold("rows that wrongly have keys, or none", float(((lse == -torch.inf) != ~seen).sum()), 0)
-        error = (lse.double() - expected)[:, :, seen].abs()
-        hold("LSE", float(error.max()) if error.numel() else 0.0, limit)
-    if reference.max_score <= TABLE_LOGITS:
-        normal = case.values == "normal" and case.scale is None and case.alignment is None
-        floor = FLOOR if normal and case.seqlen_k >= FLOOR_KEYS else 0.0
-        step = float(options.get("out_descale", 0.0)) * float(torch.finfo(stored).smallest_normal)
-        z = _z_test(out, reference, variant, stored, step)
-        excused = _excused(case, variant, case.batch * case.heads * int(seen.sum()))
-        if emulated is not None:  # what the emulator misses as well is the algorithm's, not the kernel's
-            e = _z_test(emulated.out, reference, variant, stored, step)
-            excused |= {n for n in LIMITS if abs(getattr(z, n)) <= 1.02 * abs(getattr(e, n))}
-        missed += [f"z: {x}" for x in z.refusals(floor=floor) if x.split()[0] not in excused]
-    many = case.batch * case.heads * int(seen.sum()) >= MANY
-    if emulated is not None and many and reference.max_score <= RANDN_LOGITS and float(emulated.amax) > 0:
-        if emulated.unrounded is None:
-            away, limit = relative_l2(out, emulated.out), emulator_limit(variant)
-        else:  # before the rounding the limit is that of a 16-bit output
-            away = beyond_rounding(out, emulated.unrounded, float(options["out_descale"]))
-            limit = emulator_limit(replace(variant, out="bf16"))
-        hold("relative L2 to the emulator", away, limit)
-        if case.seqlen_k >= MANY:
-            hold("amax to the emulator", abs(float(amax) / float(emulated.amax) - 1), AMAX)
-            if case.values == "normal" and case.head_dim >= 32:
-                hold("relative L2 to float64", relative_l2(out, reference.out), dequantised_limit(variant))
-                cosine = min_row_cosine(out[:, :, seen], reference.out[:, :, seen])
-                hold("1 - cosine of the worst row", 1 - cosine, 1 - ROW_COSINE)
-    return missed
-
-
-def _excused(case: Case, variant: Variant, rows: int) -> set[str]:
-    """Figures of the z-test that say nothing of a case, as the theory takes the roundings of many P as independent."""
-    if case.values == "constant":  # one number, and one rounding of it
-        return {"rms", "row_rms", "mean"}
-    excused = {"rms"} if rows < MANY else set()
-    linear = variant.softmax == "linear"
-    equal = case.values in ("zeros", "tiny") or (case.scale is not None and abs(case.scale) < 0.1)
-    if equal or case.seqlen_k < MANY or case.alignment is not None:  # equal P err alike, few P do not average
-        excused |= {"row_rms", "mean"} | ({"rms"} if linear else set())
-    if linear:  # the worst row of its interpolation
-        excused.add("row_rms")
-    return excused
-
-
-def _z_test(out: torch.Tensor, reference: Reference, variant: Variant, stored: torch.dtype, smallest: float) -> ZTest:
-    """The z-test, whose theory has relative roundings of the output only: what is below ``smallest``, the smallest
-    normal number of an e4m3 output, counts as right."""
-    held = torch.where(reference.out.abs() < smallest, reference.out.float(), out)
-    return z_test(held, reference, variant.softmax, stored)

@@ -18,6 +18,7 @@ __all__ = [
     "ZTest",
     "attention64",
     "make_operands",
+    "masked64",
     "min_row_cosine",
     "operands_of",
     "randn",
@@ -26,6 +27,19 @@ __all__ = [
     "visible",
     "z_test",
 ]
+
+
+def masked64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor) -> Reference:
+    """``attention64`` where row i sees the keys of ``seen[i]``, (Sq, Sk) bool, whatever the mask."""
+    repeat = q.shape[1] // k.shape[1]
+    k64, v64 = (x.double().repeat_interleave(repeat, 1) for x in (k, v))
+    q64 = scale * q.double()
+    logits = q64 @ k64.transpose(-1, -2)
+    largest = float(logits[..., seen].abs().max()) if bool(seen.any()) else 0.0
+    logits = logits.masked_fill(~seen, -torch.inf)
+    lse = logits.logsumexp(-1)
+    probabilities = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    return Reference(probabilities @ v64, lse, probabilities, v64, largest, q64, k64)
 
 
 def unseen_tile(head_dim: int, device: torch.device | str = "cpu") -> tuple[tuple[torch.Tensor, ...], int]:

@@ -183,6 +183,11 @@ REFUSED = [
     pytest.param(
         call(out=torch.empty(1, 1, 16, 64, dtype=torch.bfloat16).expand(1, 4, 16, 64)), ["out", "expanded"], marks=OUT
     ),
+    pytest.param(
+        call(out=torch.empty(4096, dtype=torch.bfloat16).as_strided((1, 4, 16, 64), (4096, 512, 32, 1))),
+        ["out overlaps itself", "(4096, 512, 32, 1)"],
+        marks=OUT,
+    ),
     pytest.param(call(query=SHARED, out=SHARED), ["out shares its memory with query"], marks=OUT),
     pytest.param(call(value=SHARED, out=SHARED.view_as(SHARED)), ["out shares its memory with value"], marks=OUT),
 ]
@@ -239,6 +244,16 @@ def test_descales_at_their_limits(value: float) -> None:
     got = attention(**fp8_call(v_descale=value, out_dtype=E4M3, out_descale=value, scaling="head"))
     want = attention(**fp8_call(out_dtype=E4M3, out_descale=1.0, scaling="head"))
     assert bool(want.float().any()) and torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "float16", "int64"])
+def test_numbers_of_numpy_are_descales(kind: str) -> None:
+    """`x.abs().max() / 448` of a numpy array is a float32."""
+    number = getattr(pytest.importorskip("numpy"), kind)
+    got = attention(**fp8_call(q_descale=number(1), scaling="head"))
+    assert torch.equal(got, attention(**fp8_call(q_descale=1.0, scaling="head")))
+    with pytest.raises(UnsupportedError, match="q_descale must be finite"):
+        attention(**fp8_call(q_descale=number(0), scaling="head"))
 
 
 @pytest.mark.edge(58)

@@ -9,32 +9,41 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fuzz_check
+import fuzz_judge
+import fuzz_varlen_check
 import pytest
 import torch
 from fuzz_cases import CELLS, ORDERS, SOURCES, VALUES, Case, draw
-from fuzz_check import Verdict, judge, operands_for
+from fuzz_check import operands_for
+from fuzz_judge import Expected, Verdict, judge
+from fuzz_varlen import DESCALES, KEYS, LENGTHS, RaggedCase, draw_ragged
+from gpu import built_variants
 from reference import Operands
+from tensor_core import cut_products
 
-from fp8cutlass.call import launch
+from fp8cutlass.call import launch, ragged
+from fp8cutlass.choose.target import Target
 from fp8cutlass.emulator.emulate import Emulation, emulate
-from fp8cutlass.manifest import Variant
+from fp8cutlass.manifest import Variant, generated_dir
 from tests import fuzz
 
 ROOT = Path(__file__).resolve().parent.parent
 CARD_CASES, CARD_BATCHES = 25, 12
 
 
-def session(first: int, cases: int, seed: int = 1) -> fuzz.Session:
-    return fuzz.fuzz("cpu", seed, first=first, cases=cases, say=lambda text: None)
+def session(first: int, cases: int, only: str = fuzz.ATTENTION) -> fuzz.Session:
+    return fuzz.fuzz("cpu", 1, first=first, cases=cases, only=only, say=lambda text: None)
 
 
+@pytest.mark.parametrize("only", fuzz.CALLS)
 @pytest.mark.parametrize("first", range(0, 80, 20))
-def test_random_calls_on_the_emulator(first: int) -> None:
-    ran = session(first, 20)
+def test_random_calls_on_the_emulator(first: int, only: str) -> None:
+    ran = session(first, 20, only)
     assert ran.failures == []
     assert ran.statuses["passed"] >= 10, "most calls are served"
 
@@ -55,18 +64,48 @@ def test_the_emulator_that_a_card_is_compared_with(monkeypatch: pytest.MonkeyPat
         return operands[0], operands[1]
 
     operands: list[Any] = []
-    monkeypatch.setattr(fuzz_check, "is_emulated", lambda variant: False)
+    for module in (fuzz_check, fuzz_judge):
+        monkeypatch.setattr(module, "is_emulated", lambda variant: False)
     monkeypatch.setattr(fuzz_check, "judge", compared)
     monkeypatch.setattr(fuzz_check, "operands_for", kept)
     ran = session(0, 60)
     assert ran.failures == [] and len(results) == ran.statuses["passed"] and all(results)
 
 
+def test_the_gates_of_a_card_pass_the_ragged_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their emulation, tile for tile, with scores cut as the tensor core does: against float64, and against itself."""
+    at, emulated = Target(generated_dir(), "sm90a", 132), ragged.emulate_sequence
+    kernels: set[str] = set()
+
+    def choose(case: Any, inputs: Any, *_: Any) -> Variant:
+        return ragged.choose(at, fuzz_varlen_check._ragged_call(case, inputs))[0]
+
+    def as_on_a_card(call: Any, *tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        with cut_products(two_terms=False):
+            return emulated(call, *tensors, ragged.choose(at, call)[0])
+
+    def compared(case: Case, variant: Variant, reference: Any, out: torch.Tensor, *rest: Any, **seen: Any) -> list[str]:
+        lse, amax, stored, _, options = rest
+        kernels.add(variant.mask)
+        same = Expected(out, torch.zeros(()) if lse is None else lse, out.abs().amax())
+        return judge(case, variant, reference, out, lse, amax, stored, same, options, **seen)
+
+    monkeypatch.setattr(ragged, "emulate_sequence", as_on_a_card)
+    monkeypatch.setattr(fuzz_varlen_check, "_kernel", choose)
+    monkeypatch.setattr(fuzz_varlen_check, "judge", compared)
+    monkeypatch.setattr(fuzz_judge, "is_emulated", lambda variant: False)
+    ran = session(0, 40, fuzz.VARLEN)
+    assert ran.failures == [] and ran.statuses["passed"] == 40 and kernels == {"full", "causal", "window"}
+
+
 @pytest.mark.gpu
 @pytest.mark.edge(35)
+@pytest.mark.parametrize("only", fuzz.CALLS)
 @pytest.mark.parametrize("batch", range(CARD_BATCHES))
-def test_random_calls_on_a_card(batch: int) -> None:
-    ran = fuzz.fuzz("cuda", 1, first=batch * CARD_CASES, cases=CARD_CASES, say=lambda text: None)
+def test_random_calls_on_a_card(batch: int, only: str) -> None:
+    if only == fuzz.VARLEN and not built_variants("ragged"):
+        pytest.skip("no kernel of ragged batches is built for this card")
+    ran = fuzz.fuzz("cuda", 1, first=batch * CARD_CASES, cases=CARD_CASES, only=only, say=lambda text: None)
     assert ran.failures == []
     assert ran.statuses["passed"] >= CARD_CASES // 4, "calls are served"
 
@@ -101,6 +140,28 @@ def test_everything_is_drawn() -> None:
     assert all(c.batch * c.heads * c.seqlen_q * c.seqlen_k <= CELLS["cuda"] for c in cases)
 
 
+def test_ragged_batches_of_every_kind_are_drawn() -> None:
+    """Lengths, windows, what of a sequence is used, padding, NaN, types; within the bound on the work."""
+    cases = [draw_ragged(1, number, CELLS["cuda"]) for number in range(600)]
+    assert draw_ragged(1, 7, 1 << 16) == draw_ragged(1, 7, 1 << 16) != draw_ragged(2, 7, 1 << 16)
+    assert {c.source for c in cases} == {"bf16", "fp16", "e4m3"} and {c.out for c in cases} == {None, "bf16", "fp16"}
+    assert {value for c in cases for value in c.values} == set(VALUES) and {c.descales for c in cases} == set(DESCALES)
+    assert len(LENGTHS) == 6 and len(set(KEYS)) == 4 and {c.alignment for c in cases} == {"top_left", "bottom_right"}
+
+    def drawn(holds: Callable[[RaggedCase], bool]) -> int:
+        return sum(map(holds, cases))
+
+    assert drawn(lambda c: c.ends == (-1, -1)) > 60 and drawn(lambda c: c.ends == (-1, 0)) > 60
+    assert drawn(lambda c: min(c.ends) >= 0) > 60 and drawn(lambda c: c.ends[0] < 0 < c.ends[1]) > 10
+    assert drawn(lambda c: max(c.window) > max(c.keys)) > 60, "wider than any sequence"
+    assert drawn(lambda c: 0 in c.rows and 1 in c.keys) > 20 and drawn(lambda c: 0 in c.keys) > 60
+    assert drawn(lambda c: len(c.rows) > 1 and len(set(c.rows)) == 1) > 60 and drawn(lambda c: max(c.rows) > 900) > 20
+    assert drawn(lambda c: c.used_rows is not None) > 60 and drawn(lambda c: c.used_keys is not None) > 60
+    assert drawn(lambda c: c.poisoned >= 0) > 60 and drawn(lambda c: c.before > 0) > 60 < drawn(lambda c: c.behind > 0)
+    assert drawn(lambda c: c.heads > c.kv_heads) > 60 and drawn(lambda c: c.rows != c.keys) > 60
+    assert all(c.heads * sum(m * n for m, n in zip(c.rows, c.keys, strict=True)) <= CELLS["cuda"] for c in cases)
+
+
 def off_by_5_percent(*args: object, **options: object) -> Emulation:
     """A V descale that is wrong, the fault that tolerances pass."""
     result = emulate(*args, **options)  # type: ignore[arg-type]
@@ -129,7 +190,7 @@ def test_a_planted_fault_is_found_and_can_be_run_again(fault: object, monkeypatc
     ran = session(0, 20)
     assert len(ran.failures) >= 3, ran.failures
     command = ran.failures[0].split("  #")[0].split()
-    assert command[:7] == "python -m tests.fuzz --device cpu --seed 1".split()[:7]
+    assert command[:9] == "python -m tests.fuzz --device cpu --seed 1 --call attention".split()[:9]
     assert fuzz.judge_case("cpu", 1, int(command[command.index("--case") + 1])).status == "failed"
 
 
@@ -147,8 +208,20 @@ def test_an_error_is_a_failure(error: Exception, status: str, monkeypatch: pytes
 
 
 def test_a_lost_device_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzz, "run_case", lambda case, device: Verdict("failed", lost=case.number == 2))
-    assert session(0, 50).statuses["failed"] == 3
+    for name in ("run_case", "run_ragged_case"):
+        monkeypatch.setattr(fuzz, name, lambda case, device: Verdict("failed", lost=case.number == 2))
+    assert [session(0, 50, only).statuses["failed"] for only in fuzz.CALLS] == [3, 3]
+
+
+def test_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fourth is of a ragged batch, by each of the ways of LIMITS; and the line that runs it again says so."""
+    monkeypatch.setattr(fuzz, "run_case", lambda case, device: Verdict("failed" if case.number == 5 else "passed"))
+    monkeypatch.setattr(fuzz, "run_ragged_case", lambda case, device: Verdict("failed"))
+    ran = fuzz.fuzz("cpu", 1, cases=12, say=lambda text: None)
+    assert [text.split("  #")[0].split()[7:] for text in ran.failures] == [
+        ["--call", call, "--case", str(number)]
+        for call, number in (("varlen", 3), ("attention", 5), ("varlen", 7), ("varlen", 11))
+    ]
 
 
 def test_the_command_line(tmp_path: Path) -> None:
@@ -166,4 +239,6 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert "8 cases" in done.stdout
     case = run("--seed", "5", "--case", "3")
     assert case.returncode == 0 and case.stdout.startswith("Case(seed=5, number=3")
+    ragged = run("--seed", "5", "--case", "3", "--call", "varlen")
+    assert ragged.returncode == 0 and ragged.stdout.startswith("RaggedCase(seed=5, number=3")
     assert run("--minutes", "0").returncode == 1

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from compilers import ROOT, nvcc
 
-from scripts import sanitize
+from scripts import sanitize, sanitize_problems
 
 
 @pytest.fixture
@@ -104,6 +104,22 @@ def test_kinds_come_before_more_of_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     }
     assert [sanitize._id(k) for k in sanitize.chosen("release", ids[3:5], False)] == ids[3:5]
     assert any(isinstance(k, dict) for k in kinds)
+
+
+def test_every_kind_of_kernel_has_problems() -> None:
+    """A kind without problems would end a tool's run with a KeyError, on a card."""
+    kernels = sanitize.chosen("release", [], True)
+    assert {k.kind for k in kernels if not isinstance(k, dict)} == set(sanitize_problems.RUNS)
+
+
+@pytest.mark.parametrize("cluster", ["solo", "split4"])
+def test_problems_fill_every_slot_twice(cluster: str) -> None:
+    """Fewer keys than that would not show a slot that is loaded while it is still read."""
+    tile_m, tile_n, stages = 128, 64, 3
+    found = sanitize_problems.problems(tile_m, tile_n, stages, cluster, ((1, 64), (65, 128)))
+    keys = [x[3] for x in found]
+    assert keys[0] > 2 * stages * tile_n * (4 if cluster == "split4" else 1) and keys[0] % tile_n
+    assert keys[-2:] == [59, 123] and all(heads * kv and rows for heads, kv, rows, _ in found)
 
 
 @pytest.mark.gpu

@@ -91,6 +91,18 @@ def test_against_float64(window: tuple[int, int], bottom_right: bool, precision:
     close(got, expected(q, k, v, ROWS, KEYS, *window, bottom_right))
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (16, 0), (130, 25)])
+def test_every_key_counts_alike(window: tuple[int, int]) -> None:
+    """Equal logits, and a one in another column for each key: each column is the share of its keys."""
+    q, k, v, cu_q, cu_k = batch(ROWS, KEYS)
+    key = torch.cat([torch.arange(n) for n in KEYS])
+    q, v = torch.zeros_like(q), torch.eye(64)[key % 64][:, None].expand(v.shape).bfloat16()
+    out, lse = attention_varlen(q, k, v, cu_q, cu_k, 200, 260, window_size=window, return_lse=True)
+    wanted, log_sum = expected(q, k, v, ROWS, KEYS, *window)
+    assert torch.allclose(out.double(), wanted, rtol=0.01, atol=1e-4)
+    assert torch.allclose(lse.double(), log_sum, atol=1e-3)
+
+
 def test_causal_is_a_window_without_keys_after() -> None:
     q, k, v, cu_q, cu_k = batch(ROWS, KEYS)
     causal = attention_varlen(q, k, v, cu_q, cu_k, 200, 260, causal=True)
@@ -159,18 +171,50 @@ def test_only_what_is_used_counts() -> None:
 
 @pytest.mark.parametrize("shared", ["tensor", "head", "kv_head"])
 def test_fp8_operands(shared: str) -> None:
+    """Descales that differ from sequence to sequence, and from head to head."""
     q, k, v, cu_q, cu_k = batch(ROWS, KEYS)
-    fp8, descales = [], []
-    for x in (q, k, v):
+    generator = torch.Generator().manual_seed(1)
+    fp8, descales, real = [], [], []
+    for name, x in zip("qkv", (q, k, v), strict=True):
         x8, d = quantize(x.transpose(0, 1)[None], granularity="tensor")
         fp8.append(x8[0].transpose(0, 1))
-        heads = k.shape[1] if shared == "kv_head" else x.shape[1]
-        descales.append(d if shared == "tensor" else d.expand(len(ROWS), heads).contiguous())
+        if shared != "tensor":
+            heads = k.shape[1] if shared == "kv_head" else x.shape[1]
+            d = d * 2.0 ** (2 * torch.rand(len(ROWS), heads, generator=generator) - 1)
+        descales.append(d)
+        each = (
+            d.expand(len(ROWS), x.shape[1]) if shared == "tensor" else d.repeat_interleave(x.shape[1] // d.shape[1], 1)
+        )
+        lengths = torch.tensor(ROWS if name == "q" else KEYS)
+        real.append(fp8[-1].float() * each.repeat_interleave(lengths, 0)[..., None])
     names = ("q_descale", "k_descale", "v_descale")
     given = dict(zip(names, descales, strict=True))
     got = attention_varlen(*fp8, cu_q, cu_k, 200, 260, causal=True, return_lse=True, **given)
-    real = [x.float() * d.reshape(-1)[0] for x, d in zip(fp8, descales, strict=True)]
     close(got, expected(*real, ROWS, KEYS, -1, 0))
+
+
+def test_what_lies_in_a_batch_does_not_matter() -> None:
+    """Each sequence alone gives the bits that it has among others: none is left out, none reads another."""
+    q, k, v, cu_q, cu_k = batch(ROWS, KEYS)
+    for options in ({}, {"causal": True}, {"window_size": (30, 4)}):
+        out, lse = attention_varlen(q, k, v, cu_q, cu_k, 200, 260, return_lse=True, **options)
+        for s, (rows, keys) in enumerate(zip(ROWS, KEYS, strict=True)):
+            of, keys_of = slice(*cu_q[s : s + 2].tolist()), slice(*cu_k[s : s + 2].tolist())
+            parts = (q[of], k[keys_of], v[keys_of], ends([rows]), ends([keys]))
+            alone, log_sum = attention_varlen(*parts, rows, keys, return_lse=True, **options)
+            assert torch.equal(alone, out[of]) and torch.equal(log_sum, lse[:, of])
+
+
+def test_a_key_of_the_neighbour_is_not_seen() -> None:
+    """NaN in the keys and values of every other sequence, which begin in the tile where those of the first end."""
+    rows = keys = [70, 20, 64, 33]
+    q, k, v, cu_q, cu_k = batch(rows, keys)
+    clean = attention_varlen(q, k, v, cu_q, cu_k, 70, 70)
+    for s in (1, 3):
+        k[cu_k[s] : cu_k[s + 1]], v[cu_k[s] : cu_k[s + 1]] = torch.nan, torch.nan
+    got = attention_varlen(q, k, v, cu_q, cu_k, 70, 70)
+    for s in (0, 2):
+        assert torch.equal(got[cu_q[s] : cu_q[s + 1]], clean[cu_q[s] : cu_q[s + 1]])
 
 
 def test_an_empty_batch_of_tokens() -> None:

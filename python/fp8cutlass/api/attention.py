@@ -69,7 +69,9 @@ def attention(
         enable_gqa: needed when H is a multiple of Hkv; key and value heads are shared without being repeated.
         q_descale, k_descale, v_descale: for FP8 operands, and then all three: ``real = fp8 * descale``. A float
             from 2^-126 up, or a float32 tensor: (), (1,), (H,), (B, H) or the finest shape of the scaling mode, with
-            the operand's own number of heads. They are not reordered by ``layout``. Values of tensors are not checked.
+            the operand's own number of heads. They are not reordered by ``layout``. Values of tensors are not checked:
+            an infinite or NaN one of query or key makes NaN of what it scales on the CPU, and one of value everywhere;
+            on a card one of query or key counts as 2^80 or 2^-126. Below 2^-126 it counts as 2^-126, value's as given.
         scaling: what shares a descale. ``tensor``, ``head``; ``block``: each row of query, 128 keys (of bf16 and fp16
             also 192 or 256, the tile of the kernel); ``token``: each row of query and key, each channel of value.
         precision: ``fast`` lets kernels compute P in the code domain where their conditions hold; ``balanced`` takes
@@ -92,8 +94,9 @@ def attention(
             ``is_causal`` sets right to 0. Which key is row i's own, ``causal_alignment`` says: key i, or with
             ``"bottom_right"`` key ``i + Sk - Sq``. A window with a left end has kernels on Hopper, for e4m3, bf16 and
             fp16 operands, bf16 and fp16 results, and every scaling but "token".
-        out: the result is copied into it: shape and device of query, dtype of the result, any strides but those of an
-            expanded tensor, no gradient, no memory shared with an input (not checked while torch.compile traces).
+        out: the result is copied into it: shape and device of query, dtype of the result, any strides with which
+            no two elements are one, no gradient, no element shared with an input (not checked while torch.compile
+            traces).
         kernel: the id of a variant to run instead of the table's choice; its head_dim may be wider than D. One with
             ``linear`` or ``quadratic`` softmax takes FP8 operands of magnitude 14 at most (``quantize(..., amax=14)``):
             larger ones may overflow f16 scores or leave the range of its softmax.

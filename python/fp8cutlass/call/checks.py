@@ -3,7 +3,7 @@ torch.compile traces it into shape guards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from .options import TRANSFORMS
 from .request import Request
 
 MAX_TOKENS = 2**31 - 1 - 256  # rows and keys of a tile past the end are 32-bit in the kernels
+MOST_STEPS = 1000  # of a search for an element that two tensors share
 
 
 NO_TANGENTS = "forward-mode AD is active and there are no tangents: leave its level, or detach the inputs"
@@ -161,6 +162,8 @@ def check_out(request: Request, out_dtype: torch.dtype) -> None:
         wrong.append("out has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         wrong.append(f"out is expanded: shape {tuple(out.shape)}, strides {out.stride()}")
+    elif not torch.compiler.is_compiling() and _overlaps_itself(out):
+        wrong.append(f"out overlaps itself: shape {tuple(out.shape)}, strides {out.stride()}")
     # Not while tracing, where tensors have no memory and the graph keeps reads before writes.
     if not torch.compiler.is_compiling():
         for name in ("query", "key", "value"):
@@ -171,13 +174,63 @@ def check_out(request: Request, out_dtype: torch.dtype) -> None:
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """True when the address ranges of two tensors meet."""
+    """True when two tensors share a byte: not where the elements of one lie between those of the other."""
     if not x.numel() or not y.numel() or x.device != y.device:
         return False
     (x_start, x_end), (y_start, y_end) = _address_range(x), _address_range(y)
-    return x_start < y_end and y_start < x_end
+    if x_start >= y_end or y_start >= x_end:
+        return False
+    ends: dict[int, list[int]] = {}  # of a stride in bytes: what its steps in x less those in y may be
+    for tensor, end, sign in ((x, 1, 1), (y, 0, -1)):
+        size = tensor.element_size()
+        strides = (1, *(stride * size for stride in tensor.stride()))
+        for stride, count in zip(strides, (size, *tensor.shape), strict=True):
+            if stride:
+                ends.setdefault(stride, [0, 0])[end] += sign * (count - 1)
+    return _reaches(y_start - x_start, [(stride, least, most) for stride, (least, most) in ends.items()])
 
 
 def _address_range(x: torch.Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def _overlaps_itself(x: torch.Tensor) -> bool:
+    """True when two elements of a tensor that is not expanded are one."""
+    if not x.numel():
+        return False
+    steps = sorted((stride, size - 1) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
+    reach = 0  # of the dimensions with smaller strides
+    for stride, last in steps:
+        if stride <= reach:
+            break
+        reach += stride * last
+    else:
+        return False
+    # Of two elements that are one, the first dimension in which they differ is taken upwards.
+    return any(
+        _reaches(0, [(stride, 1, last), *((s, -most, most) for s, most in steps[:i])])
+        for i, (stride, last) in enumerate(steps)
+    )
+
+
+def _reaches(total: int, terms: Iterable[tuple[int, int, int]]) -> bool:
+    """Whether a sum of stride * n is ``total`` for whole numbers least <= n <= most, of (stride, least, most) with
+    stride > 0. True, too, where ``MOST_STEPS`` do not tell; strides that follow from sizes take a few."""
+    terms = sorted(terms)
+    low, high = [0], [0]  # of the terms with smaller strides
+    for stride, least, most in terms:
+        low.append(low[-1] + stride * least)
+        high.append(high[-1] + stride * most)
+    waiting = [(total, len(terms))]  # what is left to reach, and by how many terms
+    for _ in range(MOST_STEPS):
+        if not waiting:
+            return False
+        rest, left = waiting.pop()
+        if not left:  # each was chosen so that the others can make up the rest
+            return rest == 0
+        stride, least, most = terms[left - 1]
+        first = max(least, -((high[left - 1] - rest) // stride))
+        last = min(most, (rest - low[left - 1]) // stride)
+        waiting += [(rest - stride * n, left - 1) for n in range(first, min(last, first + MOST_STEPS) + 1)]
+    return True

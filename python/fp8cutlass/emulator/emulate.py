@@ -140,6 +140,8 @@ def emulate(
 
 def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, scale: float, part: slice) -> _Chunk:
     q, k, v, q_descale, k_descale, v_descale = tensors
+    # Held below 2^80, an infinite descale would give a plausible result.
+    q_descale, k_descale = (x.masked_fill(x.isinf(), torch.nan) for x in (q_descale, k_descale))
     batch, heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k = k.shape[1:3]
     group, groups, device = heads // kv_heads, batch * kv_heads, q.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real  # what numpy's numbers are, float32 too
 
 import torch
 
@@ -38,8 +39,9 @@ def accepted_shapes(granularity: str, shape: Sequence[int], block: int = KEY_BLO
 def refuse_host(name: str, value: object) -> str | None:
     """Say why a Python number is no descale, or None. The values of tensors are not looked at: that would wait for
     the device; a kernel clamps what it multiplies up to the smallest normal number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return f"{name} must be a float or a float32 tensor, got {type(value).__name__}"
+    value = float(value)
     if name in ("out_descale", "descale"):  # of what is quantised: it is multiplied by the inverse
         if not SMALLEST <= value <= 1 / SMALLEST:
             return f"{name} must lie in [2^-126, 2^126], where it and its inverse are normal float32, got {value}"

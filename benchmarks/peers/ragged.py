@@ -1,0 +1,188 @@
+"""Contenders of ragged batches and windows: our kernels with their plan, our whole call, our dense kernels where
+lengths are equal, and FlashAttention-3."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+import torch
+
+from fp8cutlass import attention_varlen, quantize
+from fp8cutlass.call import ragged as walk
+from fp8cutlass.call.ragged import FAR, RaggedCall
+from fp8cutlass.choose.target import target
+from fp8cutlass.errors import UnsupportedError
+from fp8cutlass.manifest import Variant, load_manifest
+from fp8cutlass.native import extension
+
+from ..data import Data
+from ..shapes import Shape
+from ..walk import Mix, RaggedData, Way
+from .fa3 import MODULE
+from .own import OUT_DTYPE, Own, launcher, make_operands
+
+OURS, CALLER, CALL, DENSE = "fp8cutlass", "fp8cutlass_e4m3", "fp8cutlass_call", "fp8cutlass_dense"
+Descaled = tuple[torch.Tensor, torch.Tensor]
+
+
+def call_of(data: RaggedData, fp8: list[Descaled] | None = None) -> RaggedCall:
+    """The arguments of the operator for a batch, from bf16 or from FP8 operands with their descales."""
+    mix = data.mix
+    q, k, v = (data.q, data.k, data.v) if fp8 is None else (x for x, _ in fp8)
+    descales = () if fp8 is None else tuple(d for _, d in fp8)
+    longest, right = max(mix.lengths), 0 if mix.causal else -1
+    lengths = (data.cu, data.cu, None, None, longest, longest)
+    return RaggedCall(
+        q, k, v, *lengths, descales, data.scale, mix.left, right, True, OUT_DTYPE, "fast", False, ""
+    )  # fmt: skip
+
+
+def kernel_launch(call: RaggedCall, variant: Variant, number: int) -> Callable[[], torch.Tensor]:
+    """The plan and the kernel on operands that are ready."""
+    q, k, v, descales, in_blocks = walk._operands(call, variant)
+    sequences = call.cu_q.shape[0] - 1
+    words = torch.ops.fp8cutlass_C.ragged_plan_words(number, call.q.shape[0], sequences)
+    plan = torch.empty(words, dtype=torch.int32, device=q.device)
+    out = torch.zeros(call.q.shape, dtype=OUT_DTYPE, device=q.device)
+    ends = (FAR if end < 0 else end for end in (call.left, call.right))
+    tables = (call.cu_q, call.cu_k, None, None, plan)
+    arguments = (number, q, k, v, *descales, *tables, out, None, call.scale, *ends, True, in_blocks)
+
+    def launch() -> torch.Tensor:
+        torch.ops.fp8cutlass_C.forward_ragged(*arguments)
+        return out
+
+    return launch
+
+
+def by_sequence(data: RaggedData) -> list[Descaled]:
+    """FP8 operands and a descale for each sequence and KV head, as FlashAttention-3 takes them. Of normal values one a
+    tensor is as good."""
+    sequences, kv_heads = len(data.mix.lengths), data.mix.kv_heads
+    pairs = (quantize(x.transpose(0, 1)[None], granularity="tensor") for x in (data.q, data.k, data.v))
+    return [(x[0].transpose(0, 1).contiguous(), d.expand(sequences, kv_heads).contiguous()) for x, d in pairs]
+
+
+def cells(mix: Mix, tile_m: int, tile_n: int) -> int:
+    """Pairs of a row and a key in the tiles that a kernel visits, of one head; by plain arithmetic."""
+    found = 0
+    for n in mix.lengths:
+        for row in range(0, n, tile_m):
+            end = -(-(min(row + tile_m, n) if mix.causal else n) // tile_n)
+            begin = max(0, row - mix.left) // tile_n if mix.left >= 0 else 0
+            found += (end - begin) * tile_m * tile_n
+    return found
+
+
+def _own(data: RaggedData, name: str, fp8: list[Descaled] | None = None) -> Way:
+    call = call_of(data, fp8)
+    if fp8 is not None:  # ours has a descale of Q for each of its heads
+        group = data.mix.heads // data.mix.kv_heads
+        call = replace(call, descales=(call.descales[0].repeat_interleave(group, 1), *call.descales[1:]))
+    variant, number = walk.choose(target(data.q.device), call)
+    if variant.head_dim != data.mix.head_dim:
+        raise UnsupportedError(f"{variant.id} would need head_dim {data.mix.head_dim} to be padded")
+    extension.load()
+    launch = kernel_launch(call, variant, number)
+    return Way(name, "fp8", data.mix, launch, kernel=variant.id, cells=cells(data.mix, variant.tile_m, variant.tile_n))
+
+
+def ours(data: RaggedData) -> list[Way]:
+    """The kernel on operands as a call from bf16 makes them, the one of FP8 operands that a caller brings, and the call
+    itself."""
+
+    def whole() -> torch.Tensor:
+        mix, longest = data.mix, max(data.mix.lengths)
+        lengths = (data.cu, data.cu, longest, longest)
+        window = (mix.left, -1)
+        out = attention_varlen(data.q, data.k, data.v, *lengths, causal=mix.causal, window_size=window)
+        return cast(torch.Tensor, out)
+
+    return [_own(data, OURS), _own(data, CALLER, by_sequence(data)), Way(CALL, "fp8", data.mix, whole)]
+
+
+def _dense_data(data: RaggedData) -> Data:
+    """The same tensors as a dense batch, contiguous (B, H, S, D); its own reference is not used."""
+    mix = data.mix
+    count, n = len(mix.lengths), mix.lengths[0]
+    q, k, v = (x.view(count, n, *x.shape[1:]).transpose(1, 2).contiguous() for x in (data.q, data.k, data.v))
+    shape = Shape(mix.head_dim, mix.causal, n, n, count, mix.heads, mix.kv_heads)
+    return Data(shape, q, k, v, data.scale, data.cu, (), ())
+
+
+def _as_tokens(out: torch.Tensor) -> torch.Tensor:
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def dense(data: RaggedData) -> list[Way]:
+    """Where lengths are equal: the dense kernel of the ragged one's tile if it is built, else the table's choice."""
+    if len(set(data.mix.lengths)) > 1:
+        return []
+    as_dense, at = _dense_data(data), target(data.q.device)
+    twin = walk.choose(at, call_of(data))[0].id.removesuffix("_ragged")
+    built = {v.id for v in load_manifest(at.directory).variants}
+    variant, number = Own().choose(as_dense, at, twin if twin in built else "")
+    extension.load()
+    out = torch.empty_like(as_dense.q)
+    launch = launcher(number, make_operands(as_dense, variant, at, "block"), out, data.scale)
+    visited = cells(data.mix, variant.tile_m, variant.tile_n)
+    return [Way(DENSE, "fp8", data.mix, launch, _as_tokens, variant.id, visited)]
+
+
+def windowed(data: RaggedData) -> list[Way]:
+    """The dense kernel with a window of one sequence, (1, H, S, D)."""
+    at, mix = target(data.q.device), data.mix
+    manifest = load_manifest(at.directory)
+    wanted = {"kind": "window", "head_dim": mix.head_dim, "out": "bf16", "softmax": "linear"}
+    found = [
+        v for v in manifest.variants if at.arch in v.targets and all(getattr(v, a) == x for a, x in wanted.items())
+    ]
+    if not found:
+        raise UnsupportedError(f"no kernel with a window of head_dim {mix.head_dim} is built")
+    variant, as_dense = found[0], _dense_data(data)
+    extension.load()
+    o, out = make_operands(as_dense, variant, at, "block"), torch.empty_like(as_dense.q)
+    operands = (manifest.index[variant.id], o.q, o.k, o.v, o.q_descale, o.k_descale, o.v_descale)
+
+    def launch() -> torch.Tensor:
+        torch.ops.fp8cutlass_C.forward(*operands, None, out, None, None, data.scale, 0, -mix.left)
+        return out
+
+    visited = cells(mix, variant.tile_m, variant.tile_n)
+    return [Way(DENSE, "fp8", mix, launch, _as_tokens, variant.id, visited)]
+
+
+def windows(sizes: tuple[int, ...]) -> Callable[[RaggedData], list[Way]]:
+    """Of one sequence with a causal mask: our kernels without a window, and with one of each of ``sizes`` keys."""
+
+    def source(data: RaggedData) -> list[Way]:
+        found = [_own(data, OURS), *dense(data)]
+        for size in sizes:
+            of = replace(data, mix=replace(data.mix, left=size - 1))
+            found += [_own(of, OURS), *windowed(of)]
+        return found
+
+    return source
+
+
+def fa3(precision: str) -> Callable[[RaggedData], list[Way]]:
+    """FlashAttention-3, FP8 operands with a descale for each sequence and KV head, or bf16."""
+
+    def source(data: RaggedData) -> list[Way]:
+        attention = importlib.import_module(MODULE).flash_attn_varlen_func
+        tensors = [(x, None) for x in (data.q, data.k, data.v)] if precision == "bf16" else by_sequence(data)
+        names = ("q_descale", "k_descale", "v_descale")
+        descales = {} if precision == "bf16" else {n: d for n, (_, d) in zip(names, tensors, strict=True)}
+        mix, longest = data.mix, max(data.mix.lengths)
+        options = {"causal": mix.causal, "softmax_scale": data.scale, **descales}
+
+        def launch() -> torch.Tensor:
+            out = attention(*(x for x, _ in tensors), data.cu, data.cu, longest, longest, **options)
+            return cast(torch.Tensor, out[0] if isinstance(out, tuple) else out)
+
+        return [Way(f"fa3_{precision}", precision, mix, launch)]
+
+    return source

@@ -1,0 +1,163 @@
+"""Tables and figure of `varlen` and `windows`, with their targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .plot import COLOURS, PlotError, _pyplot, _title
+from .report import OWN, geometric_mean, heading, table
+from .walk import EQUAL, WalkTime
+
+CALLER, CALL, DENSE = f"{OWN}_e4m3", f"{OWN}_call", f"{OWN}_dense"
+FA3_FP8, FA3_BF16 = "fa3_fp8", "fa3_bf16"
+TARGET_FP8, TARGET_DENSE, TARGET_WINDOW = 1.5, 1.03, 1.15
+LINES = (OWN, CALLER, DENSE, FA3_FP8, FA3_BF16, CALL)  # the order of bars
+
+Cell = dict[str, WalkTime]
+Key = tuple[int, str, str]  # head_dim, mask, mix
+
+
+def cells(rows: Sequence[WalkTime]) -> dict[Key, Cell]:
+    """The measured rows of each batch by contender."""
+    found: dict[Key, Cell] = {}
+    for row in rows:
+        if row.median_us is not None:
+            found.setdefault((row.head_dim, row.mask, row.mix), {})[row.contender] = row
+    return found
+
+
+def times(cell: Cell, one: str, other: str) -> float | None:
+    """How many times as long as ``one`` the ``other`` takes."""
+    first, second = (cell[x].median_us if x in cell else None for x in (one, other))
+    return second / first if first and second else None
+
+
+def _text(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _tflops(cell: Cell, name: str) -> str:
+    return _text(cell[name].tflops if name in cell else None, 0)
+
+
+def _us(cell: Cell, name: str) -> str:
+    return _text(cell[name].median_us if name in cell else None, 1)
+
+
+def _not_timed(rows: Sequence[WalkTime]) -> list[str]:
+    """A line for each contender without a time, and each reason once for those that are not there at all."""
+    lines = dict.fromkeys(
+        f"* {row.contender}: {row.reason}"
+        if row.status == "unavailable"
+        else f"* {row.contender} on {row.mix}, head_dim {row.head_dim}, {row.mask}: {row.status}: {row.reason}"
+        for row in rows
+        if row.median_us is None
+    )
+    return ["", *lines] if lines else []
+
+
+def varlen_markdown(stamp: Mapping[str, str], rows: Sequence[WalkTime]) -> str:
+    """Useful TFLOPS and ratios of each batch, under the stamp that says where they are from."""
+    by_key = cells(rows)
+    lines = [*heading("Ragged batches", stamp), ""]
+    lines += [
+        f"`{OWN}`: kernel and plan on operands as a call makes them; `{CALLER}`: on a caller's e4m3 operands, with a",
+        f"descale for each sequence and KV head, as FlashAttention-3 has them; `{CALL}`: `attention_varlen` from bf16.",
+        "Ratios are times of the other over ours: above 1, ours is faster.",
+    ]
+    header = ["batch", OWN, CALLER, FA3_FP8, FA3_BF16, "ours / FA3 FP8", "e4m3 / FA3 FP8", "times dense"]
+    header += ["call, us", "call / FA3 bf16"]
+    for head_dim, mask in dict.fromkeys((d, m) for d, m, _ in by_key):
+        body = []
+        for (d, m, mix), cell in by_key.items():
+            if (d, m) == (head_dim, mask):
+                ratios = [times(cell, OWN, FA3_FP8), times(cell, CALLER, FA3_FP8), times(cell, DENSE, OWN)]
+                body.append([
+                    mix, *(_tflops(cell, name) for name in (OWN, CALLER, FA3_FP8, FA3_BF16)), *map(_text, ratios[:2]),
+                    _text(ratios[2], 3), _us(cell, CALL), _text(times(cell, CALL, FA3_BF16)),
+                ])  # fmt: skip
+        first = next(cell for (d, m, _), cell in by_key.items() if (d, m) == (head_dim, mask))
+        heads = next(iter(first.values()))
+        lines += ["", f"### head_dim {head_dim}, {mask}, useful TFLOPS", ""]
+        lines += [f"{heads.heads} heads on {heads.kv_heads} in the first batch.", ""]
+        lines += table(header, body)
+    lines += ["", *_verdict(by_key)]
+    return "\n".join([*lines, *_not_timed(rows)]) + "\n"
+
+
+def _verdict(by_key: Mapping[Key, Cell]) -> list[str]:
+    against = [x for cell in by_key.values() if (x := times(cell, OWN, FA3_FP8)) is not None]
+    beside = [x for cell in by_key.values() if (x := times(cell, DENSE, OWN)) is not None]
+    lines = []
+    if against:
+        text = f"{geometric_mean(against):.2f}, from {min(against):.2f} to {max(against):.2f}"
+        lines.append(f"Ours / FlashAttention-3 FP8, geometric mean of {len(against)}: {text} (target {TARGET_FP8}).")
+    if beside:
+        worst = max(beside)
+        lines.append(f"{EQUAL} against dense: at most {worst:.3f} of its time (target {TARGET_DENSE}).")
+    return lines
+
+
+def share(window: WalkTime, causal: WalkTime) -> float | None:
+    """How many times its share of the causal kernel's time a window takes: by the tiles that each visits."""
+    if not (window.cells and causal.cells and window.median_us and causal.median_us):
+        return None
+    return window.median_us / causal.median_us * causal.cells / window.cells
+
+
+def windows_markdown(stamp: Mapping[str, str], rows: Sequence[WalkTime]) -> str:
+    """Times of windows, and the ratio to their share of the causal time."""
+    lines = [*heading("Windows", stamp), ""]
+    lines += ["One sequence with a causal mask. The share is that of the pairs of rows and keys in the tiles visited."]
+    lines += [f"`ratio` is the time over share times causal time (target {TARGET_WINDOW} at 1,024 keys).", ""]
+    header = ["head_dim, mask", "walk", "us", "causal us", "share", "ratio", "useful TFLOPS"]
+    body = []
+    timed = [row for row in rows if row.median_us is not None]
+    for row in timed:
+        of = [x for x in timed if (x.head_dim, x.contender, x.mask) == (row.head_dim, row.contender, "causal")]
+        causal = of[0] if of else None
+        walk = "dense" if row.contender == DENSE else "ragged, with its plan"
+        cell = [
+            f"{row.head_dim}, {row.mask}",
+            walk,
+            _text(row.median_us, 1),
+            _text(causal.median_us if causal else None, 1),
+        ]
+        part = row.cells / causal.cells if causal and row.cells and causal.cells else None
+        ratio = share(row, causal) if causal and row is not causal else None
+        body.append([*cell, _text(part, 4), _text(ratio, 3), _text(row.tflops, 0)])
+    return "\n".join([*lines, *table(header, body), *_not_timed(rows)]) + "\n"
+
+
+def draw_varlen(stamp: Mapping[str, str], rows: Sequence[WalkTime], path: Path) -> None:
+    """Bars of useful TFLOPS for each batch; the suffix of ``path`` is the format. PlotError as that of ``draw``."""
+    by_key = cells(rows)
+    if not by_key:
+        raise PlotError("no batch was measured: nothing to plot")
+    pyplot = _pyplot()
+    head_dims, masks = (list(dict.fromkeys(key[i] for key in by_key)) for i in range(2))
+    size = (5.5 * len(head_dims), 3.6 * len(masks) + 1)
+    figure, axes = pyplot.subplots(len(masks), len(head_dims), figsize=size, squeeze=False, sharey="row")
+    present = [name for name in LINES if any(name in cell for cell in by_key.values())]
+    width, handles = 0.8 / len(present), {}
+    for line, mask in enumerate(masks):
+        for column, head_dim in enumerate(head_dims):
+            ax = axes[line][column]
+            panel = {mix: cell for (d, m, mix), cell in by_key.items() if (d, m) == (head_dim, mask)}
+            for i, name in enumerate(present):
+                bars = [(at + width * i, c[name].tflops) for at, c in enumerate(panel.values()) if name in c]
+                if bars:
+                    handles[name] = ax.bar(*zip(*bars, strict=True), width, color=COLOURS.get(name, f"C{i + 4}"))
+            middle = 0.4 - width / 2
+            ax.set_xticks([at + middle for at in range(len(panel))], [mix.replace(" ", "\n", 1) for mix in panel])
+            ax.tick_params(axis="x", labelsize=7)
+            ax.set_title(f"head_dim {head_dim}, {mask}")
+            ax.grid(axis="y", alpha=0.3)
+            if column == 0:
+                ax.set_ylabel("useful TFLOPS")
+    _title(figure, stamp)
+    figure.legend(list(handles.values()), list(handles), loc="lower center", ncols=3, fontsize=8)
+    figure.tight_layout(rect=(0, 0.1, 1, 0.97))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

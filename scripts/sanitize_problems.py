@@ -1,0 +1,131 @@
+"""The problems that kernels run under compute-sanitizer: small, with every tail, every slot of a pipeline used twice.
+
+Modules of the tests and of the package are imported when a kernel runs, as their folders enter the path then.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+CLUSTERS = {"solo": 1, "split2": 2, "split4": 4}
+
+
+def launches(kernel: Any) -> Iterator[None]:
+    """Launches a variant, or a kernel that packs (a row of the manifest), once a turn."""
+    return run_pack(kernel) if isinstance(kernel, dict) else RUNS[kernel.kind](kernel)
+
+
+def problems(
+    tile_m: int, tile_n: int, stages: int, cluster: str, unrolled: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Heads, KV heads, queries, keys: every slot of the pipeline used more than twice by every CTA, with a tail; more
+    items than CTAs, of more than one tile; one full tile; and more items than CTAs for each form of ``unrolled``."""
+    share = (2 * stages + 1) * tile_n * CLUSTERS[cluster]
+    forms = [(300, 150, 70, most - 5) for _, most in unrolled]
+    return (2, 1, tile_m + 6, share + 37), (600, 300, 70, tile_n + 6), (1, 1, tile_m, tile_n), *forms
+
+
+def run_variant(variant: Any) -> Iterator[None]:
+    """Launches a forward kernel, once a turn. Operands are made on the CPU, so that initcheck sees them arrive."""
+    import torch
+
+    gpu, reference = importlib.import_module("gpu"), importlib.import_module("reference")
+    for heads, kv_heads, seqlen_q, seqlen_k in problems(
+        variant.tile_m, variant.tile_n, variant.stages, variant.cluster, variant.unrolled
+    ):
+        q = reference.randn(1, heads, seqlen_q, variant.head_dim, seed=1)
+        k, v = (reference.randn(1, kv_heads, seqlen_k, variant.head_dim, seed=s) for s in (2, 3))
+        offset = seqlen_k - seqlen_q if variant.causal else 0
+        out_descale = torch.full((1,), 0.02) if variant.out == "e4m3" else None
+        for scaling in variant.scalings:
+            plan, tensors = gpu.call_of(
+                reference.operands_of(variant, q, k, v, scaling),
+                variant,
+                scale=0.125,
+                scaling=scaling,
+                causal_offset=offset,
+                out_descale=out_descale,
+            )
+            gpu.run_from_host(plan, tensors)
+            yield
+        if variant.quantises_q:
+            shapes = (heads, seqlen_q), (kv_heads, seqlen_k), (kv_heads, seqlen_k)
+            halves = [reference.randn(1, *x, variant.head_dim, seed=s, device="cuda") for s, x in enumerate(shapes)]
+            on_card = {"causal_offset": offset, "out_descale": gpu.out_descale_for(variant)}
+            for hand_over in (False, True):
+                gpu.attend_source(variant, *halves, **on_card, hand_over=hand_over)
+                yield
+
+
+def run_window(variant: Any) -> Iterator[None]:
+    """Launches a kernel of windows, once a turn: bands that begin and end inside tiles, or hide whole rows."""
+    import torch
+
+    gpu, calls = importlib.import_module("gpu"), importlib.import_module("calls")
+    launch = importlib.import_module("fp8cutlass.call.launch")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[variant.out]
+    for heads, kv_heads, rows, keys in problems(variant.tile_m, variant.tile_n, variant.stages, variant.cluster, ()):
+        q, k, v = (
+            torch.randn(1, h, tokens, variant.head_dim).to(dtype).cuda()
+            for h, tokens in ((heads, rows), (kv_heads, keys), (kv_heads, keys))
+        )
+        asked = {"scaling": "block", "out_dtype": dtype, "bottom_right": True, "return_amax": False}
+        for left, right in ((variant.tile_n + 5, 0), (3, 40)):
+            call, tensors = calls.split("half", q=q, k=k, v=v, left=left, right=right, **asked)
+            plan = calls.plan_of(call, variant, gpu.built_manifest())
+            operands = launch.kernel_operands(call, variant, plan.granularity, tensors)
+            launch.run_operands(plan, tensors, operands)
+            yield
+
+
+def run_ragged(variant: Any) -> Iterator[None]:
+    """Launches a kernel of ragged batches with its plan, once a turn: sequences without rows or keys, of one token, of
+    whole tiles; more items than CTAs."""
+    import torch
+
+    gpu, ragged = importlib.import_module("gpu"), importlib.import_module("fp8cutlass.call.ragged")
+    m, n = variant.tile_m, variant.tile_n
+    window = {"full": (-1, -1), "causal": (-1, 0), "window": (n + 5, 3)}[variant.mask]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[variant.out]
+    for rows, keys, lies in (
+        ([m + 6, 0, 1, m], [(2 * variant.stages + 1) * n + 37, 5, 0, n], None),
+        ([70, m + 1] * 30, [n, 9] * 30, None),
+        ([m, 9, 70], [n, 9, 2 * n], [-5, m + 99, 3, 2**31 - 1]),
+    ):
+        q, k, v = (
+            torch.randn(sum(tokens), heads, variant.head_dim).to(dtype).cuda()
+            for tokens, heads in ((rows, 4), (keys, 2), (keys, 2))
+        )
+        ends = [torch.tensor(lies or [0, *itertools.accumulate(x)], dtype=torch.int32).cuda() for x in (rows, keys)]
+        used = [torch.tensor(x, dtype=torch.int32).cuda() for x in (rows, keys)] if lies else [None, None]
+        sizes = max(rows), max(keys)
+        call = ragged.RaggedCall(
+            q, k, v, *ends, *used, *sizes, (), 0.125, *window, True, dtype, "fast", True, variant.id
+        )
+        out, lse = torch.empty_like(q), torch.empty(q.shape[1::-1], device=q.device)
+        ragged.launch(call, variant, gpu.built_manifest().index[variant.id], out, lse)
+        yield
+
+
+def run_pack(pack: dict[str, Any]) -> Iterator[None]:
+    """Launches a kernel that quantises and packs, once a turn, with tails of rows, of packed keys and of head_dim."""
+    import torch
+
+    gpu, reference = importlib.import_module("gpu"), importlib.import_module("reference")
+    fused = importlib.import_module("fp8cutlass.native.fused")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[pack["source"]]
+    head_dim, block = pack["head_dim"], pack["key_block"]
+    for width, keys in ((head_dim, 2 * block + 130), (head_dim - 8, 3)):
+        q = reference.randn(2, 4, keys + 7, width, seed=1).to(dtype).cuda()
+        k = reference.randn(2, 2, keys, width, seed=2).to(dtype).cuda()
+        for granularity, both in itertools.product(gpu.built_manifest().scaling.values(), (False, True)):
+            options = {"head_dim": head_dim, "key_block": block, "amax": 14.0, "negate_q": True}
+            options |= {"smooth_k": both, "hadamard": both, "granularity": granularity}
+            fused.quantise_and_pack(q, k, k, **options)
+            yield
+
+
+RUNS = {"fwd": run_variant, "window": run_window, "ragged": run_ragged}

@@ -56,6 +56,7 @@ struct RaggedBatch {
   int bottom_right;    // the mask's offsets count from the last row's last key, not from the first row's first
   // Steps from sequence to sequence in descales that a sequence's rows and blocks share; else 0.
   int q_descale_sequence, k_descale_sequence, v_descale_sequence;
+  int early;  // no kernel before this one in the stream, that has not ended, writes lengths
 };
 
 // One attention forward. Q, K and V are FP8, one byte an element, but for Q where `query` says otherwise.

@@ -77,7 +77,7 @@ int window_end(int64_t keys) { return static_cast<int>(std::clamp<int64_t>(keys,
 }  // namespace
 
 int64_t plan_words(int64_t tokens, int64_t sequences, const VariantEntry& variant) {
-  return kPlanHead + kEntryWords * std::max<int64_t>(1, most_row_tiles(tokens, sequences, variant.tile_m));
+  return kPlanHead + kEntryWords * std::max<int64_t>(1, most_row_tiles(tokens, sequences, variant.tile_m / 2));
 }
 
 ForwardParams ragged_params(const RaggedArguments& a, const VariantEntry& variant) {
@@ -145,7 +145,7 @@ ForwardParams ragged_params(const RaggedArguments& a, const VariantEntry& varian
   require_aligned(words, "plan");
   batch.count = words;
   batch.tiles = reinterpret_cast<RowTile*>(words + kPlanHead);
-  batch.most = to_int(most_row_tiles(tokens, sequences, variant.tile_m), "the row tiles");
+  batch.most = to_int(most_row_tiles(tokens, sequences, variant.tile_m / 2), "the row tiles");
   return params;
 }
 

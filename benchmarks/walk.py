@@ -1,4 +1,4 @@
-"""How long windows and ragged batches take: `python -m benchmarks walk`, medians of a CUDA graph, in turns."""
+"""How long windows and ragged batches take: `python -m benchmarks.walk`, medians of a CUDA graph, in turns."""
 
 from __future__ import annotations
 

@@ -19,7 +19,9 @@ FAMILY = "pack"
 # out of L1, which costs less than the CTA that more registers would cost.
 SPILLED = 15
 
-LENGTH_READS = 16  # of lengths of a ragged batch, at most: by blocks of keys, and by rows that may be no sequence's
+# Of the lengths of a ragged batch: one to find a block's sequence and 3 of it; 3 to find those of some rows of O, and 3
+# of the first and of a row's own.
+LENGTH_READS = 13
 MAXIMUM_READS = 2  # of a float32 maximum: that of a head or a tensor, that of a column
 
 

@@ -13,6 +13,11 @@ namespace {
 constexpr int64_t kPlanHead = 8;  // words before the first entry, of which the first is their number
 constexpr int64_t kEntryWords = sizeof(RowTile) / sizeof(int);
 
+// Row tiles that a plan has room for. Items of windows may be half as many rows (walk/item.h); the others need half.
+int64_t most_entries(int64_t tokens, int64_t sequences, const VariantEntry& variant) {
+  return std::max<int64_t>(1, most_row_tiles(tokens, sequences, variant.tile_m / 2));
+}
+
 const uint8_t* fp8_pointer(const View& tensor, const char* name, const View& q) {
   if (tensor.dim() != 3) fail(name, " must have 3 dimensions, got shape ", shape_text(tensor));
   require(tensor.scalar_type() == ScalarType::Byte, name, " must be a uint8 view of FP8 data");
@@ -77,7 +82,7 @@ int window_end(int64_t keys) { return static_cast<int>(std::clamp<int64_t>(keys,
 }  // namespace
 
 int64_t plan_words(int64_t tokens, int64_t sequences, const VariantEntry& variant) {
-  return kPlanHead + kEntryWords * std::max<int64_t>(1, most_row_tiles(tokens, sequences, variant.tile_m / 2));
+  return kPlanHead + kEntryWords * most_entries(tokens, sequences, variant);
 }
 
 ForwardParams ragged_params(const RaggedArguments& a, const VariantEntry& variant) {
@@ -145,7 +150,7 @@ ForwardParams ragged_params(const RaggedArguments& a, const VariantEntry& varian
   require_aligned(words, "plan");
   batch.count = words;
   batch.tiles = reinterpret_cast<RowTile*>(words + kPlanHead);
-  batch.most = to_int(most_row_tiles(tokens, sequences, variant.tile_m / 2), "the row tiles");
+  batch.most = to_int(most_entries(tokens, sequences, variant), "the row tiles");
   return params;
 }
 

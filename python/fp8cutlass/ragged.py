@@ -132,7 +132,7 @@ def run(call: RaggedCall) -> tuple[torch.Tensor, torch.Tensor]:
     return (out if variant.head_dim == head_dim else out[..., :head_dim].contiguous()), lse
 
 
-LEAVE_FROM = 512  # rows of a sequence, on average
+LEAVE_FROM = 128  # rows of a sequence, on average (docs/lab/walk.md, row 11)
 
 
 def leaves_q(call: RaggedCall) -> bool:

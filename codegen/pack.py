@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from codegen.arch import REGISTERS_PER_SM, TARGETS
+from codegen.axes import Walk
 from codegen.axes.axis import Axis
-from codegen.matrix import PROFILES, profile_of
+from codegen.matrix import MATRICES, PROFILES, profile_of
 from codegen.scaling import key_block
 from codegen.table import targets_of
 from codegen.variant import Variant
@@ -88,6 +89,11 @@ class Pack:
         """Whether there is a form for sm90a that hands over head after head to an attention kernel that runs already:
         rows of 128 or 256 bytes, as the copy engine's swizzle wants them."""
         return self.head_dim in (64, 128)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether there is a form for ragged batches: kernels that walk them have this head_dim."""
+        return any(self.head_dim in m.head_dim for m in MATRICES if Walk.RAGGED in m.walk)
 
     @property
     def delivery_threads(self) -> int:

@@ -21,25 +21,13 @@ const uint8_t* fp8_pointer(const View& tensor, const char* name, const View& q) 
 
 // Q in 16 bits, its strides in bytes.
 void set_source(ForwardParams& params, const Arguments& a, const VariantEntry& variant) {
-  require(variant.quantises_q, "variant ", variant.id, " takes Q in FP8 only");
   if (a.q.dim() != 4) fail("q must have 4 dimensions, got shape ", shape_text(a.q));
-  const ScalarType type = a.q.scalar_type();
-  require(type == ScalarType::BFloat16 || type == ScalarType::Half, "q must be bfloat16 or float16");
-  const int64_t columns = a.q.size(3);
-  require(columns > 0 && columns % 8 == 0 && columns <= variant.head_dim, "q has head_dim ", columns,
-          ", which must be a multiple of 8, at most the ", variant.head_dim, " of variant ", variant.id);
   require(!a.q_descale, "q_descale is given, but q is no FP8");
-  require_aligned(a.q.data(), "q");
+  params.query = query_scaling(a.q, a.q.size(3), *a.source, variant);
   params.q = static_cast<const uint8_t*>(a.q.data());
   const Strides q = row_strides(a.q, "q", false);
   const int64_t bytes = a.q.element_size();
   params.q_stride_batch = bytes * q.batch, params.q_stride_head = bytes * q.head, params.q_stride_row = bytes * q.row;
-  params.query.type = type == ScalarType::Half ? QueryType::fp16 : QueryType::bf16;
-  params.query.columns = static_cast<int>(columns);
-  params.query.limit = fp8_limit(a.source->amax, "score_amax");
-  params.query.limit_reciprocal = static_cast<float>(1.0 / a.source->amax);
-  params.query.early = a.source->early;
-  params.query.flip = a.source->negate ? kFlip : 0;
 }
 
 void set_query(ForwardParams& params, const Arguments& a, const VariantEntry& variant) {
@@ -152,6 +140,21 @@ void set_outputs(ForwardParams& params, const Arguments& a, const VariantEntry& 
 }
 
 }  // namespace
+
+QueryScaling query_scaling(const View& q, int64_t columns, const QuerySource& source, const VariantEntry& variant) {
+  require(variant.quantises_q, "variant ", variant.id, " takes Q in FP8 only");
+  const ScalarType type = q.scalar_type();
+  require(type == ScalarType::BFloat16 || type == ScalarType::Half, "q must be bfloat16 or float16");
+  require(columns > 0 && columns % 8 == 0 && columns <= variant.head_dim, "q has head_dim ", columns,
+          ", which must be a multiple of 8, at most the ", variant.head_dim, " of variant ", variant.id);
+  require_aligned(q.data(), "q");
+  return {type == ScalarType::Half ? QueryType::fp16 : QueryType::bf16,
+          static_cast<int>(columns),
+          fp8_limit(source.amax, "score_amax"),
+          static_cast<float>(1.0 / source.amax),
+          source.early,
+          source.negate ? kFlip : 0};
+}
 
 ForwardParams forward_params(const Arguments& a, const VariantEntry& variant) {
   ForwardParams params{};

@@ -16,6 +16,9 @@ struct QuerySource {
   bool early;   // the kernel before in the stream does not write Q, and began after what does had ended
 };
 
+// For a q whose rows have so many columns. Throws std::runtime_error where `variant` cannot quantise it.
+QueryScaling query_scaling(const View& q, int64_t columns, const QuerySource& source, const VariantEntry& variant);
+
 // One call as the operator receives it. FP8 tensors arrive as uint8 views.
 struct Arguments {
   View q;  // (B, H, Sq, D); with `source` bf16 or fp16, and D may be less than the kernel's, a multiple of 8

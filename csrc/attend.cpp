@@ -1,9 +1,5 @@
 #include "attend.h"
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-
-#include <algorithm>
-#include <array>
 #include <cmath>
 #include <mutex>
 #include <type_traits>
@@ -14,56 +10,17 @@
 #include "handover.h"
 #include "launch.h"
 #include "pack_arguments.h"
+#include "workspace.h"
 
 namespace fp8cutlass {
 
 namespace {
-
-constexpr int64_t kPieceAlignment = 256;  // of what lies in the workspace; tensor maps and bulk copies need 16
-
-// Memory on q's card. The C function underneath costs the host half of what a call through the dispatcher does.
-template <size_t kDim>
-Tensor empty(const View& q, int32_t type, const std::array<int64_t, kDim>& sizes,
-             const std::array<int64_t, kDim>& strides) {
-  const auto device = static_cast<int32_t>(q.device());
-  AtenTensorHandle handle = nullptr;
-  const int32_t status = aoti_torch_empty_strided(kDim, sizes.data(), strides.data(), type,
-                                                  aoti_torch_device_type_cuda(), device, &handle);
-  if (status != 0) {
-    // An error of an earlier launch may come to light here, too.
-    const cudaError_t error = cudaPeekAtLastError();
-    const bool memory = error == cudaSuccess || error == cudaErrorMemoryAllocation;
-    fail("an allocation on CUDA device ", device, " failed: ", memory ? "out of memory" : cudaGetErrorString(error));
-  }
-  return Tensor(handle);
-}
-
-int32_t type_of(OutType out) {
-  return out == OutType::bf16   ? aoti_torch_dtype_bfloat16()
-         : out == OutType::fp16 ? aoti_torch_dtype_float16()
-                                : aoti_torch_dtype_float8_e4m3fn();
-}
 
 Tensor empty_result(const View& q, bool seq_major, const VariantEntry& variant) {
   const int64_t batch = q.size(0), heads = q.size(1), rows = q.size(2), head_dim = variant.head_dim;
   const int64_t head = seq_major ? head_dim : rows * head_dim, row = seq_major ? heads * head_dim : head_dim;
   return empty<4>(q, type_of(variant.out), {batch, heads, rows, head_dim}, {heads * rows * head_dim, head, row, 1});
 }
-
-// What lies in one allocation, piece by piece.
-class Layout {
- public:
-  // Returns where a piece of so many bytes begins.
-  int64_t add(int64_t bytes) {
-    const int64_t begin = total_;
-    total_ += (bytes + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
-    return begin;
-  }
-  int64_t total() const { return total_; }
-
- private:
-  int64_t total_ = 0;
-};
 
 // A number of call.def as its type; an integer must be one.
 template <class T>
@@ -74,15 +31,6 @@ T as(double number, const char* name) {
             number);
   }
   return static_cast<T>(number);
-}
-
-// Whether the copy engine can fetch rows as they lie: not where they are all the same, or further apart than a tensor
-// map can say.
-bool can_be_mapped(const View& x, const char* name) {
-  constexpr int64_t kMostBytes = int64_t{1} << 40;
-  const Strides strides = row_strides(x, name, false);
-  const int64_t most = std::max({strides.batch, strides.head, strides.row});
-  return (strides.row != 0 || x.size(2) == 1) && most < kMostBytes / x.element_size();
 }
 
 }  // namespace
@@ -134,7 +82,7 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
   const int64_t v8 = layout.add(batch * kv_heads * head_dim * padded);
   const int64_t q_descale = layout.add(q_count * kFloat), k_descale = layout.add(k_count * kFloat);
   const int64_t v_descale = layout.add(v_count * kFloat), maxima = layout.add(groups * kFloat);
-  const Tensor workspace = empty<1>(q, aoti_torch_dtype_uint8(), {layout.total()}, {1});
+  const Tensor workspace = empty<1>(q, byte_type(), {layout.total()}, {1});
   auto* const base = static_cast<uint8_t*>(workspace.data_ptr());
   const auto bytes = [&](int64_t at, std::initializer_list<int64_t> sizes) {
     return View(base + at, ScalarType::Byte, device, sizes);
@@ -166,7 +114,8 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
                               floats(v_descale, v_count),
                               groups_view,
                               c.hadamard,
-                              tensors.k_mean};
+                              tensors.k_mean,
+                              std::nullopt};
   const PackEntry& pack = find_pack(packing);
   PackParams pack_launch = pack_params(packing);
   const Tensor out = empty_result(q, c.seq_major, variant);

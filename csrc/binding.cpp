@@ -1,12 +1,14 @@
 // The torch operators of the extension, through LibTorch's stable ABI: one library serves every torch from 2.10 on.
 //
 // `forward` and `diagnose` launch one variant, `pack` the kernel that makes its operands or some of them, `attend`
-// both, on the current stream of the tensors' device. They return without synchronising, so they can be captured into a
-// CUDA graph. Outputs are written in place, but for the result of `attend`.
+// both, `forward_ragged` and `attend_ragged` the same of a ragged batch, on the current stream of the tensors' device.
+// They return without synchronising, so they can be captured into a CUDA graph. Outputs are written in place, but for
+// the results of `attend` and `attend_ragged`.
 #include <torch/csrc/stable/library.h>
 
 #include "arguments.h"
 #include "attend.h"
+#include "attend_ragged.h"
 #include "check.h"
 #include "device.h"
 #include "fp8cutlass/pack_params.h"
@@ -65,7 +67,7 @@ void pack(int64_t key_block, const std::optional<Tensor>& q, const std::optional
           const std::optional<Tensor>& amax, bool hadamard, const std::optional<Tensor>& k_mean) {
   const PackArguments arguments{
       key_block, q,  k,  v,         q_granularity, k_granularity, v_granularity, score_amax, v_amax, negate_q,
-      q8,        k8, v8, q_descale, k_descale,     v_descale,     amax,          hadamard,   k_mean};
+      q8,        k8, v8, q_descale, k_descale,     v_descale,     amax,          hadamard,   k_mean, std::nullopt};
   const PackEntry& entry = find_pack(arguments);
   const PackParams params = pack_params(arguments);
   const int device = static_cast<int>(first_operand(arguments).device());
@@ -79,9 +81,10 @@ void forward_ragged(int64_t variant, const Tensor& q, const Tensor& k, const Ten
                     const Tensor& out, const std::optional<Tensor>& lse, double scale, int64_t window_left,
                     int64_t window_right, bool bottom_right, bool keys_in_blocks) {
   const VariantEntry& entry = find_variant(variant, false);
-  ForwardParams params = ragged_params({q, k, v, q_descale, k_descale, v_descale, cu_q, cu_k, used_q, used_k, plan, out,
-                                        lse, scale, window_left, window_right, bottom_right, keys_in_blocks},
-                                       entry);
+  ForwardParams params =
+      ragged_params({q, k, v, q_descale, k_descale, v_descale, cu_q, cu_k, used_q, used_k, plan, out, lse, scale,
+                     window_left, window_right, bottom_right, keys_in_blocks, std::nullopt},
+                    entry);
   launch_here(entry, params, q);
 }
 
@@ -94,6 +97,15 @@ Tensor attend_half(const Tensor& constants, const Tensor& q, const Tensor& k, co
                    const std::optional<Tensor>& lse, const std::optional<Tensor>& amax) {
   const AttendConstants c = attend_constants(constants);
   return attend(c, {q, k, v, k_mean, out_descale, lse, amax}, find_variant(c.variant, false));
+}
+
+Tensor attend_batch(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_q,
+                    const Tensor& cu_k, const std::optional<Tensor>& used_q, const std::optional<Tensor>& used_k,
+                    const std::optional<Tensor>& lse, double score_amax, double v_amax, double scale,
+                    int64_t window_left, int64_t window_right, bool bottom_right, bool leave_q,
+                    const std::optional<Tensor>& workspace) {
+  return attend_ragged({score_amax, v_amax, scale, window_left, window_right, bottom_right, leave_q},
+                       {q, k, v, cu_q, cu_k, used_q, used_k, lse, workspace}, find_variant(variant, false));
 }
 
 }  // namespace
@@ -120,6 +132,10 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "bool keys_in_blocks) -> ()");
   m.def("ragged_plan_words(int variant, int tokens, int sequences) -> int");
   m.def(
+      "attend_ragged(int variant, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+      "Tensor? seqused_q, Tensor? seqused_k, Tensor(a!)? lse, float score_amax, float v_amax, float scale, "
+      "int window_left, int window_right, bool bottom_right, bool leave_q, Tensor(b!)? workspace=None) -> Tensor");
+  m.def(
       "attend(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor(a!)? k_mean=None, Tensor? out_descale=None, "
       "Tensor(b!)? lse=None, Tensor(c!)? amax=None) -> Tensor");
 }
@@ -133,5 +149,6 @@ STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {
   m.impl("forward", TORCH_BOX(&fp8cutlass::forward));
   m.impl("diagnose", TORCH_BOX(&fp8cutlass::diagnose));
   m.impl("pack", TORCH_BOX(&fp8cutlass::pack));
+  m.impl("attend_ragged", TORCH_BOX(&fp8cutlass::attend_batch));
   m.impl("attend", TORCH_BOX(&fp8cutlass::attend_half));
 }

@@ -59,7 +59,8 @@ PackOperand operand_of(const PackArguments& a, const Sizes& sizes, PackOrder whi
   require_aligned(o.x, name.x);
   const Strides from = row_strides(x, name.x, false);
   o.stride_batch = from.batch, o.stride_head = from.head, o.stride_row = from.row;
-  o.heads = to_int(x.size(1), name.x), o.tokens = to_int(x.size(2), name.x);
+  o.heads = to_int(x.size(1), name.x);
+  o.tokens = to_int(a.block_rows && which != kPackQ ? *a.block_rows : x.size(2), name.x);
   o.granularity = granularity_of(granularity, name.granularity, packed);
   o.rows = o.tokens;
   // K's descales of tokens are read in whole tiles.

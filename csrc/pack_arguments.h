@@ -29,6 +29,8 @@ struct PackArguments {
   std::optional<View> amax;  // zeros, one for each descale of an operand per tensor, head or channel: Q, K, V
   bool hadamard;
   std::optional<View> k_mean;  // (B, Hkv, head_dim), where keys are smoothed
+  // Of a ragged batch: rows of K and V in blocks, which k8, v8 and descales are as long as.
+  std::optional<int64_t> block_rows;
 };
 
 // The first operand that is there: its type and device are those of all. Throws std::runtime_error where there is none.

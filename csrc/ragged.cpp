@@ -13,6 +13,11 @@ namespace {
 constexpr int64_t kPlanHead = 8;  // words before the first entry, of which the first is their number
 constexpr int64_t kEntryWords = sizeof(RowTile) / sizeof(int);
 
+// Row tiles that a plan has room for. Items of windows may be half as many rows (walk/item.h); the others need half.
+int64_t most_entries(int64_t tokens, int64_t sequences, const VariantEntry& variant) {
+  return std::max<int64_t>(1, most_row_tiles(tokens, sequences, variant.tile_m / 2));
+}
+
 const uint8_t* fp8_pointer(const View& tensor, const char* name, const View& q) {
   if (tensor.dim() != 3) fail(name, " must have 3 dimensions, got shape ", shape_text(tensor));
   require(tensor.scalar_type() == ScalarType::Byte, name, " must be a uint8 view of FP8 data");
@@ -51,19 +56,38 @@ Steps descale_steps(const View& descale, const char* name, int64_t sequences, in
   return {0, to_int(parts, name), 1};
 }
 
+// Q in FP8 with descales, or as it is for the kernel to quantise.
+void set_query(ForwardParams& params, const RaggedArguments& a, const VariantEntry& variant, int64_t sequences) {
+  const int64_t tokens = a.q.size(0), heads = a.q.size(1);
+  if (a.source) {
+    require(!a.q_descale, "q_descale is given, but q is no FP8");
+    params.query = query_scaling(a.q, a.q.size(2), *a.source, variant);
+    params.q = static_cast<const uint8_t*>(a.q.data());
+  } else {
+    params.q = fp8_pointer(a.q, "q", a.q);
+    require_shape(a.q, "q", {tokens, heads, variant.head_dim});
+    require(a.q_descale.has_value(), "q_descale is missing");
+    params.q_descale = float_pointer(*a.q_descale, "q_descale", a.q);
+    const Steps steps = descale_steps(*a.q_descale, "q_descale", sequences, heads, tokens);
+    params.q_descale_head = steps.head, params.q_descale_row = steps.part;
+    params.ragged.q_descale_sequence = steps.sequence;
+  }
+  token_strides(a.q, "q", params.q_stride_row, params.q_stride_head);
+  params.q_stride_row *= a.q.element_size(), params.q_stride_head *= a.q.element_size();
+}
+
 // A mask's end, so far that adding it to any row or key number stays within 32 bits.
 int window_end(int64_t keys) { return static_cast<int>(std::clamp<int64_t>(keys, -(1 << 30), 1 << 30)); }
 
 }  // namespace
 
 int64_t plan_words(int64_t tokens, int64_t sequences, const VariantEntry& variant) {
-  return kPlanHead + kEntryWords * std::max<int64_t>(1, most_row_tiles(tokens, sequences, variant.tile_m));
+  return kPlanHead + kEntryWords * most_entries(tokens, sequences, variant);
 }
 
 ForwardParams ragged_params(const RaggedArguments& a, const VariantEntry& variant) {
   require(variant.ragged, "variant ", variant.id, " takes no ragged batch");
   ForwardParams params{};
-  params.q = fp8_pointer(a.q, "q", a.q);
   params.k = fp8_pointer(a.k, "k", a.q);
   params.v = fp8_pointer(a.v, "v", a.q);
   const int64_t tokens = a.q.size(0), heads = a.q.size(1), head_dim = variant.head_dim;
@@ -71,7 +95,6 @@ ForwardParams ragged_params(const RaggedArguments& a, const VariantEntry& varian
   if (tokens == 0 || heads == 0 || key_rows == 0 || sequences < 1)
     fail("empty tensors take no launch: q has shape ", shape_text(a.q), ", k has shape ", shape_text(a.k));
   require(kv_heads > 0 && heads % kv_heads == 0, "q has ", heads, " heads, which is no multiple of k's ", kv_heads);
-  require_shape(a.q, "q", {tokens, heads, head_dim});
   require_shape(a.k, "k", {key_rows, kv_heads, head_dim});
   require(a.v.is_contiguous(), "v (packed) must be contiguous");
   const int64_t key_block = variant.key_block, columns = a.v.size(2), blocks = columns / key_block;
@@ -85,16 +108,13 @@ ForwardParams ragged_params(const RaggedArguments& a, const VariantEntry& varian
   params.heads = to_int(heads, "the number of heads of q"), params.kv_heads = to_int(kv_heads, "that of k");
   params.seqlen_q = to_int(tokens, "the tokens of q"), params.seqlen_k = to_int(key_rows, "the tokens of k");
   params.seqlen_k_padded = to_int(columns, "the columns of v");
-  token_strides(a.q, "q", params.q_stride_row, params.q_stride_head);
   token_strides(a.k, "k", params.k_stride_row, params.k_stride_head);
 
-  params.q_descale = float_pointer(a.q_descale, "q_descale", a.q);
+  set_query(params, a, variant, sequences);
   params.k_descale = float_pointer(a.k_descale, "k_descale", a.q);
   params.v_descale = float_pointer(a.v_descale, "v_descale", a.q);
-  const Steps q = descale_steps(a.q_descale, "q_descale", sequences, heads, tokens);
   const Steps k = descale_steps(a.k_descale, "k_descale", sequences, kv_heads, blocks);
   const Steps v = descale_steps(a.v_descale, "v_descale", sequences, kv_heads, blocks);
-  params.q_descale_head = q.head, params.q_descale_row = q.part;
   params.k_descale_head = k.head, params.k_descale_block = k.part;
   params.v_descale_head = v.head, params.v_descale_block = v.part;
 
@@ -124,13 +144,13 @@ ForwardParams ragged_params(const RaggedArguments& a, const VariantEntry& varian
   batch.key_tokens = to_int(key_tokens, "the tokens of k");
   batch.keys_in_blocks = a.keys_in_blocks;
   batch.bottom_right = a.bottom_right;
-  batch.q_descale_sequence = q.sequence, batch.k_descale_sequence = k.sequence, batch.v_descale_sequence = v.sequence;
+  batch.k_descale_sequence = k.sequence, batch.v_descale_sequence = v.sequence;
   require_shape(a.plan, "plan", {plan_words(tokens, sequences, variant)});
   int* const words = static_cast<int*>(dense_pointer(a.plan, "plan", a.q, ScalarType::Int, "int32"));
   require_aligned(words, "plan");
   batch.count = words;
   batch.tiles = reinterpret_cast<RowTile*>(words + kPlanHead);
-  batch.most = to_int(most_row_tiles(tokens, sequences, variant.tile_m), "the row tiles");
+  batch.most = to_int(most_entries(tokens, sequences, variant), "the row tiles");
   return params;
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "arguments.h"
 #include "fp8cutlass/params.h"
 #include "tensors.h"
 
@@ -12,11 +13,12 @@ namespace fp8cutlass {
 
 // One call as the operator receives it. FP8 tensors arrive as uint8 views. T and Tk are the tokens of all sequences.
 struct RaggedArguments {
-  View q;  // (T, H, D)
+  View q;  // (T, H, D); with `source` bf16 or fp16, and D may be less than the kernel's, a multiple of 8
   View k;  // (Tk, Hkv, D); with `keys_in_blocks` (blocks * key_block, Hkv, D), laid out as v
   View v;  // (Hkv, D, blocks * key_block), packed: each sequence begins at the block of walk/ragged.h
   // float32: (1,), or (sequences, heads) shared by a sequence's tokens, or (1, heads, tokens) and (1, heads, blocks).
-  View q_descale, k_descale, v_descale;
+  std::optional<View> q_descale;  // absent exactly with `source`
+  View k_descale, v_descale;
   View cu_q, cu_k;                     // (sequences + 1,) int32
   std::optional<View> used_q, used_k;  // (sequences,) int32
   View plan;                           // int32, of plan_words(): what the plan is written to
@@ -26,6 +28,7 @@ struct RaggedArguments {
   int64_t window_left, window_right;  // keys before and after a row's own that it sees; of masks that have such ends
   bool bottom_right;                  // a sequence's last row sees its last key; else its first row its first
   bool keys_in_blocks;
+  std::optional<QuerySource> source;
 };
 
 // Words of the plan of such a batch.

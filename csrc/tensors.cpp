@@ -56,6 +56,16 @@ View::View(void* data, ScalarType type, int64_t device, std::initializer_list<in
   for (int64_t dim = dim_, step = 1; dim-- > 0; step *= size_[dim]) stride_[dim] = step;
 }
 
+View View::permuted(std::initializer_list<int> order) const {
+  View view = *this;
+  view.dim_ = 0;
+  for (const int from : order) {
+    view.size_[view.dim_] = from == kNew ? 1 : size_[from];
+    view.stride_[view.dim_++] = from == kNew ? 0 : stride_[from];
+  }
+  return view;
+}
+
 int64_t View::numel() const {
   int64_t product = 1;
   for (int64_t dim = 0; dim < dim_; ++dim) product *= size_[dim];

@@ -24,6 +24,9 @@ class View {
   View(const torch::stable::Tensor& tensor);  // NOLINT: implicit, so that operators pass tensors on as they are
   View(void* data, ScalarType type, int64_t device, std::initializer_list<int64_t> sizes);  // contiguous, on a card
 
+  static constexpr int kNew = -1;                         // in `permuted`: a dimension of size 1 that there was not
+  View permuted(std::initializer_list<int> order) const;  // its dimensions in another order
+
   int64_t dim() const { return dim_; }
   int64_t size(int64_t dim) const { return size_[dim]; }
   int64_t stride(int64_t dim) const { return stride_[dim]; }

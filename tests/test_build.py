@@ -40,6 +40,11 @@ ATTEND = (
 )
 DIAGNOSTIC = "Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o"
 
+ATTEND_RAGGED = (
+    "int variant, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, "
+    "Tensor? seqused_k, Tensor(a!)? lse, float score_amax, float v_amax, float scale, int window_left, "
+    "int window_right, bool bottom_right, bool leave_q, Tensor(b!)? workspace=None"
+)
 RAGGED = (
     "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor(a!) plan, "
@@ -66,7 +71,8 @@ except NotImplementedError as error:
 print(json.dumps({
     "schemas": [str(ops.forward.default._schema), str(ops.diagnose.default._schema),
                 str(ops.pack.default._schema), str(ops.attend.default._schema),
-                str(ops.forward_ragged.default._schema), str(ops.ragged_plan_words.default._schema)],
+                str(ops.forward_ragged.default._schema), str(ops.ragged_plan_words.default._schema),
+                str(ops.attend_ragged.default._schema)],
     "ids": [c.fp8cutlass_variant_id(i).decode() for i in range(count)],
     "outside": [c.fp8cutlass_variant_id(-1), c.fp8cutlass_variant_id(count)],
     "refusal": refusal,
@@ -113,6 +119,7 @@ def test_schemas(answers: dict[str, Any]) -> None:
         f"fp8cutlass_C::attend({ATTEND}) -> Tensor",
         f"fp8cutlass_C::forward_ragged({RAGGED}) -> ()",
         "fp8cutlass_C::ragged_plan_words(int variant, int tokens, int sequences) -> int",
+        f"fp8cutlass_C::attend_ragged({ATTEND_RAGGED}) -> Tensor",
     ]
 
 

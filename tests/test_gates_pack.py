@@ -305,7 +305,7 @@ def test_the_reports_were_read_from_the_committed_packs(arch: str, profile: str,
     """Every form of every pack of a build for the target, from the sources and headers as they are committed."""
     packs = _packs(arch, profile)
     text = report.split((ROOT / "generated" / "gates" / f"{arch}_{profile}.txt").read_text())["pack"]
-    forms = {f"{p.id}.{form.name}" for p in packs for form in packing.FORMS}
+    forms = {f"{p.id}.{form.name}" for p in packs for form in packing.forms(p, arch)}
     delivered = {f"{p.id}.deliver" for p in packs if p.delivers and arch == "sm90a"}
     assert set(report.parse(text)[1]) == forms | delivered
     # In the order of the rows, which is that of the ids.
@@ -320,7 +320,9 @@ def test_the_kernel_that_hands_over_is_one_of_sm90a(tmp_path: Path) -> None:
     narrow = Pack(head_dim=96, key_block=128, source=Source.BF16)
     kernels = packing.render({"sm89": (PACK,), "sm90a": (PACK, narrow)}, tmp_path)
     (kernel,) = (k for k in kernels if k.id.endswith(".deliver"))
-    assert (kernel.id, kernel.target, len(kernels)) == (f"{PACK.id}.deliver", "sm90a", 3 * len(packing.FORMS) + 1)
+    assert (kernel.id, kernel.target, len(kernels)) == (f"{PACK.id}.deliver", "sm90a", 3 * len(packing.FORMS) + 2 + 1)
+    ragged = {k.id for k in kernels if k.id.endswith(".pack_ragged") and k.target == "sm90a"}
+    assert ragged == {f"{PACK.id}.pack_ragged", f"{narrow.id}.pack_ragged"}
     # By hand: 2 blocks of 128 x 64 in 16 bits, 2 in 8, 8 units, 2 maxima for 4 warps, 12 barriers.
     assert kernel.smem_bytes == PACK.delivery_bytes == 49152 + 1024
     assert (kernel.threads, kernel.ctas_per_sm) == (128 + 128, 3)

@@ -7,6 +7,7 @@ result; lengths that are read when a graph is captured instead of when it runs; 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +18,11 @@ from kernel_gates import emulator_limit
 
 from fp8cutlass import attention_varlen, quantize
 from fp8cutlass.call.call import Call, Tensors
-from fp8cutlass.call.launch import kernel_operands, quantised
-from fp8cutlass.call.ragged import RaggedCall, emulate_sequence
+from fp8cutlass.call.launch import kernel_operands, quantised, score_amax
+from fp8cutlass.call.ragged import RaggedCall, blocks_of, by_torch, emulate_sequence, launch, launch_made
 from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import Variant
+from fp8cutlass.quant.quantize import V_AMAX
 
 pytestmark = pytest.mark.gpu
 
@@ -112,6 +114,89 @@ def test_every_window_kernel_is_its_emulation(v: Variant) -> None:
             )  # fmt: skip
             assert not out.isnan().any() and far(out.cpu(), wanted.out) <= emulator_limit(v), (rows, keys, left, right)
             assert torch.equal(lse.cpu().isneginf(), wanted.lse.isneginf())
+
+
+def pieces(v: Variant, call: RaggedCall, workspace: torch.Tensor) -> list[torch.Tensor]:
+    """Of a workspace: Q (H, T, D), K (Hkv, columns, D), V (Hkv, D, columns) and their descales."""
+    (tokens, heads, _), kv_heads = call.q.shape, call.k.shape[1]
+    blocks = blocks_of(call.k.shape[0], call.cu_k.shape[0] - 1, v.key_block)
+    columns, d = blocks * v.key_block, v.head_dim
+    found, begin = [], 0
+    for shape, words in (
+        ((heads, tokens, d), 1), ((kv_heads, columns, d), 1), ((kv_heads, d, columns), 1),
+        ((heads, tokens), 4), ((kv_heads, blocks), 4), ((kv_heads, blocks), 4),
+    ):  # fmt: skip
+        size = math.prod(shape) * words
+        piece = workspace[begin : begin + size]
+        found.append((piece.view(torch.float32) if words == 4 else piece).view(shape).cpu())
+        begin += -(-size // 256) * 256
+    return found
+
+
+LAYOUTS = {
+    "all": (ROWS, KEYS, None),
+    "used": (ROWS, KEYS, [40, 33, 699, 0, 0, 256, 1, 129]),
+    "many": ([1, 2] * 40, [1, 300, 0, 64] * 20, None),
+    "one": ([777], [1300], [1299]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("v", built_variants("ragged"), ids=lambda v: v.id)
+def test_every_byte_is_that_of_torch(v: Variant, layout: str) -> None:
+    """Blocks, tails, gaps and descales, from tensors with strides of their own; a narrower head_dim."""
+    rows, keys, used = LAYOUTS[layout]
+    q, k, values, cu_q, cu_k = batch(v, rows, keys)
+    head_dim = v.head_dim - (8 if layout == "many" else 0)
+    given = [x[..., :head_dim] for x in (q, k, values)]
+    apart = [
+        torch.cat([x, x], 1).cuda()[:, x.shape[1] :, :head_dim] for x in (q, k, values)
+    ]  # rows and heads with gaps
+    used_k = None if used is None else torch.tensor(used, dtype=torch.int32)
+    for scale in (0.125, -0.125):
+        call = RaggedCall(
+            *given, cu_q, cu_k, None, used_k, 0, 0, (), scale, -1, 0, True, q.dtype, "fast", False, ""
+        )  # fmt: skip
+        wanted = by_torch(call, v)
+        workspace = torch.full((1 << 26,), 0x7F, dtype=torch.uint8).cuda()
+        torch.ops.fp8cutlass_C.attend_ragged(
+            built_manifest().index[v.id], *apart, cu_q.cuda(), cu_k.cuda(), None,
+            None if used_k is None else used_k.cuda(), None, score_amax(v), V_AMAX, scale, FAR, 0, True, False,
+            workspace,
+        )  # fmt: skip
+        made = pieces(v, call, workspace)
+        names = ("q", "k", "v", "q_descale", "k_descale", "v_descale")
+        right = (wanted.q.transpose(0, 1), wanted.k.transpose(0, 1), wanted.v, *(d[0] for d in wanted.descales))
+        for name, ours, theirs in zip(names, made, right, strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("v", built_variants("ragged"), ids=lambda v: v.id)
+def test_who_quantises_q_changes_no_bit(v: Variant) -> None:
+    """Nor does it change which rows belong to no sequence: those are 0 and -inf whatever was there."""
+    q, k, values, cu_q, cu_k = batch(v)
+    cu_q = cu_q.clone()
+    cu_q[0], cu_q[-1] = 3, cu_q[-1] - 2
+    used = torch.tensor([50, 0, 517, 1, 100, 299, 64, 0], dtype=torch.int32)
+    window = WINDOWS[v.mask][0]
+    call = RaggedCall(
+        *on_card((q, k, values, cu_q, cu_k, used)), None, 0, 0, (), 0.125, *window, True, q.dtype, "fast", True, ""
+    )
+    number, results = built_manifest().index[v.id], []
+    for leave_q in (True, False):
+        lse = torch.full(q.shape[1::-1], torch.nan).cuda()
+        results.append((launch(call, v, number, lse, leave_q), lse))
+    (out, lse), (other, log_sum) = results
+    assert torch.equal(out, other) and torch.equal(lse, log_sum)
+    alive = torch.zeros(len(q), dtype=torch.bool)
+    for s, n in enumerate(used.tolist()):
+        alive[int(cu_q[s]) : min(int(cu_q[s]) + n, int(cu_q[s + 1]))] = True
+    assert (out.cpu()[~alive] == 0).all() and lse.cpu()[:, ~alive].isneginf().all()
+    assert not out.isnan().any() and not lse.isnan().any()
+    at_home = replace(call, **{name: getattr(call, name).cpu() for name in ("q", "k", "v", "cu_k")})
+    made = by_torch(at_home, v)
+    made = replace(made, q=made.q.cuda(), k=made.k.cuda(), v=made.v.cuda(), descales=on_card(made.descales))
+    assert torch.equal(launch_made(call, made, v, number, torch.full_like(lse, torch.nan)), out)
 
 
 def one_kernel() -> Variant:

@@ -17,8 +17,11 @@ from hypothesis import strategies as st
 
 import fp8cutlass
 from fp8cutlass import attention, attention_varlen, quantize
-from fp8cutlass.call.ragged import blocks_of, places, to_blocks
+from fp8cutlass.call.ragged import RaggedCall, blocks_of, by_torch, places, to_blocks
 from fp8cutlass.errors import UnsupportedError
+from fp8cutlass.manifest import generated_dir, load_manifest
+from fp8cutlass.quant.quantize import V_AMAX
+from fp8cutlass.quant.v_layout import pack_v
 
 ROWS, KEYS = [5, 0, 130, 1, 200, 64], [40, 33, 130, 0, 260, 7]
 LIMIT = 0.09  # relative L2 error of FP8 operands against the given ones
@@ -240,6 +243,30 @@ def test_each_sequence_has_blocks_of_its_own(key_block: int) -> None:
         assert torch.equal(spread[at : at + n], x[int(cu[s]) : int(cu[s]) + n, 0, 0])
         assert (spread[at + n : (begin + len(own)) * key_block] == 0).all()
     assert int((spread != 0).sum()) == tokens
+
+
+def test_packed_bytes_stand_for_the_tokens() -> None:
+    """By the descales of their blocks; what belongs to no token is zero bytes, of any sign of the scale."""
+    q, k, v, cu_q, cu_k = batch(ROWS, KEYS)
+    variant = next(x for x in load_manifest(generated_dir()).variants if x.kind == "ragged" and x.head_dim == 64)
+    block = variant.key_block
+    call = RaggedCall(
+        q, k, v, cu_q, cu_k, None, None, 0, 0, (), -0.125, -1, -1, True, q.dtype, "fast", False, ""
+    )  # fmt: skip
+    made = by_torch(call, variant)
+    q_descale, k_descale, v_descale = made.descales
+    back = -made.q.view(torch.float8_e4m3fn).float() * q_descale[0].transpose(0, 1)[..., None]
+    assert (back - q.float()).abs().max() <= 0.07 * q.float().abs().max()
+    place = places(cu_k, None, len(k), block)
+    keys = (
+        made.k.view(torch.float8_e4m3fn).float() * k_descale[0].repeat_interleave(block, 1).transpose(0, 1)[..., None]
+    )
+    assert (keys[place] - k.float()).abs().max() <= 0.07 * k.float().abs().max()
+    whole = quantize(to_blocks(v, place, keys.shape[0] // block, block), granularity="block", amax=V_AMAX, block=block)
+    assert torch.equal(made.v, pack_v(whole[0].view(torch.uint8))[0]) and torch.equal(v_descale, whole[1])
+    free = torch.ones(len(keys), dtype=torch.bool)
+    free[place] = False
+    assert (made.k[free] == 0).all() and made.v.count_nonzero() <= v.numel()
 
 
 def test_lengths_that_lie_stay_inside() -> None:

@@ -42,14 +42,15 @@ def call_of(data: RaggedData, fp8: list[Descaled] | None = None) -> RaggedCall:
 
 def kernel_launch(call: RaggedCall, variant: Variant, number: int) -> Callable[[], torch.Tensor]:
     """The plan and the kernel on operands that are ready."""
-    q, k, v, descales, in_blocks = walk._operands(call, variant)
+    made = walk.fp8_operands(call, variant) if call.descales else walk.by_torch(call, variant)
     sequences = call.cu_q.shape[0] - 1
     words = torch.ops.fp8cutlass_C.ragged_plan_words(number, call.q.shape[0], sequences)
-    plan = torch.empty(words, dtype=torch.int32, device=q.device)
-    out = torch.zeros(call.q.shape, dtype=OUT_DTYPE, device=q.device)
+    plan = torch.empty(words, dtype=torch.int32, device=call.q.device)
+    out = torch.zeros(call.q.shape, dtype=OUT_DTYPE, device=call.q.device)
     ends = (FAR if end < 0 else end for end in (call.left, call.right))
     tables = (call.cu_q, call.cu_k, None, None, plan)
-    arguments = (number, q, k, v, *descales, *tables, out, None, call.scale, *ends, True, in_blocks)
+    operands = (made.q, made.k, made.v, *made.descales)
+    arguments = (number, *operands, *tables, out, None, call.scale, *ends, True, made.in_blocks)
 
     def launch() -> torch.Tensor:
         torch.ops.fp8cutlass_C.forward_ragged(*arguments)

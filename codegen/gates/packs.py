@@ -1,4 +1,4 @@
-"""The kernels that quantise and pack, as the gates look at them: four to a source, of which some have a fifth for
+"""The kernels that quantise and pack, as the gates look at them: four to a source, to which most have two more for
 sm90a, and what their code must keep."""
 
 from __future__ import annotations
@@ -19,21 +19,27 @@ FAMILY = "pack"
 # out of L1, which costs less than the CTA that more registers would cost.
 SPILLED = 15
 
+# Of the lengths of a ragged batch: one to find a block's sequence and 3 of it; 3 to find those of some rows of O, and 3
+# of the first and of a row's own.
+LENGTH_READS = 13
 MAXIMUM_READS = 2  # of a float32 maximum: that of a head or a tensor, that of a column
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """One of the kernels of a source. maxima: it raises the maxima of groups larger than a block, and packs nothing.
-    transforms: it is the one for calls that smooth keys or rotate rows."""
+    transforms: it is the one for calls that smooth keys or rotate rows. ragged: the one for ragged batches."""
 
     name: str
     maxima: bool
     transforms: bool
+    ragged: bool = False
 
     @property
     def entry(self) -> str:
         """What its mangled name holds: the function's name, its length in front, and the template's argument."""
+        if self.ragged:
+            return f"{len(self.name)}{self.name}E"
         function = "amax" if self.maxima else "pack"
         return f"{len(function)}{function}ILb{int(self.transforms)}E"
 
@@ -43,6 +49,12 @@ FORMS = tuple(
     for name in ("amax", "pack")
     for suffix in ("", "_transform")
 )
+RAGGED = Form(name="pack_ragged", maxima=False, transforms=False, ragged=True)
+
+
+def forms(pack: Pack, target: str) -> tuple[Form, ...]:
+    """Those of a source that are kernels on a target."""
+    return (*FORMS, RAGGED) if pack.ragged and target == "sm90a" else FORMS
 
 
 def static_smem(pack: Pack, form: Form) -> int:
@@ -61,7 +73,9 @@ def wide_loads(pack: Pack, form: Form) -> int:
 
 def narrow_loads(form: Form) -> int:
     """Loads of 4 bytes in the code, on the way of rows as they are and on that of rows that are transformed."""
-    return 0 if form.maxima else MAXIMUM_READS * (2 if form.transforms else 1)
+    if form.maxima:
+        return 0
+    return MAXIMUM_READS * (2 if form.transforms else 1) + (LENGTH_READS if form.ragged else 0)
 
 
 def render(chosen: Mapping[str, tuple[Pack, ...]], folder: Path) -> list[Kernel]:
@@ -90,7 +104,7 @@ def render(chosen: Mapping[str, tuple[Pack, ...]], folder: Path) -> list[Kernel]
         )
         for target, packs in chosen.items()
         for pack in packs
-        for form in FORMS
+        for form in forms(pack, target)
     ]
     kernels += [
         Kernel(

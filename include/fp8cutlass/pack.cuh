@@ -202,38 +202,46 @@ __device__ __forceinline__ void column_max(uint32_t* of_column, const uint4 (&x)
 
 using Kernel = void (*)(PackParams);
 
-inline int launch_blocks(Kernel kernel, const PackParams& params, int smem_bytes, CUstream_st* stream) {
-  int64_t ctas = 0;
-  for (const PackOperand& o : params.operand) ctas += o.ctas;
+inline int launch_ctas(const void* kernel, int64_t ctas, void** arguments, int smem_bytes, CUstream_st* stream) {
   if (ctas == 0) return cudaSuccess;
   if (ctas > INT32_MAX) return cudaErrorInvalidValue;
   if (smem_bytes > 48 * 1024) {
     const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
     if (status != cudaSuccess) return status;
   }
-  PackParams copy = params;
-  void* arguments[] = {&copy};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(unsigned(ctas)), dim3(kThreads), arguments,
-                          smem_bytes, stream);
+  return cudaLaunchKernel(kernel, dim3(unsigned(ctas)), dim3(kThreads), arguments, smem_bytes, stream);
 }
 
-// `amax` runs before `pack` where an operand's groups are larger than a block. A CTA takes kRows rows, kCtas of them a
-// block of keys.
+inline int launch_blocks(Kernel kernel, PackParams params, int smem_bytes, CUstream_st* stream) {
+  int64_t ctas = 0;
+  for (const PackOperand& o : params.operand) ctas += o.ctas;
+  void* arguments[] = {&params};
+  return launch_ctas(reinterpret_cast<const void*>(kernel), ctas, arguments, smem_bytes, stream);
+}
+
+// How many CTAs each operand has. A CTA takes kRows rows, kCtas of them a block of keys. Returns a cudaError_t as int.
 template <int kRows, int kCtas>
-int launch(Kernel pack, Kernel amax, int pack_bytes, int amax_bytes, PackParams params, CUstream_st* stream) {
-  PackParams first = params;
-  for (int i = 0; i < kPackOperands; ++i) {
-    PackOperand& o = params.operand[i];
+int count_ctas(PackParams& params) {
+  for (PackOperand& o : params.operand) {
     if (o.rows > INT32_MAX - kRows * kCtas)
       return cudaErrorInvalidValue;  // the rows of a block past the end are 32-bit
     o.blocks = (o.rows + kRows * kCtas - 1) / (kRows * kCtas) * kCtas;
     const int64_t ctas = int64_t{params.batch} * o.heads * o.blocks;
     if (ctas > INT32_MAX) return cudaErrorInvalidValue;
     o.ctas = int(ctas);
-    first.operand[i] = o;
-    if (o.amax == nullptr) first.operand[i].ctas = 0;
   }
-  const int status = launch_blocks(amax, first, amax_bytes, stream);
+  return cudaSuccess;
+}
+
+// `amax` runs before `pack` where an operand's groups are larger than a block.
+template <int kRows, int kCtas>
+int launch(Kernel pack, Kernel amax, int pack_bytes, int amax_bytes, PackParams params, CUstream_st* stream) {
+  int status = count_ctas<kRows, kCtas>(params);
+  if (status != cudaSuccess) return status;
+  PackParams first = params;
+  for (PackOperand& o : first.operand)
+    if (o.amax == nullptr) o.ctas = 0;
+  status = launch_blocks(amax, first, amax_bytes, stream);
   return status != cudaSuccess ? status : launch_blocks(pack, params, pack_bytes, stream);
 }
 

@@ -53,6 +53,20 @@ struct PackParams {
 // Returns a cudaError_t as int; 0 is success. Never synchronises.
 using PackFn = int (*)(const PackParams& params, CUstream_st* stream);
 
+// What goes with the parameters of a ragged batch. `batch` of these is 1, and K and V become blocks as walk/ragged.h
+// has them, of which an operand's `tokens` are the rows. Rows of O (tokens, heads, D) that belong to no sequence become
+// zeros on the way, and their LSE -inf.
+struct RaggedPack {
+  RaggedBatch batch;
+  void* out;
+  int64_t row_bytes;  // of all heads of a token of O
+  float* lse;         // (heads, tokens), or null
+  int tokens, heads;  // of Q
+  int first_cta;      // that looks for such rows; set by the launch
+};
+
+using PackRaggedFn = int (*)(const PackParams& params, const RaggedPack& ragged, CUstream_st* stream);
+
 enum class SourceType { bf16, fp16 };
 
 struct PackEntry {
@@ -61,7 +75,8 @@ struct PackEntry {
   int head_dim;
   int key_block;  // keys that share a block descale of K and V
   SourceType source;
-  bool delivers;  // takes a handover
+  bool delivers;        // takes a handover
+  PackRaggedFn ragged;  // packs a ragged batch; null where no kernel walks one
 };
 
 // Defined in the generated registry, in manifest order.

@@ -56,6 +56,7 @@ struct RaggedBatch {
   int bottom_right;    // the mask's offsets count from the last row's last key, not from the first row's first
   // Steps from sequence to sequence in descales that a sequence's rows and blocks share; else 0.
   int q_descale_sequence, k_descale_sequence, v_descale_sequence;
+  int early;  // no kernel before this one in the stream, that has not ended, writes lengths
 };
 
 // One attention forward. Q, K and V are FP8, one byte an element, but for Q where `query` says otherwise.
@@ -77,9 +78,11 @@ struct ForwardParams {
   float* lse;   // (B, H, Sq) contiguous natural-log sum of exponentials, or null
   float* amax;  // (1,) running maximum of |o| before the output scale, or null; the caller zeroes it
   int batch, heads, kv_heads, seqlen_q, seqlen_k, seqlen_k_padded;
-  int causal_offset;   // key j is visible to row i when j <= i + causal_offset; read where the mask has a diagonal
-  float scale;         // softmax scale, >= 0
-  int sm_count;        // multiprocessors of the device: sizes the persistent grid
+  int causal_offset;  // key j is visible to row i when j <= i + causal_offset; read where the mask has a diagonal
+  float scale;        // softmax scale, >= 0
+  int sm_count;       // multiprocessors of the device: sizes the persistent grid
+  int item_rows;  // of kernels for windows, set by the launch: rows of an item, tile_m of one head or half as many of
+                  // two
   unsigned* counters;  // zeroed words, left zeroed, from which the CTAs of kernels that draw take work items; or null
   DiagnosticOutputs diag;
   QueryScaling query;

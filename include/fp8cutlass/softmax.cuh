@@ -42,17 +42,22 @@ __device__ __forceinline__ void mask_columns(float (&s)[kBlocks][4], const int (
       if (8 * n + 2 * t + i % 2 > last[i / 2]) s[n][i] = -INFINITY;
 }
 
-// Columns before first[r], too.
+// The ends of a window, one at a time: columns beyond `last` and those before `first`, which are row 0's; of row 1, 8
+// rows below, they lie 8 columns further.
 template <int kBlocks>
-__device__ __forceinline__ void mask_columns(float (&s)[kBlocks][4], const int (&first)[2], const int (&last)[2]) {
+__device__ __forceinline__ void mask_after(float (&s)[kBlocks][4], int last) {
+  const int lasts[2] = {last, last + 8};
+  mask_columns(s, lasts);
+}
+
+template <int kBlocks>
+__device__ __forceinline__ void mask_before(float (&s)[kBlocks][4], int first) {
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int column = 8 * n + 2 * t + i % 2;
-      if (column < first[i / 2] || column > last[i / 2]) s[n][i] = -INFINITY;
-    }
+    for (int i = 0; i < 4; ++i)
+      if (8 * n + 2 * t + i % 2 < first + i / 2 * 8) s[n][i] = -INFINITY;
 }
 
 // slope[r]: logits in octaves (log2) a score unit, > 0. If `want_exact`, `keep` is called with the sums of this lane's
@@ -117,7 +122,8 @@ __device__ __forceinline__ void pack_p(uint32_t (&p)[kBlocks / 2][4], const floa
 // with ReLU turns two scores into two codes u in [0, kTop]; adding 1024 (where f16 has an ulp of 1) leaves round(u) in
 // the low byte.
 
-constexpr uint32_t kHalf2NegInf = 0xFC00FC00u;   // -inf, -inf
+constexpr uint32_t kHalf2NegInf = 0xFC00FC00u;  // -inf, -inf
+constexpr uint32_t kHalf2MinusEight = half2_of(8) | 0x80008000u;
 constexpr uint32_t kHalf2Integer = 0x64006400u;  // 1024, 1024
 constexpr float kHalfMax = 65504.f;
 
@@ -167,23 +173,34 @@ __device__ __forceinline__ void mask_columns(uint32_t (&s)[kBlocks][2], const in
     }
 }
 
-// Columns before first[r], too.
+// The ends of a window, see above. What holds of a pair of row 0 holds of the next block's of row 1, so that one
+// comparison serves both. Columns are compared with those of block -1 on.
+__device__ __forceinline__ uint32_t hide(uint32_t s, uint32_t where) { return (s & ~where) | (kHalf2NegInf & where); }
+
 template <int kBlocks>
-__device__ __forceinline__ void mask_columns(uint32_t (&s)[kBlocks][2], const int (&first)[2], const int (&last)[2]) {
-  mask_columns(s, last);
-  uint32_t limit[2];
+__device__ __forceinline__ void mask_after(uint32_t (&s)[kBlocks][2], int last) {
+  const int first = min(max(last, -9), 8 * kBlocks) - 2 * int(threadIdx.x % 4);  // 8 n is seen up to here
+  const uint32_t limit = fp16x2(float(first), float(first - 1));
+  uint32_t beyond = half2_less(limit, kHalf2MinusEight);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int begin = min(max(first[r], 0), 8 * kBlocks) - 2 * int(threadIdx.x % 4);  // 8 n is hidden below
-    limit[r] = fp16x2(float(begin), float(begin - 1));
+  for (int n = 0; n < kBlocks; ++n) {
+    s[n][1] = hide(s[n][1], beyond);
+    beyond = half2_less(limit, half2_of(8 * n));
+    s[n][0] = hide(s[n][0], beyond);
   }
+}
+
+template <int kBlocks>
+__device__ __forceinline__ void mask_before(uint32_t (&s)[kBlocks][2], int first) {
+  const int begin = min(max(first, -8), 8 * kBlocks) - 2 * int(threadIdx.x % 4);  // 8 n is hidden below
+  const uint32_t limit = fp16x2(float(begin), float(begin - 1));
+  uint32_t before = half2_less(kHalf2MinusEight, limit);
 #pragma unroll
-  for (int n = 0; n < kBlocks; ++n)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const uint32_t before = half2_less(half2_of(8 * n), limit[r]);
-      s[n][r] = (s[n][r] & ~before) | (kHalf2NegInf & before);
-    }
+  for (int n = 0; n < kBlocks; ++n) {
+    s[n][1] = hide(s[n][1], before);
+    before = half2_less(half2_of(8 * n), limit);
+    s[n][0] = hide(s[n][0], before);
+  }
 }
 
 // Slopes A and offsets B (f16, each twice) that send the row maxima f of a lane's two rows to kTop, and the log2

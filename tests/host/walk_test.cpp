@@ -59,11 +59,26 @@ static bool spans(int rounds) {
         bool hides = false;
         for (int r = row; r < row + kM; ++r)
           for (int key = tile * kN; key < (tile + 1) * kN; ++key) hides = hides || !sees<kMask>(r, key, keys, band);
-        if (hides != is_masked<kN, kM, kMask>(row, keys, band, tile)) return false;
+        if (kMask != Mask::window) {
+          if (hides != is_masked<kN, kM, kMask>(row, keys, band, tile)) return false;
+          continue;
+        }
+        const int first = tile * kN,
+                  last = first + kN - 1;  // of a tile: its ends are those that a first, a last row sees
+        const int ends = int(!sees<Mask::causal>(row, last, keys, band)) + 2 * int(row + kM - 1 + band.first > first);
+        if (hides != (ends != 0) || ends != masked_ends<kN, kM>(row, keys, band, tile)) return false;
       }
     }
   }
   return true;
+}
+
+// With a window some items are half the rows of two heads. Returns how many rows an item has.
+template <Mask kMask>
+static int share_items(ForwardParams& p, int round) {
+  const bool in_pairs = kMask == Mask::window && p.heads / p.kv_heads % 2 == 0 && round % 4 > 0;
+  p.item_rows = in_pairs ? kM / 2 : kM;
+  return p.item_rows;
 }
 
 // The items of a call: each row tile of each head once, in the tensors' places.
@@ -75,19 +90,21 @@ static bool items(int rounds) {
     p.seqlen_q = pick(1, 3000), p.seqlen_k = pick(1, 3000), p.sm_count = 132;
     p.causal_offset = pick(-100, 100), p.window_offset = p.causal_offset - pick(0, 500);
     p.o_stride_row = 64, p.o_stride_head = int64_t(64) * p.seqlen_q, p.o_stride_batch = p.o_stride_head * p.heads;
+    const int rows = share_items<kMask>(p, round), together = kM / rows;
     const Order order = work_order<kM, 64, kMask>(p);
     std::set<std::tuple<int, int, int>> seen;
     for (int n = 0; n < Dense<kMask>::items(p, order); ++n) {
       const Item item = Dense<kMask>::template item_at<kM, kN>(p, order, n);
-      const int end = item.row + kM < p.seqlen_q ? item.row + kM : p.seqlen_q;
+      const int end = item.row + rows < p.seqlen_q ? item.row + rows : p.seqlen_q;
       const Tiles tiles = tiles_of<kN, kMask>(item.row, end, p.seqlen_k, band_of(p));
       const int64_t out = item.batch * p.o_stride_batch + item.head * p.o_stride_head + int64_t(64) * item.row;
-      if (item.row % kM || item.row >= p.seqlen_q || item.tiles != tiles.count || item.first_tile != tiles.first)
+      if (item.row % rows || item.row >= p.seqlen_q || item.tiles != tiles.count || item.first_tile != tiles.first)
         return false;
       if (item.kv_head != item.batch * p.kv_heads + item.head / (p.heads / p.kv_heads) || item.out != out) return false;
-      if (!seen.insert({item.batch, item.head, item.row}).second) return false;
+      for (int head = item.head; head < item.head + together; ++head)
+        if (!seen.insert({item.batch, head, item.row}).second) return false;
     }
-    if (int64_t(seen.size()) != work_items(p, kM)) return false;
+    if (int64_t(seen.size()) != work_items(p, rows) || work_items(p, rows, together) != order.items) return false;
   }
   return true;
 }
@@ -116,6 +133,9 @@ static bool ragged(int rounds) {
   constexpr int kBlock = 128;
   for (int round = 0; round < rounds; ++round) {
     const int sequences = pick(1, 9);
+    ForwardParams p{};
+    p.batch = 1, p.kv_heads = pick(1, 3), p.heads = p.kv_heads * pick(1, 4);
+    const int item_rows = share_items<kMask>(p, round), together = kM / item_rows;
     std::vector<RowTile> list;
     std::vector<int> rows_of, keys_of, blocks_used;
     int query = 0, key = 0, block_end = 0;
@@ -123,15 +143,13 @@ static bool ragged(int rounds) {
       const int rows = pick(0, 300), keys = pick(0, 500), block = key / kBlock + s;
       if (block < block_end) return false;  // where the blocks of the sequence before end
       block_end = block + ceil_div(keys, kBlock);
-      for (int row = 0; row < rows; row += kM) list.push_back({s, row, rows, keys, query, key, block, 0});
+      for (int row = 0; row < rows; row += item_rows) list.push_back({s, row, rows, keys, query, key, block, 0});
       rows_of.push_back(rows), keys_of.push_back(keys);
       query += rows, key += keys;
     }
     if (block_end > ragged_blocks(key, sequences, kBlock)) return false;
-    if (int64_t(list.size()) > most_row_tiles(query, sequences, kM)) return false;
-    ForwardParams p{};
+    if (int64_t(list.size()) > most_row_tiles(query, sequences, item_rows)) return false;
     int count = int(list.size());
-    p.batch = 1, p.kv_heads = pick(1, 3), p.heads = p.kv_heads * pick(1, 4);
     p.seqlen_q = query, p.seqlen_k = key, p.sm_count = 132;
     p.causal_offset = pick(-20, 20), p.window_offset = p.causal_offset - pick(0, 200);
     p.o_stride_row = int64_t(64) * p.heads, p.o_stride_head = 64;
@@ -144,7 +162,7 @@ static bool ragged(int rounds) {
       const RaggedItem item = Walk::template item_at<kM, kN>(p, order, n);
       const int s = item.batch, shift = round % 2 ? keys_of[s] - rows_of[s] : 0;
       const Band band{p.window_offset + shift, p.causal_offset + shift};
-      const int end = item.row + kM < rows_of[s] ? item.row + kM : rows_of[s];
+      const int end = item.row + item_rows < rows_of[s] ? item.row + item_rows : rows_of[s];
       const Tiles tiles = tiles_of<kN, kMask>(item.row, end, keys_of[s], band);
       if (item.tiles != tiles.count || item.first_tile != tiles.first || Walk::rows(p, item) != rows_of[s] ||
           Walk::keys(p, item) != keys_of[s] || Walk::band(p, item).first != band.first)
@@ -155,7 +173,8 @@ static bool ragged(int rounds) {
       if (Walk::key_descale(p, item, item.kv_head) != item.kv_head * (block_end + 3) + item.of.block) return false;
       if (Walk::value_descale(p, item, item.kv_head) != s * p.kv_heads + item.kv_head) return false;
       if (Walk::lse(p, item)(item.row) != int64_t(item.head) * query + Walk::query_row(item)) return false;
-      if (!seen.insert({s, item.head, item.row}).second) return false;
+      for (int head = item.head; head < item.head + together; ++head)
+        if (!seen.insert({s, head, item.row}).second) return false;
     }
     if (seen.size() != list.size() * size_t(p.heads)) return false;
   }
@@ -168,11 +187,11 @@ int main() {
   report(spans<Mask::window>(400), "a window is visited from its begin to its end, masked where it hides a key");
   report(items<Mask::full>(60), "items without a mask cover every row tile once");
   report(items<Mask::causal>(60), "items with a diagonal cover every row tile once");
-  report(items<Mask::window>(60), "items of a window cover every row tile once");
+  report(items<Mask::window>(120), "items of a window cover every row tile once");
   report(parts(), "the parts of an item lie side by side");
   report(ragged<Mask::full>(60), "ragged items cover every row tile of every sequence once");
   report(ragged<Mask::causal>(60), "ragged items with a diagonal, of either alignment, do");
-  report(ragged<Mask::window>(60), "ragged items of a window do");
+  report(ragged<Mask::window>(120), "ragged items of a window do");
   std::printf("%d failures\n", failures);
   return failures != 0;
 }

@@ -141,10 +141,8 @@ def _smem(
 
 
 def _quantises_q(v: Variant) -> bool:
-    """Whether callers with Q in 16 bits come to a kernel at all: they get e4m3. For wider heads the best lack room.
-
-    Q of a ragged batch is packed before."""
-    return not v.walk.tables and not v.kind.diagnostic and v.dtype.made and v.head_dim <= WIDE_HEAD_DIM
+    """Whether callers with Q in 16 bits come to a kernel at all: they get e4m3. For wider heads the best lack room."""
+    return not v.kind.diagnostic and v.dtype.made and v.head_dim <= WIDE_HEAD_DIM
 
 
 def _unrolled(v: Variant) -> tuple[Unrolled, ...]:

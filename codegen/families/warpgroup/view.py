@@ -32,6 +32,7 @@ class KernelView(View):
     part_buffers: int
     tight: bool
     quantises_q: bool
+    handed: bool  # K and V may be packed while the kernel runs
     prepares: bool
     unrolled: tuple[Unrolled, ...]
     loader_registers: int
@@ -67,6 +68,7 @@ def kernel_view(v: Variant) -> KernelView:
         part_buffers=d.part_buffers,
         tight=d.tight,
         quantises_q=d.quantises_q,
+        handed=d.quantises_q and not v.walk.tables,
         prepares=d.prepares,
         unrolled=d.unrolled,
         loader_registers=d.producer_registers,

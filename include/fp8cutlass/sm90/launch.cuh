@@ -94,12 +94,13 @@ bool encode_rows(CUtensorMap& map, uint64_t context, const void* base, int row_b
 }
 
 // Q in the type that the kernel is given. SourceTile: a tile of its 16-bit rows, or void where only FP8 is taken.
-template <class SourceTile, class QTile>
+// kBoxRows of them are copied at a time.
+template <class SourceTile, class QTile, int kBoxRows>
 bool encode_query(KernelParams& params, uint64_t context, const ForwardParams& p) {
   const auto encode_as = [&](auto tile, int row_bytes) {
     using Tile = decltype(tile);
     return encode_rows<Tile>(params.q, context, p.q, row_bytes, p.seqlen_q, p.heads, p.batch, p.q_stride_row,
-                             p.q_stride_head, p.q_stride_batch, params.q_head_step, params.q_batch_step, Tile::kRows);
+                             p.q_stride_head, p.q_stride_batch, params.q_head_step, params.q_batch_step, kBoxRows);
   };
   if (p.query.type == QueryType::fp8) return encode_as(QTile{}, QTile::kRowBytes);
   if constexpr (!std::is_void_v<SourceTile>) return encode_as(SourceTile{}, 2 * p.query.columns);
@@ -110,7 +111,12 @@ bool encode_query(KernelParams& params, uint64_t context, const ForwardParams& p
 template <class SourceTile, class QTile, class KTile, class VTile, int kParts, int kSplit, Mask kMask>
 int launch(void (*kernel)(KernelParams), int threads, int smem_bytes, const ForwardParams& p, CUstream_st* stream) {
   constexpr int kHeadDim = QTile::kRowBytes;
-  const int64_t items = p.ragged.most > 0 ? int64_t{p.ragged.most} * p.heads : work_items(p, QTile::kRows);
+  KernelParams params{};
+  params.p = p;
+  params.p.item_rows = fewest_item_rows<QTile::kRows, kMask>(p);
+  const int together = item_heads<QTile::kRows, kMask>(params.p);
+  const int64_t items = p.ragged.most > 0 ? int64_t{p.ragged.most} * (p.heads / together)
+                                          : work_items(p, item_rows<QTile::kRows, kMask>(params.p), together);
   if (items == 0) return cudaSuccess;
   // Item numbers, and the rows and keys of a tile past the end, are 32-bit in the kernel.
   constexpr int kTilePastEnd = 256;
@@ -119,13 +125,12 @@ int launch(void (*kernel)(KernelParams), int threads, int smem_bytes, const Forw
       (kMask != Mask::full && int64_t(p.seqlen_q) + p.seqlen_k > INT32_MAX - kTilePastEnd))
     return cudaErrorInvalidValue;
   if (tensor_map_encoder() == nullptr) return cudaErrorNotSupported;
-  KernelParams params{};
-  params.p = p;
-  params.order = work_order<QTile::kRows, kHeadDim, kMask>(p);
+  params.order = work_order<QTile::kRows, kHeadDim, kMask>(params.p);
   params.want_lse = p.lse != nullptr;
   const int64_t keys = p.seqlen_k_padded;
   const unsigned long long context = context_id();
-  if (!encode_query<SourceTile, QTile>(params, context, p) ||
+  constexpr int kBoxRows = kMask == Mask::window ? QTile::kRows / 2 : QTile::kRows;  // two heads may share a tile
+  if (!encode_query<SourceTile, QTile, kBoxRows>(params, context, p) ||
       !encode_rows<KTile>(params.k, context, p.k, KTile::kRowBytes, p.seqlen_k, p.kv_heads, p.batch, p.k_stride_row,
                           p.k_stride_head, p.k_stride_batch, params.k_head_step, params.k_batch_step, KTile::kRows) ||
       !encode<3>(params.v, context, p.v, {keys, kHeadDim, int64_t(p.batch) * p.kv_heads}, {keys, keys * kHeadDim},

@@ -23,9 +23,25 @@ struct alignas(16) RaggedItem : Item {
   int diagonal;              // added to both ends of the band: keys - rows where the last row sees the last key, else 0
 };
 
+// With a window an item may be fewer rows of several neighbouring heads that share K and V: those rows see fewer keys
+// between them. Rows of an item, and heads.
+template <int kTileM, Mask kMask>
+CUTE_HOST_DEVICE int item_rows(const ForwardParams& p) {
+  return kMask == Mask::window ? p.item_rows : kTileM;
+}
+template <int kTileM, Mask kMask>
+CUTE_HOST_DEVICE int item_heads(const ForwardParams& p) {
+  return kMask == Mask::window ? kTileM / p.item_rows : 1;
+}
+// What the launch takes: as few rows as two warpgroups need that have a head each.
+template <int kTileM, Mask kMask>
+CUTE_HOST_DEVICE int fewest_item_rows(const ForwardParams& p) {
+  return kMask == Mask::window && kTileM == 128 && p.heads / p.kv_heads % 2 == 0 ? kTileM / 2 : kTileM;
+}
+
 // Items of a call whose sequences are alike.
-CUTE_HOST_DEVICE int64_t work_items(const ForwardParams& p, int tile_m) {
-  return int64_t(ceil_div(p.seqlen_q, tile_m)) * p.batch * p.heads;
+CUTE_HOST_DEVICE int64_t work_items(const ForwardParams& p, int rows, int heads = 1) {
+  return int64_t(ceil_div(p.seqlen_q, rows)) * p.batch * (p.heads / heads);
 }
 
 }  // namespace fp8cutlass

@@ -47,13 +47,21 @@ CUTE_HOST_DEVICE Tiles tiles_of(int row, int rows_end, int64_t keys, Band band) 
   return {first, end - first};
 }
 
-// Whether one of the rows `row` to `row` + kRows - 1 does not see all keys of a tile.
+// Whether one of the rows from `row` on does not see all keys of a tile. Not for windows, which have two ends.
 template <int kTileN, int kRows, Mask kMask>
 CUTE_HOST_DEVICE bool is_masked(int row, int keys, Band band, int tile, int tile_keys = kTileN) {
   int last = keys - 1;  // that the first row sees
   if (kMask != Mask::full) last = smaller(last, row + band.last);
-  const bool beyond = last < tile * kTileN + tile_keys - 1;
-  return kMask == Mask::window ? beyond || row + kRows - 1 + band.first > tile * kTileN : beyond;
+  return last < tile * kTileN + tile_keys - 1;
+}
+
+// The same of a window and the rows `row` to `row` + kRows - 1, by its ends: 1 where not all see the tile's last key, 2
+// where not all see its first; or both.
+template <int kTileN, int kRows>
+CUTE_HOST_DEVICE int masked_ends(int row, int keys, Band band, int tile) {
+  const int first_key = tile * kTileN;
+  const int last = smaller(keys - 1, row + band.last);  // that the first row sees
+  return int(last < first_key + kTileN - 1) + 2 * int(row + kRows - 1 + band.first > first_key);
 }
 
 }  // namespace fp8cutlass

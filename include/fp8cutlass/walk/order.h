@@ -24,7 +24,7 @@ struct Order {
   int phases;
   Phase phase[kMaxPhases];
   cutlass::FastDivmod width, last_width;    // heads of a section, of the last one
-  cutlass::FastDivmod heads, heads_per_kv;  // of Q: in all of a batch element, that share K and V
+  cutlass::FastDivmod heads, heads_per_kv;  // of Q: in all of a batch element, that share K and V; as items have them
 };
 
 // Without a mask there is one phase. With a causal mask items differ in length, and who draws a long one last is still
@@ -55,8 +55,9 @@ CUTE_HOST_DEVICE Order work_order(const ForwardParams& p) {
   constexpr bool kCausal = kMask == Mask::causal;  // the items of a window have as many keys as those without a mask
   constexpr int64_t kManyKeys = 2048;
   constexpr bool kWide = kHeadDim > 128;
-  const int row_tiles = ceil_div(p.seqlen_q, kTileM);
-  const int64_t group = p.heads / p.kv_heads, heads = int64_t(p.batch) * p.heads;
+  const int rows = item_rows<kTileM, kMask>(p), together = item_heads<kTileM, kMask>(p);
+  const int row_tiles = ceil_div(p.seqlen_q, rows);
+  const int64_t group = p.heads / p.kv_heads / together, heads = int64_t(p.batch) * p.heads / together;
   const int64_t l2_bytes = kWide && p.seqlen_k >= kManyKeys ? 34'000'000 : 16'000'000;
   const auto sections_of = [&](int64_t keys) {  // of which one fits in L2 with so many keys a head
     const int64_t fit = kCausal ? l2_bytes / (keys * 2 * kHeadDim) * group : group;
@@ -70,12 +71,12 @@ CUTE_HOST_DEVICE Order work_order(const ForwardParams& p) {
     sections = wanted > sections ? wanted : sections;
   }
   Order order{};
-  order.items = int(work_items(p, kTileM));
+  order.items = int(work_items(p, rows, together));
   order.section = int((heads + sections - 1) / sections);
   order.last_section = int((heads - 1) / order.section * order.section);
   order.width = order.section;
   order.last_width = int(heads) - order.last_section;
-  order.heads = p.heads;
+  order.heads = p.heads / together;
   order.heads_per_kv = int(group);
   add_phases<kMask, kWide>(order, row_tiles, int(heads));
   return order;
@@ -92,10 +93,12 @@ CUTE_HOST_DEVICE Item item_at(const ForwardParams& p, const Order& order, int n)
   const int first_head = section * order.section;
   (first_head == order.last_section ? order.last_width : order.width)(row, head, rest);
   Item item;
-  item.row = (phase.first_tile + phase.tiles - 1 - row) * kTileM;
+  const int rows = item_rows<kTileM, kMask>(p), together = item_heads<kTileM, kMask>(p);
+  item.row = (phase.first_tile + phase.tiles - 1 - row) * rows;
   order.heads(item.batch, item.head, first_head + head);
   item.kv_head = item.batch * p.kv_heads + order.heads_per_kv.div(item.head);
-  const int rows_end = item.row + kTileM < p.seqlen_q ? item.row + kTileM : p.seqlen_q;
+  item.head *= together;
+  const int rows_end = item.row + rows < p.seqlen_q ? item.row + rows : p.seqlen_q;
   const Tiles tiles = tiles_of<kTileN, kMask>(item.row, rows_end, p.seqlen_k, band_of(p));
   item.out = item.batch * p.o_stride_batch + item.head * p.o_stride_head + item.row * p.o_stride_row;
   item.first_tile = tiles.first;

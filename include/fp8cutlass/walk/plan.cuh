@@ -1,14 +1,14 @@
 // Lists the row tiles of a ragged batch for the attention kernel, those of the sequences with most keys first, so that
-// no long one is left for the end. Only the device knows the lengths.
-//
-// Nothing that the lengths say is trusted: whatever they are, an entry stays inside the tensors, and the list inside
-// its memory.
+// no long one is left for the end. Only the device knows the lengths, and they are not trusted (lengths.cuh): whatever
+// they are, an entry stays inside the tensors, and the list inside its memory.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "fp8cutlass/delay.cuh"
 #include "fp8cutlass/params.h"
+#include "fp8cutlass/sm90/barrier.cuh"
+#include "fp8cutlass/walk/lengths.cuh"
 
 namespace fp8cutlass::planning {
 namespace {  // a kernel of each source that includes this
@@ -26,17 +26,9 @@ struct Sequence {
   int query, rows, key, keys;
 };
 
-__device__ __forceinline__ int between(int x, int least, int most) { return max(least, min(x, most)); }
-
 __device__ __forceinline__ Sequence sequence_at(const PlanParams& p, int s) {
-  const RaggedBatch& b = p.batch;
-  Sequence found;
-  found.query = between(b.cu_q[s], 0, p.total_q), found.key = between(b.cu_k[s], 0, b.key_tokens);
-  found.rows = between(b.cu_q[s + 1], found.query, p.total_q) - found.query;
-  found.keys = between(b.cu_k[s + 1], found.key, b.key_tokens) - found.key;
-  if (b.used_q != nullptr) found.rows = between(b.used_q[s], 0, found.rows);
-  if (b.used_k != nullptr) found.keys = between(b.used_k[s], 0, found.keys);
-  return found;
+  const Span rows = rows_at(p.batch, p.total_q, s), keys = keys_at(p.batch, s);
+  return {rows.first, rows.count, keys.first, keys.count};
 }
 
 __device__ __forceinline__ int tiles_of(const PlanParams& p, const Sequence& s) {
@@ -69,11 +61,13 @@ __device__ __forceinline__ int64_t sum_before(int64_t x, int64_t (&of_warp)[kThr
   return before + sum - x;
 }
 
-// One CTA of kThreads.
+// One CTA of kThreads. It reads nothing that the kernel before it writes, and may run beside that one, but ends after
+// it: who waits for this one waits for both.
 __global__ void __launch_bounds__(kThreads) plan(const __grid_constant__ PlanParams p) {
   using Count = unsigned long long;  // lengths that overlap may ask for any number
   __shared__ Count place[kBuckets];  // tiles of a bucket, then where its next one goes
   __shared__ int64_t of_warp[kThreads / 32];
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // they wait for the list
   place[threadIdx.x] = 0;
   __syncthreads();
   for (int s = threadIdx.x; s < p.batch.sequences; s += kThreads) {
@@ -105,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) plan(const __grid_constant__ PlanPar
       entry.sequence = base + i;
       entry.rows = __shfl_sync(~0u, own.rows, i), entry.keys = __shfl_sync(~0u, own.keys, i);
       entry.query = __shfl_sync(~0u, own.query, i), entry.key = __shfl_sync(~0u, own.key, i);
-      entry.block = entry.key / p.key_block + entry.sequence;
+      entry.block = block_at(entry.key, entry.sequence, p.key_block);
       if (p.batch.keys_in_blocks) entry.key = entry.block * p.key_block;
       for (int t = lane; t < tiles && t < p.batch.most - first; t += 32) {
         entry.row = (tiles - 1 - t) * p.tile_m;  // from the last rows on, which see most keys
@@ -113,12 +107,18 @@ __global__ void __launch_bounds__(kThreads) plan(const __grid_constant__ PlanPar
       }
     }
   }
+  sm90::wait_for_operands();
 }
 
 // Before each launch of a kernel that walks a ragged batch. Returns a cudaError_t as int.
 inline int launch(const ForwardParams& p, int tile_m, int key_block, CUstream_st* stream) {
-  plan<<<1, kThreads, 0, stream>>>({p.ragged, p.seqlen_q, tile_m, key_block});
-  return cudaGetLastError();
+  cudaLaunchAttribute beside{};
+  beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  beside.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1), config.blockDim = dim3(kThreads), config.stream = stream;
+  config.attrs = &beside, config.numAttrs = p.ragged.early ? 1 : 0;
+  return cudaLaunchKernelEx(&config, plan, PlanParams{p.ragged, p.seqlen_q, tile_m, key_block});
 }
 
 }  // namespace

@@ -41,7 +41,9 @@ struct Ragged {
     return [&p, query = item.of.query, head = item.head](int row) { return int64_t(head) * p.seqlen_q + query + row; };
   }
 
-  CUTE_HOST_DEVICE static int items(const ForwardParams& p, const Order&) { return *p.ragged.count * p.heads; }
+  CUTE_HOST_DEVICE static int items(const ForwardParams& p, const Order& order) {
+    return *p.ragged.count * order.heads.divisor;
+  }
   // The heads of a row tile are neighbours, and the row tiles come in the plan's order, those with most keys first: K
   // and V are read from L2 by CTAs that run at the same time, and no long item is left for the end.
   // The row tile of item number `n`, and the head.
@@ -50,17 +52,18 @@ struct Ragged {
   template <int kTileM, int kTileN>
   CUTE_HOST_DEVICE static void complete(const ForwardParams& p, const Order& order, int head, Item& item) {
     const RowTile& of = item.of;
-    item.batch = of.sequence, item.head = head, item.kv_head = order.heads_per_kv.div(head);
+    item.batch = of.sequence, item.kv_head = order.heads_per_kv.div(head);
+    item.head = head * item_heads<kTileM, kMask>(p);
     item.row = of.row;
     item.diagonal = p.ragged.bottom_right ? of.keys - of.rows : 0;
-    const int end = of.row + kTileM < of.rows ? of.row + kTileM : of.rows;
+    const int rows = item_rows<kTileM, kMask>(p), end = of.row + rows < of.rows ? of.row + rows : of.rows;
     const Tiles tiles = tiles_of<kTileN, kMask>(of.row, end, of.keys, band(p, item));
     item.first_tile = tiles.first, item.tiles = tiles.count;
     item.k_descale =
         of.sequence * p.ragged.k_descale_sequence + item.kv_head * p.k_descale_head + of.block * p.k_descale_block;
     item.v_descale =
         of.sequence * p.ragged.v_descale_sequence + item.kv_head * p.v_descale_head + of.block * p.v_descale_block;
-    item.out = int64_t(of.query + of.row) * p.o_stride_row + head * p.o_stride_head;
+    item.out = int64_t(of.query + of.row) * p.o_stride_row + item.head * p.o_stride_head;
   }
   template <int kTileM, int kTileN>
   CUTE_HOST_DEVICE static Item item_at(const ForwardParams& p, const Order& order, int n) {

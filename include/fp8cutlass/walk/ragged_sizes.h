@@ -17,4 +17,11 @@ inline int64_t ragged_blocks(int64_t total_k, int64_t sequences, int key_block) 
   return (total_k + key_block - 1) / key_block + sequences;
 }
 
+// Keys of as many blocks as packed V takes, whose columns are a multiple of 128.
+inline int64_t ragged_columns(int64_t total_k, int64_t sequences, int key_block) {
+  int64_t columns = ragged_blocks(total_k, sequences, key_block) * key_block;
+  while (columns % 128 != 0) columns += key_block;
+  return columns;
+}
+
 }  // namespace fp8cutlass

@@ -1,8 +1,9 @@
 """A ragged batch from tensors to its outputs: sequences of unequal lengths, their tokens one after the other.
 
-On a card K and V are copied to blocks first, where each sequence begins at a block of its own, so that the kernels that
-quantise and pack dense tensors serve: `include/fp8cutlass/walk/ragged.h` says where. Lengths stay on the device. On the
-CPU each sequence is emulated by itself, which is the specification.
+On a card one operator of the extension quantises and packs bf16 and fp16 tensors and attends: K and V become blocks,
+where each sequence begins at a block of its own (`include/fp8cutlass/walk/ragged.h` says where). V of FP8 operands is
+packed by torch operations, and so is everything in ``by_torch``, the specification of the packed bytes. Lengths stay on
+the device. On the CPU each sequence is emulated by itself, which is the specification of the results.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from ..errors import NoKernelError, UnsupportedError
 from ..manifest import KEY_BLOCK, Variant, load_manifest
 from ..memory import as_bytes
 from ..native import extension
-from ..native.fused import quantise_and_pack
+from ..native.fused import readable
+from ..quant.quantize import V_AMAX, quantize
 from ..quant.v_layout import pack_v
 from .call import Call, Tensors
 from .launch import quantised, score_amax
@@ -119,65 +121,102 @@ def run(call: RaggedCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Out (tokens, H, D) and LSE (H, tokens): 0 and -inf where a token belongs to no sequence; the LSE (0,) where it is
     not wanted."""
     tokens, heads, head_dim = call.q.shape
-    lse = call.q.new_full((heads, tokens) if call.return_lse else (0,), -torch.inf, dtype=torch.float32)
+    lse = call.q.new_empty((heads, tokens) if call.return_lse else (0,), dtype=torch.float32)
     if not call.q.is_cuda:
+        lse.fill_(-torch.inf)
         out = call.q.new_zeros((tokens, heads, head_dim), dtype=call.out_dtype)
         _emulate(call, out, lse)
         return out, lse
     at = target(call.q.device)
     variant, number = choose(at, call)
-    out = call.q.new_zeros((tokens, heads, variant.head_dim), dtype=call.out_dtype)
-    if tokens and call.k.shape[0]:
-        launch(call, variant, number, out, lse if call.return_lse else None)
+    if not tokens or not call.k.shape[0]:
+        return call.q.new_zeros((tokens, heads, head_dim), dtype=call.out_dtype), lse.fill_(-torch.inf)
+    out = launch(call, variant, number, lse if call.return_lse else None, leaves_q(call))
     return (out if variant.head_dim == head_dim else out[..., :head_dim].contiguous()), lse
 
 
-def launch(call: RaggedCall, variant: Variant, number: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Make the operands of one kernel and run it."""
+LEAVE_FROM = 128  # rows of a sequence, on average (docs/lab/walk.md, row 11)
+
+
+def leaves_q(call: RaggedCall) -> bool:
+    """Whether the attention kernel should quantise Q, where it can. Short sequences have nothing to hide it behind."""
+    return call.q.shape[0] >= LEAVE_FROM * (call.cu_q.shape[0] - 1)
+
+
+def launch(
+    call: RaggedCall, variant: Variant, number: int, lse: torch.Tensor | None, leave_q: bool = True
+) -> torch.Tensor:
+    """Make the operands of one kernel and run it: out (tokens, H, the kernel's head_dim). All of ``lse`` is written.
+
+    ``leave_q``: the attention kernel quantises Q itself, where it can; the bits are the same.
+    """
     extension.load()
-    sequences = call.cu_q.shape[0] - 1
-    q, k, v, descales, in_blocks = _operands(call, variant)
-    words = torch.ops.fp8cutlass_C.ragged_plan_words(number, call.q.shape[0], sequences)
-    plan = torch.empty(words, dtype=torch.int32, device=q.device)
+    if call.descales:
+        return launch_made(call, fp8_operands(call, variant), variant, number, lse)
+    q, k, v = (readable(x.transpose(0, 1)[None])[0].transpose(0, 1) for x in (call.q, call.k, call.v))
+    ends = (FAR if end < 0 else end for end in (call.left, call.right))
+    out: torch.Tensor = torch.ops.fp8cutlass_C.attend_ragged(
+        number, q, k, v, call.cu_q, call.cu_k, call.used_q, call.used_k, lse, score_amax(variant), V_AMAX, call.scale,
+        *ends, call.bottom_right, leave_q,
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a kernel reads: Q (tokens, H, D), K, packed V (Hkv, D, columns), uint8, and their descales; K lies in blocks
+    (columns, Hkv, D), or as it came (tokens, Hkv, D)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    descales: tuple[torch.Tensor, ...]
+    in_blocks: bool
+
+
+def launch_made(call: RaggedCall, made: Made, variant: Variant, number: int, lse: torch.Tensor | None) -> torch.Tensor:
+    """Run a kernel on operands that are made."""
+    tokens, heads, _ = call.q.shape
+    out = call.q.new_zeros((tokens, heads, variant.head_dim), dtype=call.out_dtype)
+    if lse is not None:
+        lse.fill_(-torch.inf)
+    words = torch.ops.fp8cutlass_C.ragged_plan_words(number, tokens, call.cu_q.shape[0] - 1)
+    plan = torch.empty(words, dtype=torch.int32, device=out.device)
     ends = (FAR if end < 0 else end for end in (call.left, call.right))
     tables = (call.cu_q, call.cu_k, call.used_q, call.used_k, plan)
     torch.ops.fp8cutlass_C.forward_ragged(
-        number, q, k, v, *descales, *tables, as_bytes(out).view(out.dtype), lse, abs(call.scale), *ends,
-        call.bottom_right, in_blocks,
+        number, made.q, made.k, made.v, *made.descales, *tables, as_bytes(out).view(out.dtype), lse, abs(call.scale),
+        *ends, call.bottom_right, made.in_blocks,
     )  # fmt: skip
+    return out
 
 
-def _operands(
-    call: RaggedCall, variant: Variant
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], bool]:
-    """Q (tokens, H, D), K, packed V (Hkv, D, columns) and the descales as the kernel reads them; whether K lies in
-    blocks."""
-    tokens, sequences, block = call.k.shape[0], call.cu_k.shape[0] - 1, variant.key_block
-    blocks = blocks_of(tokens, sequences, block)
-    place = places(call.cu_k, call.used_k, tokens, block)
-    missing = variant.head_dim - call.q.shape[2]
-    if call.descales:
-        q, k, v = (F.pad(x.view(torch.uint8), (0, missing)) for x in (call.q, call.k, call.v))
-        q = q ^ 0x80 if call.scale < 0 else q
-        packed = pack_v(to_blocks(v, place, blocks, block))
-        return q.contiguous(), k.contiguous(), packed[0], call.descales, False
-    k, v = (to_blocks(x, place, blocks, block) for x in (call.k, call.v))
-    made = quantise_and_pack(
-        call.q.transpose(0, 1)[None],
-        k,
-        v,
-        head_dim=variant.head_dim,
-        key_block=block,
-        amax=score_amax(variant),
-        granularity={"q": "token", "k": "block", "v": "block"},
-        negate_q=call.scale < 0,
-    )
-    if made.q is None or made.k is None or made.v is None:
-        raise RuntimeError("an operand was not made")
-    descales = (made.q_descale, made.k_descale, made.v_descale)
-    if any(d is None for d in descales):
-        raise RuntimeError("a descale was not made")
-    return made.q[0].transpose(0, 1), made.k[0].transpose(0, 1), made.v[0], descales, True  # type: ignore[return-value]
+def fp8_operands(call: RaggedCall, variant: Variant) -> Made:
+    """Of a call with FP8 tensors: V is packed, Q and K are read as they are."""
+    block, missing = variant.key_block, variant.head_dim - call.q.shape[2]
+    q, k, v = (F.pad(x.view(torch.uint8), (0, missing)) for x in (call.q, call.k, call.v))
+    q = q ^ 0x80 if call.scale < 0 else q
+    blocks = blocks_of(call.k.shape[0], call.cu_k.shape[0] - 1, block)
+    place = places(call.cu_k, call.used_k, call.k.shape[0], block)
+    packed = pack_v(to_blocks(v, place, blocks, block))
+    return Made(q.contiguous(), k.contiguous(), packed[0], call.descales, False)
+
+
+def by_torch(call: RaggedCall, variant: Variant) -> Made:
+    """Of a call with 16-bit tensors, on any device: the bytes that the extension's kernel makes."""
+    block, missing = variant.key_block, variant.head_dim - call.q.shape[2]
+    blocks = blocks_of(call.k.shape[0], call.cu_k.shape[0] - 1, block)
+    place = places(call.cu_k, call.used_k, call.k.shape[0], block)
+    q = F.pad(call.q.transpose(0, 1)[None], (0, missing))
+    k, v = (F.pad(to_blocks(x, place, blocks, block), (0, missing)) for x in (call.k, call.v))
+    amax = score_amax(variant)
+    q8, q_descale = quantize(q, granularity="token", amax=amax)
+    k8, k_descale = quantize(k, granularity="block", amax=amax, block=block)
+    v8, v_descale = quantize(v, granularity="block", amax=V_AMAX, block=block)
+    q8, k8 = q8.view(torch.uint8), k8.view(torch.uint8)
+    q8 = q8 ^ 0x80 if call.scale < 0 else q8
+    packed = pack_v(v8.view(torch.uint8))
+    return Made(q8[0].transpose(0, 1), k8[0].transpose(0, 1), packed[0], (q_descale, k_descale, v_descale), True)
 
 
 def _emulate(call: RaggedCall, out: torch.Tensor, lse: torch.Tensor) -> None:

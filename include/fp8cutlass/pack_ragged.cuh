@@ -1,0 +1,75 @@
+// What the kernels that quantise and pack ask of a ragged batch: which keys a block is made of, and which rows of the
+// result belong to no sequence. Bit for bit what python/fp8cutlass/ragged.py makes by torch operations.
+#pragma once
+
+#include "fp8cutlass/pack.cuh"
+#include "fp8cutlass/walk/lengths.cuh"
+
+namespace fp8cutlass::packing {
+
+// Makes `o`, K or V, the keys of the sequence that block number `block` belongs to, and returns which of them the block
+// begins with. Of a block that is no sequence's there are no keys, and it becomes zeros. All lanes of a warp come here.
+template <int kKeyBlock>
+__device__ __forceinline__ int find_keys(PackOperand& o, const RaggedBatch& batch, int block) {
+  const int s = last_begun(batch.sequences, block,
+                           [&](int i) { return block_at(between(batch.cu_k[i], 0, batch.key_tokens), i, kKeyBlock); });
+  const Span keys = keys_at(batch, s);
+  const int begin = (block - block_at(keys.first, s, kKeyBlock)) * kKeyBlock;
+  const bool there = begin >= 0 && begin < keys.count;
+  o.x = static_cast<const uint16_t*>(o.x) + keys.first * o.stride_row;
+  o.tokens = there ? keys.count : 0;
+  return there ? begin : 0;
+}
+
+// Rows of O that belong to no sequence become zeros, and their LSE -inf. The attention kernel, which writes after this
+// one has ended, writes all others. A lane looks after a token.
+__device__ __forceinline__ void clear_rows(const RaggedPack& r, int cta) {
+  const RaggedBatch& batch = r.batch;
+  const int lane = threadIdx.x % 32, first = cta * kThreads + int(threadIdx.x) / 32 * 32;
+  if (first >= r.tokens) return;
+  const auto begin = [&](int s) { return between(batch.cu_q[s], 0, r.tokens); };
+  const int least = last_begun(batch.sequences, first, begin);
+  int own = least, token = first + lane;
+  // Nearly always the 32 tokens lie in one sequence. Else each lane looks among those between.
+  const int last = min(first + 31, r.tokens - 1);
+  const Span span = rows_at(batch, r.tokens, least);
+  if (first >= span.first && last < span.first + span.count) return;
+  int most = last_begun(batch.sequences, last, begin);
+#pragma unroll 1
+  while (own < most) {
+    const int middle = own + (most - own + 1) / 2;
+    if (begin(middle) <= token)
+      own = middle;
+    else
+      most = middle - 1;
+  }
+  const Span rows = rows_at(batch, r.tokens, own);
+  const bool is_dead = token < r.tokens && (token < rows.first || token >= rows.first + rows.count);
+#pragma unroll 1
+  for (unsigned dead = __ballot_sync(~0u, is_dead); dead != 0; dead &= dead - 1) {
+    const int64_t row = first + __ffs(int(dead)) - 1;
+    uint4* out = reinterpret_cast<uint4*>(static_cast<uint8_t*>(r.out) + row * r.row_bytes);
+#pragma unroll 1
+    for (int i = lane; i < r.row_bytes / 16; i += 32) out[i] = uint4{0, 0, 0, 0};
+    if (r.lse == nullptr) continue;
+#pragma unroll 1
+    for (int head = lane; head < r.heads; head += 32) r.lse[int64_t{head} * r.tokens + row] = -INFINITY;
+  }
+}
+
+// The last CTAs look for rows of O that belong to no sequence. Returns a cudaError_t as int.
+template <int kRows, int kCtas>
+int launch_ragged(void (*kernel)(PackParams, RaggedPack), int smem_bytes, PackParams params, RaggedPack ragged,
+                  CUstream_st* stream) {
+  const int status = count_ctas<kRows, kCtas>(params);
+  if (status != cudaSuccess) return status;
+  int64_t ctas = 0;
+  for (const PackOperand& o : params.operand) ctas += o.ctas;
+  if (ctas > INT32_MAX) return cudaErrorInvalidValue;
+  ragged.first_cta = int(ctas);
+  ctas += (ragged.tokens / kThreads + kCtas) / kCtas * kCtas;
+  void* arguments[] = {&params, &ragged};
+  return launch_ctas(reinterpret_cast<const void*>(kernel), ctas, arguments, smem_bytes, stream);
+}
+
+}  // namespace fp8cutlass::packing

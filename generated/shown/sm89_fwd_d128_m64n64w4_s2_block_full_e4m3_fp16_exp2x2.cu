@@ -4,8 +4,18 @@
 // FP8 attention forward with warp-level matrix instructions (family sm89):
 //   head_dim 128, e4m3 operands, fp16 output, no mask, exponential softmax on float32 scores, P in two terms;
 //   descales of Q per token, of K per block, of V per block.
-// One CTA owns 64 query rows of one head at a time and walks the keys in tiles of 64.
-// Tiles arrive through a 2-stage cp.async pipeline; the grid is persistent.
+// An item is 64 query rows of one head, 16 a warp, and the tiles of 64 keys that they see.
+// 128 threads in 4 warps: all of them load, all compute. An SM has 2 such CTAs, which overlap each other.
+//
+//   from              what: where it lies                        until                   to
+//   thread 0          this item and the next: work[2]            __syncthreads           all
+//   all, cp.async     Q: q, then registers                       the first tile's wait   all
+//   all, cp.async     K, V^T: k[2], v[2]                         wait<0>, __syncthreads  all
+//   all               O, LSE                                                             global memory
+//
+//   tile j: wait for it, __syncthreads, load tile j + 1 into the slot of j - 1 | S = Q K^T | softmax | O += P V
+// Tile j lies in slot j % 2. A group of copies is a tile: wait<0> leaves none on its way.
+// The next item's loads run under this item's stores. The grid is persistent: a CTA takes every gridDim.x-th item.
 
 #include "fp8cutlass/epilogue.cuh"
 #include "fp8cutlass/launch.cuh"

@@ -4,8 +4,20 @@
 // FP8 attention forward with warp-level matrix instructions (family sm89):
 //   head_dim 256, e4m3 operands, e4m3 output, no mask, code-domain softmax on f16 scores;
 //   descales of Q per token, of K per block, of V per block.
-// One CTA owns 64 query rows of one head at a time and walks the keys in tiles of 32.
-// Tiles arrive through a 1-stage cp.async pipeline; the grid is persistent.
+// An item is 64 query rows of one head, 16 a warp, and the tiles of 32 keys that they see.
+// 128 threads in 4 warps: all of them load, all compute. An SM has 2 such CTAs, which overlap each other.
+//
+//   from              what: where it lies                        until                   to
+//   thread 0          this item and the next: work[2]            __syncthreads           all
+//   all, cp.async     Q: q                                       the first tile's wait   all
+//   all, cp.async     K: k[1]                                    wait<1>, __syncthreads  all
+//   all, cp.async     V^T: v[1]                                  wait<1>, __syncthreads  all
+//   a thread          slope, weight and sums of its rows: rows                           itself
+//   all               O, LSE                                                             global memory
+//
+//   tile j: wait K | S = Q K^T | free K, load K of j + 1 | softmax | wait V | O += P V | free V, load V of j + 1
+// Groups of copies take turns, K, V, K, V: wait<1> leaves one on its way.
+// The next item's loads run under this item's stores. The grid is persistent: a CTA takes every gridDim.x-th item.
 
 #include "fp8cutlass/epilogue.cuh"
 #include "fp8cutlass/launch.cuh"

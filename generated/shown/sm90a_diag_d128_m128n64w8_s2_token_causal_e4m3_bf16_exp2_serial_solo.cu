@@ -5,10 +5,21 @@
 //   head_dim 128, e4m3 operands, bf16 output, causal mask, exponential softmax on float32 scores;
 //   descales of Q per token, of K per token, of V per channel.
 //   Diagnostic: also writes scores, P, weights and tile products.
-// One CTA owns 128 query rows of one head at a time, 2 warpgroups of 64, and walks the keys in tiles of 64.
-// A warpgroup of its own loads: tensor maps, 2 stages of K and V, one mbarrier each for full and empty.
-// Schedule serial: a warpgroup finishes a tile before the next; others fill the tensor cores meanwhile.
-// The grid is persistent: loads run ahead into the next item while this one is finished.
+// An item is 128 query rows of one head, 64 a warpgroup, and the tiles of 64 keys that they see.
+// 384 threads: warp 0 is the loader, warps 1 to 3 fetch Q, warpgroups 1 to 2 compute.
+//
+//   from              what: where it lies                        full / empty           to
+//   counter           number of the next item                                           loader
+//   loader            the item and the one after: next[2]        next_full / next_empty fetchers
+//   fetchers          Q: q[2]; items[4], slope[4]                q_full / q_empty       warpgroups 1 to 2
+//   loader            K: k[2]; its descales                      k_full / k_empty       warpgroups 1 to 2
+//   loader            V^T, rows of ones: v[2]                    v_full / v_empty       warpgroups 1 to 2
+//   warpgroups 1 to 2 O, LSE                                                            global memory
+//
+// Serial: a warpgroup finishes a tile before the next; others fill the tensor cores meanwhile.
+//   tile j: wait K, S = Q K^T | softmax, free K | wait V, P V, add to O, free V
+// A phase: use u of a ring of n slots waits in slot u % n for parity u / n & 1 to read, for the other one to write.
+// `full` comes with the bytes of a copy, or from each thread that wrote, `empty` from each thread that read.
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
 #include <cute/arch/cluster_sm90.hpp>

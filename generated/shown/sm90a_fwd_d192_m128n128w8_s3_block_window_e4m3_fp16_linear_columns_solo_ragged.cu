@@ -4,10 +4,20 @@
 // FP8 attention forward with warpgroup matrix instructions (family sm90a):
 //   head_dim 192, e4m3 operands, fp16 output, window of keys, code-domain softmax on f16 scores;
 //   descales of Q per token, of K per block, of V per block.
-// One CTA owns 128 query rows of one head at a time, 2 warpgroups of 64, and walks the keys in tiles of 128.
-// A warpgroup of its own loads: tensor maps, 3 stages of K and V, one mbarrier each for full and empty.
-// Schedule columns: a part of the columns of P V is multiplied while the one before is added to O.
-// The grid is persistent: loads run ahead into the next item while this one is finished.
+// An item is 128 query rows of one head, 64 a warpgroup, and the tiles of 128 keys that they see.
+// 384 threads: warp 0 is the loader, warpgroups 1 to 2 compute.
+//
+//   from              what: where it lies                        full / empty           to
+//   plan, counter     row tile and head of the next item                                loader
+//   loader            Q: q[2]; items[4], slope[4]                q_full / q_empty       warpgroups 1 to 2
+//   loader            K: k[3]; descales of K and V               k_full / k_empty       warpgroups 1 to 2
+//   loader            V^T, rows of ones: v[3]                    v_full / v_empty       warpgroups 1 to 2
+//   warpgroups 1 to 2 O, LSE                                                            global memory
+//
+// Columns: a part of the columns of P V is multiplied while the one before is added to O.
+//   tile j: free K, softmax | P V in 3 parts of 64 columns, one added to O while the next is made | Q K^T of j + 1
+// A phase: use u of a ring of n slots waits in slot u % n for parity u / n & 1 to read, for the other one to write.
+// `full` comes with the bytes of a copy or from each thread that wrote, `empty` from each thread that read.
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
 #include <cute/arch/cluster_sm90.hpp>

@@ -4,10 +4,22 @@
 // FP8 attention forward with warpgroup matrix instructions (family sm90a):
 //   head_dim 256, e4m3 operands, fp16 output, causal mask, exponential softmax on float32 scores;
 //   descales of Q per token, of K per token, of V per channel.
-// One CTA owns 64 query rows of one head at a time, 1 warpgroup of 64, and walks the keys in tiles of 128.
-// A warpgroup of its own loads: tensor maps, 2 stages of K and V, one mbarrier each for full and empty.
-// Schedule serial: a warpgroup finishes a tile before the next; others fill the tensor cores meanwhile.
-// A cluster of 4 CTAs splits the keys of an item and merges through distributed shared memory.
+// An item is 64 query rows of one head, 64 a warpgroup, and the tiles of 128 keys that they see.
+// 256 threads: warp 0 is the loader, warps 1 to 3 fetch Q, warpgroup 1 computes.
+//
+//   from              what: where it lies                        full / empty           to
+//   blockIdx          one item, a part of its keys                                      the loaders of 4 CTAs
+//   loader            the item and the one after: next[2]        next_full / next_empty fetchers
+//   fetchers          Q: q[1]; items[4], slope[4]                q_full / q_empty       warpgroup 1
+//   loader            K: k[2]; its descales                      k_full / k_empty       warpgroup 1
+//   loader            V^T, rows of ones: v[2]                    v_full / v_empty       warpgroup 1
+//   warpgroup 1       O, sums: over k and v                      cluster barriers       the CTAs that own the columns
+//   warpgroup 1       O, LSE                                                            global memory
+//
+// Serial: a warpgroup finishes a tile before the next; others fill the tensor cores meanwhile.
+//   tile j: wait K, S = Q K^T | softmax, free K | wait V, P V in two parts, add to O, free V
+// A phase: use u of a ring of n slots waits in slot u % n for parity u / n & 1 to read, for the other one to write.
+// `full` comes with the bytes of a copy, or from each thread that wrote, `empty` from each thread that read.
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
 #include <cute/arch/cluster_sm90.hpp>

@@ -4,11 +4,23 @@
 // FP8 attention forward with warpgroup matrix instructions (family sm90a):
 //   head_dim 64, e4m3 operands, fp16 output, no mask, code-domain softmax on f16 scores;
 //   descales of Q per token, of K per block, of V per block.
-// One CTA owns 128 query rows of one head at a time, 2 warpgroups of 64, and walks the keys in tiles of 256.
-// A warpgroup of its own loads: tensor maps, 3 stages of K and V, one mbarrier each for full and empty. Q may come in
-// bf16 or fp16; three of its warps quantise it then, each row by its own maximum.
-// Schedule pingpong: warpgroups take turns on the tensor cores; while one multiplies, the others do their softmax.
-// The grid is persistent: loads run ahead into the next item while this one is finished.
+// An item is 128 query rows of one head, 64 a warpgroup, and the tiles of 256 keys that they see.
+// 384 threads: warp 0 is the loader, warps 1 to 3 fetch Q, warpgroups 1 to 2 compute.
+//
+//   from              what: where it lies                        full / empty           to
+//   counter           number of the next item                                           loader
+//   loader            the item and the one after: next[2]        next_full / next_empty fetchers
+//   copy engine       Q if it has 16 bits: source                source_full            fetchers, which quantise it
+//   fetchers          Q: q[2]; items[4], slope[4]                q_full / q_empty       warpgroups 1 to 2
+//   loader            K: k[3]; descales of K and V               k_full / k_empty       warpgroups 1 to 2
+//   loader            V^T, rows of ones: v[3]                    v_full / v_empty       warpgroups 1 to 2
+//   a warpgroup       the tensor cores                           wait_turn, pass_turn   the next warpgroup
+//   warpgroups 1 to 2 O, LSE                                                            global memory
+//
+// Pingpong: warpgroups take turns on the tensor cores; while one multiplies, the others do their softmax.
+//   tile j: free V of j - 1, free K | softmax | wait V | add P V of j - 1 to O | turn: P V of j, Q K^T of j + 1
+// A phase: use u of a ring of n slots waits in slot u % n for parity u / n & 1 to read, for the other one to write.
+// `full` comes with the bytes of a copy, or from each thread that wrote, `empty` from each thread that read.
 // For 257 to 512, 769 to 1024 keys there are forms of the kernel in which an item's tiles are unrolled.
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8

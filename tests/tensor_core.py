@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from fp8cutlass.emulator.emulate import emulate as emulator
+from fp8cutlass.emulator import emulate as emulator
 
 FRACTION = 2.0**-13
 STEP = 32

@@ -78,6 +78,12 @@ def cells(mix: Mix, tile_m: int, tile_n: int) -> int:
     return found
 
 
+def item_rows(variant: Variant, mix: Mix) -> int:
+    """Rows of an item: of a window half the tile, where the heads that share K and V come in pairs (walk/item.h)."""
+    pairs = mix.left >= 0 and mix.heads // mix.kv_heads % 2 == 0
+    return variant.tile_m // 2 if pairs else variant.tile_m
+
+
 def _own(data: RaggedData, name: str, fp8: list[Descaled] | None = None) -> Way:
     call = call_of(data, fp8)
     if fp8 is not None:  # ours has a descale of Q for each of its heads
@@ -88,7 +94,8 @@ def _own(data: RaggedData, name: str, fp8: list[Descaled] | None = None) -> Way:
         raise UnsupportedError(f"{variant.id} would need head_dim {data.mix.head_dim} to be padded")
     extension.load()
     launch = kernel_launch(call, variant, number)
-    return Way(name, "fp8", data.mix, launch, kernel=variant.id, cells=cells(data.mix, variant.tile_m, variant.tile_n))
+    visited = cells(data.mix, item_rows(variant, data.mix), variant.tile_n)
+    return Way(name, "fp8", data.mix, launch, kernel=variant.id, cells=visited)
 
 
 def ours(data: RaggedData) -> list[Way]:
@@ -152,7 +159,7 @@ def windowed(data: RaggedData) -> list[Way]:
         torch.ops.fp8cutlass_C.forward(*operands, None, out, None, None, data.scale, 0, -mix.left)
         return out
 
-    visited = cells(mix, variant.tile_m, variant.tile_n)
+    visited = cells(mix, item_rows(variant, mix), variant.tile_n)
     return [Way(DENSE, "fp8", mix, launch, _as_tokens, variant.id, visited)]
 
 

@@ -717,29 +717,53 @@ extern const LaunchFn kLaunch_sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_qu
 extern const PackFn kPack_d32_n128_bf16;
 extern const PackFn kPack_d32_n128_fp16;
 extern const PackFn kPack_d64_n128_bf16;
+extern const PackRaggedFn kPack_d64_n128_bf16Ragged;
 extern const PackFn kPack_d64_n128_fp16;
+extern const PackRaggedFn kPack_d64_n128_fp16Ragged;
 extern const PackFn kPack_d64_n192_bf16;
+extern const PackRaggedFn kPack_d64_n192_bf16Ragged;
 extern const PackFn kPack_d64_n192_fp16;
+extern const PackRaggedFn kPack_d64_n192_fp16Ragged;
 extern const PackFn kPack_d64_n256_bf16;
+extern const PackRaggedFn kPack_d64_n256_bf16Ragged;
 extern const PackFn kPack_d64_n256_fp16;
+extern const PackRaggedFn kPack_d64_n256_fp16Ragged;
 extern const PackFn kPack_d96_n128_bf16;
+extern const PackRaggedFn kPack_d96_n128_bf16Ragged;
 extern const PackFn kPack_d96_n128_fp16;
+extern const PackRaggedFn kPack_d96_n128_fp16Ragged;
 extern const PackFn kPack_d96_n256_bf16;
+extern const PackRaggedFn kPack_d96_n256_bf16Ragged;
 extern const PackFn kPack_d96_n256_fp16;
+extern const PackRaggedFn kPack_d96_n256_fp16Ragged;
 extern const PackFn kPack_d128_n128_bf16;
+extern const PackRaggedFn kPack_d128_n128_bf16Ragged;
 extern const PackFn kPack_d128_n128_fp16;
+extern const PackRaggedFn kPack_d128_n128_fp16Ragged;
 extern const PackFn kPack_d128_n192_bf16;
+extern const PackRaggedFn kPack_d128_n192_bf16Ragged;
 extern const PackFn kPack_d128_n192_fp16;
+extern const PackRaggedFn kPack_d128_n192_fp16Ragged;
 extern const PackFn kPack_d128_n256_bf16;
+extern const PackRaggedFn kPack_d128_n256_bf16Ragged;
 extern const PackFn kPack_d128_n256_fp16;
+extern const PackRaggedFn kPack_d128_n256_fp16Ragged;
 extern const PackFn kPack_d192_n128_bf16;
+extern const PackRaggedFn kPack_d192_n128_bf16Ragged;
 extern const PackFn kPack_d192_n128_fp16;
+extern const PackRaggedFn kPack_d192_n128_fp16Ragged;
 extern const PackFn kPack_d192_n256_bf16;
+extern const PackRaggedFn kPack_d192_n256_bf16Ragged;
 extern const PackFn kPack_d192_n256_fp16;
+extern const PackRaggedFn kPack_d192_n256_fp16Ragged;
 extern const PackFn kPack_d256_n128_bf16;
+extern const PackRaggedFn kPack_d256_n128_bf16Ragged;
 extern const PackFn kPack_d256_n128_fp16;
+extern const PackRaggedFn kPack_d256_n128_fp16Ragged;
 extern const PackFn kPack_d256_n256_bf16;
+extern const PackRaggedFn kPack_d256_n256_bf16Ragged;
 extern const PackFn kPack_d256_n256_fp16;
+extern const PackRaggedFn kPack_d256_n256_fp16Ragged;
 
 const VariantEntry kVariants[] = {
     {"sm89_diag_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2", kLaunch_sm89_diag_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2, 128, 64, 64, OutType::bf16,
@@ -1332,7 +1356,7 @@ const VariantEntry kVariants[] = {
      128, true, true, true, false},
     {"sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_bf16_exp2_serial_solo_ragged", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_bf16_exp2_serial_solo_ragged, 128, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_e4m3_exp2_serial_solo, 128, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true, false},
@@ -1341,7 +1365,7 @@ const VariantEntry kVariants[] = {
      128, true, true, true, false},
     {"sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_fp16_exp2_serial_solo_ragged", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_fp16_exp2_serial_solo_ragged, 128, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d128_m128n128w8_s3_block_causal_e5m2_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_causal_e5m2_bf16_exp2_serial_solo, 128, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false, false},
@@ -1353,7 +1377,7 @@ const VariantEntry kVariants[] = {
      128, true, true, true, false},
     {"sm90a_fwd_d128_m128n128w8_s3_block_full_e4m3_bf16_exp2_serial_solo_ragged", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_full_e4m3_bf16_exp2_serial_solo_ragged, 128, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d128_m128n128w8_s3_block_full_e4m3_e4m3_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_full_e4m3_e4m3_exp2_serial_solo, 128, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true, false},
@@ -1362,7 +1386,7 @@ const VariantEntry kVariants[] = {
      128, true, true, true, false},
     {"sm90a_fwd_d128_m128n128w8_s3_block_full_e4m3_fp16_exp2_serial_solo_ragged", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_full_e4m3_fp16_exp2_serial_solo_ragged, 128, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d128_m128n128w8_s3_block_full_e5m2_bf16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_full_e5m2_bf16_exp2_serial_solo, 128, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false, false},
@@ -1374,13 +1398,13 @@ const VariantEntry kVariants[] = {
      128, true, true, true, false},
     {"sm90a_fwd_d128_m128n128w8_s3_block_window_e4m3_bf16_exp2_serial_solo_ragged", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_window_e4m3_bf16_exp2_serial_solo_ragged, 128, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d128_m128n128w8_s3_block_window_e4m3_fp16_exp2_serial_solo", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_window_e4m3_fp16_exp2_serial_solo, 128, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true, false},
     {"sm90a_fwd_d128_m128n128w8_s3_block_window_e4m3_fp16_exp2_serial_solo_ragged", kLaunch_sm90a_fwd_d128_m128n128w8_s3_block_window_e4m3_fp16_exp2_serial_solo_ragged, 128, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d128_m128n128w8_s3_token_causal_e4m3_bf16_exp2_serial_split4", kLaunch_sm90a_fwd_d128_m128n128w8_s3_token_causal_e4m3_bf16_exp2_serial_split4, 128, 128, 128, OutType::bf16,
      Granularity::token, Granularity::token, Granularity::channel, false,
      128, false, false, false, false},
@@ -1422,7 +1446,7 @@ const VariantEntry kVariants[] = {
      192, true, true, true, false},
     {"sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo_ragged, 128, 128, 192, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     192, true, true, false, true},
+     192, true, true, true, true},
     {"sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_quadratic_pingpong_solo, 128, 128, 192, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      192, true, true, true, false},
@@ -1431,7 +1455,7 @@ const VariantEntry kVariants[] = {
      192, true, true, true, false},
     {"sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo_ragged, 128, 128, 192, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     192, true, true, false, true},
+     192, true, true, true, true},
     {"sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_fp16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_fp16_quadratic_pingpong_solo, 128, 128, 192, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      192, true, true, true, false},
@@ -1440,7 +1464,7 @@ const VariantEntry kVariants[] = {
      192, true, true, true, false},
     {"sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo_ragged, 128, 128, 192, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     192, true, true, false, true},
+     192, true, true, true, true},
     {"sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_quadratic_pingpong_solo, 128, 128, 192, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      192, true, true, true, false},
@@ -1449,7 +1473,7 @@ const VariantEntry kVariants[] = {
      192, true, true, true, false},
     {"sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_fp16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_fp16_linear_pingpong_solo_ragged, 128, 128, 192, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     192, true, true, false, true},
+     192, true, true, true, true},
     {"sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_fp16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_fp16_quadratic_pingpong_solo, 128, 128, 192, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      192, true, true, true, false},
@@ -1458,13 +1482,13 @@ const VariantEntry kVariants[] = {
      192, true, true, true, false},
     {"sm90a_fwd_d128_m128n192w8_s3_block_window_e4m3_bf16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_window_e4m3_bf16_linear_pingpong_solo_ragged, 128, 128, 192, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     192, true, true, false, true},
+     192, true, true, true, true},
     {"sm90a_fwd_d128_m128n192w8_s3_block_window_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_window_e4m3_fp16_linear_pingpong_solo, 128, 128, 192, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      192, true, true, true, false},
     {"sm90a_fwd_d128_m128n192w8_s3_block_window_e4m3_fp16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d128_m128n192w8_s3_block_window_e4m3_fp16_linear_pingpong_solo_ragged, 128, 128, 192, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     192, true, true, false, true},
+     192, true, true, true, true},
     {"sm90a_fwd_d128_m128n64w8_s2_block_causal_e4m3_bf16_exp2x2_pingpong_solo", kLaunch_sm90a_fwd_d128_m128n64w8_s2_block_causal_e4m3_bf16_exp2x2_pingpong_solo, 128, 128, 64, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true, false},
@@ -2286,7 +2310,7 @@ const VariantEntry kVariants[] = {
      128, true, true, true, false},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo_ragged", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo_ragged, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true, false},
@@ -2298,7 +2322,7 @@ const VariantEntry kVariants[] = {
      128, true, true, true, false},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo_ragged", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo_ragged, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true, false},
@@ -2313,7 +2337,7 @@ const VariantEntry kVariants[] = {
      128, true, true, true, false},
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo_ragged", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo_ragged, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_e4m3_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_e4m3_exp2_pingpong_solo, 64, 128, 128, OutType::e4m3,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true, false},
@@ -2322,7 +2346,7 @@ const VariantEntry kVariants[] = {
      128, true, true, true, false},
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo_ragged", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo_ragged, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_bf16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_full_e5m2_bf16_exp2_pingpong_solo, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, false, false},
@@ -2334,19 +2358,19 @@ const VariantEntry kVariants[] = {
      128, true, true, true, false},
     {"sm90a_fwd_d64_m128n128w8_s4_block_window_e4m3_bf16_exp2_pingpong_solo_ragged", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_window_e4m3_bf16_exp2_pingpong_solo_ragged, 64, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_window_e4m3_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_window_e4m3_fp16_exp2_pingpong_solo, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true, false},
     {"sm90a_fwd_d64_m128n128w8_s4_block_window_e4m3_fp16_exp2_pingpong_solo_ragged", kLaunch_sm90a_fwd_d64_m128n128w8_s4_block_window_e4m3_fp16_exp2_pingpong_solo_ragged, 64, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo, 64, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true, false},
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo_ragged, 64, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true, false, true},
+     256, true, true, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_quadratic_pingpong_solo, 64, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true, false},
@@ -2361,7 +2385,7 @@ const VariantEntry kVariants[] = {
      256, true, true, true, false},
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_linear_pingpong_solo_ragged, 64, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true, false, true},
+     256, true, true, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_fp16_quadratic_pingpong_solo, 64, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true, false},
@@ -2370,7 +2394,7 @@ const VariantEntry kVariants[] = {
      256, true, true, true, false},
     {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo_ragged, 64, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true, false, true},
+     256, true, true, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_quadratic_pingpong_solo, 64, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true, false},
@@ -2385,7 +2409,7 @@ const VariantEntry kVariants[] = {
      256, true, true, true, false},
     {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo_ragged, 64, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true, false, true},
+     256, true, true, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_quadratic_pingpong_solo, 64, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true, false},
@@ -2394,13 +2418,13 @@ const VariantEntry kVariants[] = {
      256, true, true, true, false},
     {"sm90a_fwd_d64_m128n256w8_s3_block_window_e4m3_bf16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_window_e4m3_bf16_linear_pingpong_solo_ragged, 64, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true, false, true},
+     256, true, true, true, true},
     {"sm90a_fwd_d64_m128n256w8_s3_block_window_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_window_e4m3_fp16_linear_pingpong_solo, 64, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true, false},
     {"sm90a_fwd_d64_m128n256w8_s3_block_window_e4m3_fp16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_window_e4m3_fp16_linear_pingpong_solo_ragged, 64, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true, false, true},
+     256, true, true, true, true},
     {"sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d64_m192n192w12_s4_block_causal_e4m3_bf16_linear_pingpong_solo, 64, 192, 192, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      192, true, true, true, false},
@@ -2610,7 +2634,7 @@ const VariantEntry kVariants[] = {
      128, true, true, true, false},
     {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo_ragged", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo_ragged, 96, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo, 96, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true, false},
@@ -2628,7 +2652,7 @@ const VariantEntry kVariants[] = {
      128, true, true, true, false},
     {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo_ragged", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_exp2_pingpong_solo_ragged, 96, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_causal_e4m3_fp16_linear_pingpong_solo, 96, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true, false},
@@ -2646,7 +2670,7 @@ const VariantEntry kVariants[] = {
      128, true, true, true, false},
     {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo_ragged", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_exp2_pingpong_solo_ragged, 96, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo, 96, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true, false},
@@ -2667,7 +2691,7 @@ const VariantEntry kVariants[] = {
      128, true, true, true, false},
     {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo_ragged", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_exp2_pingpong_solo_ragged, 96, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_full_e4m3_fp16_linear_pingpong_solo, 96, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true, false},
@@ -2682,19 +2706,19 @@ const VariantEntry kVariants[] = {
      128, true, true, true, false},
     {"sm90a_fwd_d96_m128n128w8_s4_block_window_e4m3_bf16_exp2_pingpong_solo_ragged", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_window_e4m3_bf16_exp2_pingpong_solo_ragged, 96, 128, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d96_m128n128w8_s4_block_window_e4m3_fp16_exp2_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_window_e4m3_fp16_exp2_pingpong_solo, 96, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true, false},
     {"sm90a_fwd_d96_m128n128w8_s4_block_window_e4m3_fp16_exp2_pingpong_solo_ragged", kLaunch_sm90a_fwd_d96_m128n128w8_s4_block_window_e4m3_fp16_exp2_pingpong_solo_ragged, 96, 128, 128, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     128, true, true, false, true},
+     128, true, true, true, true},
     {"sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_bf16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_bf16_linear_pingpong_solo, 96, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true, false},
     {"sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_bf16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_bf16_linear_pingpong_solo_ragged, 96, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true, false, true},
+     256, true, true, true, true},
     {"sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_bf16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_bf16_quadratic_pingpong_solo, 96, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true, false},
@@ -2703,7 +2727,7 @@ const VariantEntry kVariants[] = {
      256, true, true, true, false},
     {"sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_fp16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_fp16_linear_pingpong_solo_ragged, 96, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true, false, true},
+     256, true, true, true, true},
     {"sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_fp16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_causal_e4m3_fp16_quadratic_pingpong_solo, 96, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true, false},
@@ -2712,7 +2736,7 @@ const VariantEntry kVariants[] = {
      256, true, true, true, false},
     {"sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_bf16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_bf16_linear_pingpong_solo_ragged, 96, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true, false, true},
+     256, true, true, true, true},
     {"sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_bf16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_bf16_quadratic_pingpong_solo, 96, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true, false},
@@ -2721,7 +2745,7 @@ const VariantEntry kVariants[] = {
      256, true, true, true, false},
     {"sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_fp16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_fp16_linear_pingpong_solo_ragged, 96, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true, false, true},
+     256, true, true, true, true},
     {"sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_fp16_quadratic_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_full_e4m3_fp16_quadratic_pingpong_solo, 96, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true, false},
@@ -2730,13 +2754,13 @@ const VariantEntry kVariants[] = {
      256, true, true, true, false},
     {"sm90a_fwd_d96_m128n256w8_s2_block_window_e4m3_bf16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_window_e4m3_bf16_linear_pingpong_solo_ragged, 96, 128, 256, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true, false, true},
+     256, true, true, true, true},
     {"sm90a_fwd_d96_m128n256w8_s2_block_window_e4m3_fp16_linear_pingpong_solo", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_window_e4m3_fp16_linear_pingpong_solo, 96, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
      256, true, true, true, false},
     {"sm90a_fwd_d96_m128n256w8_s2_block_window_e4m3_fp16_linear_pingpong_solo_ragged", kLaunch_sm90a_fwd_d96_m128n256w8_s2_block_window_e4m3_fp16_linear_pingpong_solo_ragged, 96, 128, 256, OutType::fp16,
      Granularity::token, Granularity::block, Granularity::block, false,
-     256, true, true, false, true},
+     256, true, true, true, true},
     {"sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo", kLaunch_sm90a_fwd_d96_m64n128w4_s2_block_causal_e4m3_bf16_exp2x2_overlap_solo, 96, 64, 128, OutType::bf16,
      Granularity::token, Granularity::block, Granularity::block, false,
      128, true, true, true, false},
@@ -2873,32 +2897,32 @@ const VariantEntry kVariants[] = {
 const int kVariantCount = 709;
 
 const PackEntry kPacks[] = {
-    {"pack_d32_n128_bf16", kPack_d32_n128_bf16, 32, 128, SourceType::bf16, false},
-    {"pack_d32_n128_fp16", kPack_d32_n128_fp16, 32, 128, SourceType::fp16, false},
-    {"pack_d64_n128_bf16", kPack_d64_n128_bf16, 64, 128, SourceType::bf16, true},
-    {"pack_d64_n128_fp16", kPack_d64_n128_fp16, 64, 128, SourceType::fp16, true},
-    {"pack_d64_n192_bf16", kPack_d64_n192_bf16, 64, 192, SourceType::bf16, true},
-    {"pack_d64_n192_fp16", kPack_d64_n192_fp16, 64, 192, SourceType::fp16, true},
-    {"pack_d64_n256_bf16", kPack_d64_n256_bf16, 64, 256, SourceType::bf16, true},
-    {"pack_d64_n256_fp16", kPack_d64_n256_fp16, 64, 256, SourceType::fp16, true},
-    {"pack_d96_n128_bf16", kPack_d96_n128_bf16, 96, 128, SourceType::bf16, false},
-    {"pack_d96_n128_fp16", kPack_d96_n128_fp16, 96, 128, SourceType::fp16, false},
-    {"pack_d96_n256_bf16", kPack_d96_n256_bf16, 96, 256, SourceType::bf16, false},
-    {"pack_d96_n256_fp16", kPack_d96_n256_fp16, 96, 256, SourceType::fp16, false},
-    {"pack_d128_n128_bf16", kPack_d128_n128_bf16, 128, 128, SourceType::bf16, true},
-    {"pack_d128_n128_fp16", kPack_d128_n128_fp16, 128, 128, SourceType::fp16, true},
-    {"pack_d128_n192_bf16", kPack_d128_n192_bf16, 128, 192, SourceType::bf16, true},
-    {"pack_d128_n192_fp16", kPack_d128_n192_fp16, 128, 192, SourceType::fp16, true},
-    {"pack_d128_n256_bf16", kPack_d128_n256_bf16, 128, 256, SourceType::bf16, true},
-    {"pack_d128_n256_fp16", kPack_d128_n256_fp16, 128, 256, SourceType::fp16, true},
-    {"pack_d192_n128_bf16", kPack_d192_n128_bf16, 192, 128, SourceType::bf16, false},
-    {"pack_d192_n128_fp16", kPack_d192_n128_fp16, 192, 128, SourceType::fp16, false},
-    {"pack_d192_n256_bf16", kPack_d192_n256_bf16, 192, 256, SourceType::bf16, false},
-    {"pack_d192_n256_fp16", kPack_d192_n256_fp16, 192, 256, SourceType::fp16, false},
-    {"pack_d256_n128_bf16", kPack_d256_n128_bf16, 256, 128, SourceType::bf16, false},
-    {"pack_d256_n128_fp16", kPack_d256_n128_fp16, 256, 128, SourceType::fp16, false},
-    {"pack_d256_n256_bf16", kPack_d256_n256_bf16, 256, 256, SourceType::bf16, false},
-    {"pack_d256_n256_fp16", kPack_d256_n256_fp16, 256, 256, SourceType::fp16, false},
+    {"pack_d32_n128_bf16", kPack_d32_n128_bf16, 32, 128, SourceType::bf16, false, nullptr},
+    {"pack_d32_n128_fp16", kPack_d32_n128_fp16, 32, 128, SourceType::fp16, false, nullptr},
+    {"pack_d64_n128_bf16", kPack_d64_n128_bf16, 64, 128, SourceType::bf16, true, kPack_d64_n128_bf16Ragged},
+    {"pack_d64_n128_fp16", kPack_d64_n128_fp16, 64, 128, SourceType::fp16, true, kPack_d64_n128_fp16Ragged},
+    {"pack_d64_n192_bf16", kPack_d64_n192_bf16, 64, 192, SourceType::bf16, true, kPack_d64_n192_bf16Ragged},
+    {"pack_d64_n192_fp16", kPack_d64_n192_fp16, 64, 192, SourceType::fp16, true, kPack_d64_n192_fp16Ragged},
+    {"pack_d64_n256_bf16", kPack_d64_n256_bf16, 64, 256, SourceType::bf16, true, kPack_d64_n256_bf16Ragged},
+    {"pack_d64_n256_fp16", kPack_d64_n256_fp16, 64, 256, SourceType::fp16, true, kPack_d64_n256_fp16Ragged},
+    {"pack_d96_n128_bf16", kPack_d96_n128_bf16, 96, 128, SourceType::bf16, false, kPack_d96_n128_bf16Ragged},
+    {"pack_d96_n128_fp16", kPack_d96_n128_fp16, 96, 128, SourceType::fp16, false, kPack_d96_n128_fp16Ragged},
+    {"pack_d96_n256_bf16", kPack_d96_n256_bf16, 96, 256, SourceType::bf16, false, kPack_d96_n256_bf16Ragged},
+    {"pack_d96_n256_fp16", kPack_d96_n256_fp16, 96, 256, SourceType::fp16, false, kPack_d96_n256_fp16Ragged},
+    {"pack_d128_n128_bf16", kPack_d128_n128_bf16, 128, 128, SourceType::bf16, true, kPack_d128_n128_bf16Ragged},
+    {"pack_d128_n128_fp16", kPack_d128_n128_fp16, 128, 128, SourceType::fp16, true, kPack_d128_n128_fp16Ragged},
+    {"pack_d128_n192_bf16", kPack_d128_n192_bf16, 128, 192, SourceType::bf16, true, kPack_d128_n192_bf16Ragged},
+    {"pack_d128_n192_fp16", kPack_d128_n192_fp16, 128, 192, SourceType::fp16, true, kPack_d128_n192_fp16Ragged},
+    {"pack_d128_n256_bf16", kPack_d128_n256_bf16, 128, 256, SourceType::bf16, true, kPack_d128_n256_bf16Ragged},
+    {"pack_d128_n256_fp16", kPack_d128_n256_fp16, 128, 256, SourceType::fp16, true, kPack_d128_n256_fp16Ragged},
+    {"pack_d192_n128_bf16", kPack_d192_n128_bf16, 192, 128, SourceType::bf16, false, kPack_d192_n128_bf16Ragged},
+    {"pack_d192_n128_fp16", kPack_d192_n128_fp16, 192, 128, SourceType::fp16, false, kPack_d192_n128_fp16Ragged},
+    {"pack_d192_n256_bf16", kPack_d192_n256_bf16, 192, 256, SourceType::bf16, false, kPack_d192_n256_bf16Ragged},
+    {"pack_d192_n256_fp16", kPack_d192_n256_fp16, 192, 256, SourceType::fp16, false, kPack_d192_n256_fp16Ragged},
+    {"pack_d256_n128_bf16", kPack_d256_n128_bf16, 256, 128, SourceType::bf16, false, kPack_d256_n128_bf16Ragged},
+    {"pack_d256_n128_fp16", kPack_d256_n128_fp16, 256, 128, SourceType::fp16, false, kPack_d256_n128_fp16Ragged},
+    {"pack_d256_n256_bf16", kPack_d256_n256_bf16, 256, 256, SourceType::bf16, false, kPack_d256_n256_bf16Ragged},
+    {"pack_d256_n256_fp16", kPack_d256_n256_fp16, 256, 256, SourceType::fp16, false, kPack_d256_n256_fp16Ragged},
 };
 const int kPackCount = 26;
 

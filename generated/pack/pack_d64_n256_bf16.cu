@@ -7,8 +7,10 @@
 // channel, another kernel finds the maxima first. Both have a second form, for calls that subtract a mean from K or rotate
 // Q and K: the block is transformed in its registers before its maximum is taken.
 // A fifth kernel hands K and V over, head by head, to an attention kernel that runs already.
+// `pack_ragged` is `pack` for a ragged batch, whose blocks of K and V begin where its sequences do.
 
 #include "fp8cutlass/sm90/deliver.cuh"
+#include "fp8cutlass/pack_ragged.cuh"
 #include "fp8cutlass/transform.cuh"
 
 namespace fp8cutlass {
@@ -174,6 +176,27 @@ __global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : kPlain
   quantise<Source, false>(p, block, x, inverse, stage);
 }
 
+// For sm_90: no other target walks a ragged batch.
+__global__ void __launch_bounds__(kThreads, kPlainCtas) pack_ragged(const __grid_constant__ PackParams p, const __grid_constant__ RaggedPack ragged) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(16) uint8_t stage[];  // Stage
+  __shared__ __align__(16) float inverse[kThreads];
+  packing::allow_dependents();
+  if (int(blockIdx.x) >= ragged.first_cta) {
+    packing::clear_rows(ragged, int(blockIdx.x) - ragged.first_cta);
+    return;
+  }
+  const Block block = packing::find_block(p);
+  PackOperand source = p.operand[block.operand];
+  int base = block.index * kRows;
+  if (block.operand != kPackQ)
+    base = packing::find_keys<kRows * kCtas>(source, ragged.batch, block.index / kCtas) + block.index % kCtas * kRows;
+  uint4 x[kPasses][kChunks];
+  packing::load<kLanes>(x, source, block, base, p.head_dim);
+  quantise<Source, false>(p, block, x, inverse, stage);
+#endif
+}
+
 // Raises the maximum of the group, no channel, that a block of X belongs to.
 template <class X>
 __device__ __forceinline__ void raise_group(const PackOperand& o, const Block& block, uint4 (&x)[kPasses][kChunks]) {
@@ -221,9 +244,15 @@ int launch(const PackParams& params, CUstream_st* stream) {
   return packing::launch<kRows, kCtas>(pack<false>, amax<false>, Stage::kBytes, 0, params, stream);
 }
 
+int launch_ragged(const PackParams& params, const RaggedPack& ragged, CUstream_st* stream) {
+  return packing::launch_ragged<kRows, kCtas>(pack_ragged, Stage::kBytes, params, ragged, stream);
+}
+
 }  // namespace
 
 extern const PackFn kPack_d64_n256_bf16;
 const PackFn kPack_d64_n256_bf16 = launch;
+extern const PackRaggedFn kPack_d64_n256_bf16Ragged;
+const PackRaggedFn kPack_d64_n256_bf16Ragged = launch_ragged;
 
 }  // namespace fp8cutlass

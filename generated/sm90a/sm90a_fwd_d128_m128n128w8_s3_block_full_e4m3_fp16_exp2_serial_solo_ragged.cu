@@ -5,7 +5,8 @@
 //   head_dim 128, e4m3 operands, fp16 output, no mask, exponential softmax on float32 scores;
 //   descales of Q per token, of K per block, of V per block.
 // One CTA owns 128 query rows of one head at a time, 2 warpgroups of 64, and walks the keys in tiles of 128.
-// A warpgroup of its own loads: tensor maps, 3 stages of K and V, one mbarrier each for full and empty.
+// A warpgroup of its own loads: tensor maps, 3 stages of K and V, one mbarrier each for full and empty. Q may come in
+// bf16 or fp16; three of its warps quantise it then, each row by its own maximum.
 // Schedule serial: a warpgroup finishes a tile before the next; others fill the tensor cores meanwhile.
 // The grid is persistent: loads run ahead into the next item while this one is finished.
 
@@ -62,10 +63,10 @@ using Score = float;  // one float32 score
 constexpr int kScoreRegs = 4;  // per n8 block
 using Out = OutFp16;
 
-// ---- shared memory: 2 x Q 32,768 + 3 x K 49,152 + 3 x V 52,224 + sums for the LSE 4,096 + slopes 2,048 + work items and barriers 1,024 = 141,312 bytes --------------------------------------------------
+// ---- shared memory: 2 x Q 32,768 + Q in 16 bits 32,768 + 3 x K 49,152 + 3 x V 52,224 + sums for the LSE 4,096 + slopes 2,048 + work items and barriers 1,024 = 174,080 bytes --------------------------------------------------
 
 using QTile = sm90::OperandTile<kTileM, kHeadDim>;
-using SourceTile = void;  // Q is always e4m3
+using SourceTile = sm90::OperandTile<kTileM, 2 * kHeadDim>;  // Q in bf16 or fp16, before it is quantised
 using KTile = sm90::OperandTile<kSlotKeys, kHeadDim>;
 using VTile = sm90::OperandTile<kHeadDim + 8, kSlotKeys>;  // V^T: the columns of V, 8 rows of ones
 // Where in it the columns of a part begin.
@@ -80,6 +81,7 @@ struct ExactSums {
 
 struct SharedStorage {
   alignas(1024) uint8_t q[kQBuffers][QTile::kBytes];
+  alignas(1024) uint8_t source[SourceTile::kBytes];
   alignas(1024) uint8_t k[kKeySlots][KTile::kBytes];
   alignas(1024) uint8_t v[kValueSlots][kVBytes];
   ExactSums exact[128 * kWarpgroups];
@@ -91,11 +93,12 @@ struct SharedStorage {
     sm90::Barrier q_full[kQBuffers], q_empty[kQBuffers];
     sm90::Barrier next_full[2], next_empty[2];
     int item_count;  // as the plan has it
+    sm90::Barrier source_full;
     sm90::Barrier k_full[kKeySlots], k_empty[kKeySlots], v_full[kValueSlots], v_empty[kValueSlots];
   } control;
 };
 
-static_assert(sizeof(SharedStorage) == 141312, "the generator's sum of the tiles");
+static_assert(sizeof(SharedStorage) == 174080, "the generator's sum of the tiles");
 
 // The generator's rules, restated where the compiler sees them.
 static_assert((kScoreRegs == 4) || ((kHeadDim * 196) <= 65504), "LINEAR-RANGE: f16 scores of operands quantised to amax 14 must not overflow");
@@ -244,13 +247,21 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
   const ForwardParams& p = params.p;
   auto& control = shared.control;
   const int thread = threadIdx.x - 32;
-  constexpr bool fp8 = true;
-  sm90::wait_for_operands();
+  const bool fp8 = p.query.type == QueryType::fp8;
+  if (!p.query.early) sm90::wait_for_operands();  // Q may be there before K and V
   for (unsigned turn = 0;; ++turn) {
     const unsigned slot = turn % kQBuffers;
     sm90::wait(control.next_full[turn % 2], turn / 2 & 1);
     const Item& item = control.next[turn % 2];
     const int tiles = item.tiles;
+    if (!fp8 && tiles > 0) {
+      sm90::sync_fetchers<sm90::kRowThreads>();  // nobody reads the source of the item before any more
+      if (thread == 0) {
+        copy_query<SourceTile>(params, item, control.source_full, shared.source);
+        sm90::arrive(control.source_full);
+      }
+      sm90::wait(control.source_full, turn & 1);
+    }
     // Asked for before there is room for the item, as memory takes its time.
     constexpr int kRows = (kTileM + sm90::kRowThreads - 1) / sm90::kRowThreads;  // of a thread
     float descale[kRows];
@@ -267,6 +278,15 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
         const int row = thread + sm90::kRowThreads * i;
         if (row < kTileM) shared.slope[turn % kItemSlots][row] = descale[i] * unit_slope(p);
       }
+    }
+    if (!fp8 && tiles > 0) {
+      float* const slope = shared.slope[turn % kItemSlots];
+      if (p.query.type == QueryType::bf16) {
+        sm90::quantise_tile<packing::Bf16, SourceTile, QTile>(shared.q[slot], slope, shared.source, p.query, unit_slope(p), thread);
+      } else {
+        sm90::quantise_tile<packing::Fp16, SourceTile, QTile>(shared.q[slot], slope, shared.source, p.query, unit_slope(p), thread);
+      }
+      sm90::fence_async();
     }
     sm90::arrive(control.next_empty[turn % 2]);
     sm90::arrive(control.q_full[slot]);  // of all: this publishes their slopes, and of one the item
@@ -285,7 +305,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     const unsigned thread = thread_index() - 128;
     return int(thread / 32 * 16 + thread % 32 / 4);
   };
-  sm90::wait_for_operands();  // what this kernel writes, the one before may read
+  if (p.ready == nullptr) sm90::wait_for_operands();  // what this kernel writes, the one before may read
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
   const bool want_lse = params.want_lse != 0;
   const uint32_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
@@ -450,6 +470,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
     constexpr int kReaders = 128 * kWarpgroups;
     for (int i = 0; i < kQBuffers; ++i) sm90::init(control.q_full[i], sm90::kRowThreads), sm90::init(control.q_empty[i], kReaders);
     for (int i = 0; i < 2; ++i) sm90::init(control.next_full[i], 32), sm90::init(control.next_empty[i], sm90::kRowThreads);
+    sm90::init(control.source_full, 1);
     for (int i = 0; i < kKeySlots; ++i) sm90::init(control.k_full[i], 1), sm90::init(control.k_empty[i], kReaders);
     for (int i = 0; i < kValueSlots; ++i) sm90::init(control.v_full[i], 1), sm90::init(control.v_empty[i], kReaders);
     sm90::fence_init();
@@ -467,7 +488,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
 }
 
 int launch(const ForwardParams& params, CUstream_st* stream) {
-  const int planned = planning::launch(params, kTileM, kKeyBlock, stream);
+  const int planned = planning::launch(params, fewest_item_rows<kTileM, kMask>(params), kKeyBlock, stream);
   if (planned != cudaSuccess) return planned;
   return sm90::launch<SourceTile, QTile, KTile, VTile, kParts, kSplit, kMask>(attention, kThreads, int(sizeof(SharedStorage)), params, stream);
 }

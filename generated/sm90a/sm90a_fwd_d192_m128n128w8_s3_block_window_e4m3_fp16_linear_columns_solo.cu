@@ -121,7 +121,9 @@ __device__ __forceinline__ float2 tile_descales(const ForwardParams& p, const It
 }
 
 __device__ __forceinline__ float row_descale(const ForwardParams& p, const Item& item, int row) {
-  return p.q_descale[Walk::query_descale(p, item) + int64_t(min(item.row + row, Walk::rows(p, item) - 1)) * p.q_descale_row];
+  const int second = (row & kTileM / 2) >= p.item_rows;  // of two heads
+  row &= p.item_rows - 1;
+  return p.q_descale[Walk::query_descale(p, item) + second * p.q_descale_head + int64_t(min(item.row + row, Walk::rows(p, item) - 1)) * p.q_descale_row];
 }
 
 // A row's slope for a descale of 1.
@@ -152,10 +154,14 @@ __device__ __forceinline__ void publish_slopes(const ForwardParams& p, SharedSto
 template <class Tile>
 __device__ __forceinline__ void copy_query(const sm90::KernelParams& params, const Item& item, sm90::Barrier& full, uint8_t* to) {
   sm90::expect(full, Tile::kBytes);
+  const int second = kTileM / 2 >= params.p.item_rows;  // the lower half is another head's, or further rows
 #pragma unroll
   for (int b = 0; b < Tile::kBlocks; ++b)
-    Copy::copy(&params.q, &full, kHint, to + b * Tile::kBlockBytes, b * Tile::kWidth, Walk::query_row(item), item.head * params.q_head_step,
-               Walk::batch(item) * params.q_batch_step);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      Copy::copy(&params.q, &full, kHint, to + b * Tile::kBlockBytes + half * (kTileM / 2 * Tile::kWidth), b * Tile::kWidth,
+                 Walk::query_row(item) + half * (kTileM / 2 & (params.p.item_rows - 1)), (item.head + half * second) * params.q_head_step,
+                 Walk::batch(item) * params.q_batch_step);
 }
 
 __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedStorage& shared) {
@@ -247,6 +253,11 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     const unsigned thread = thread_index() - 128;
     return int(thread / 32 * 16 + thread % 32 / 4);
   };
+  // An item may be the same 64 rows of two heads, one a warpgroup: which of its rows this warpgroup begins with, which row
+  // of the item is a lane's first, and whether the head is the second.
+  const int first_row = 64 * warpgroup & (p.item_rows - 1);
+  const auto seen_row = [&] { return row_in_tile() & (p.item_rows - 1); };
+  const int second = 64 * warpgroup >= p.item_rows;
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
   const bool want_lse = params.want_lse != 0;
   const uint32_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
@@ -269,26 +280,24 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   const auto k_descale = [&](const Stage& stage) { return control.descales[stage.ring()].x; };
   const auto v_descale = [&](const Stage& stage) { return control.descales[stage.ring()].y; };
 
-  // Whether a row of this warpgroup does not see all keys of a tile. Asked before the scores are there.
+  // Which ends of a tile a row of this warpgroup does not see. Asked before the scores are there.
   const auto is_masked = [&](const Item& item, int tile) {
-    return fp8cutlass::is_masked<kTileN, 64, kMask>(item.row + 64 * warpgroup, Walk::keys(p, item), Walk::band(p, item), tile);
+    return masked_ends<kTileN, 64>(item.row + first_row, Walk::keys(p, item), Walk::band(p, item), tile);
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
-  const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
+  const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, int masked) {
     const Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
-    if (masked) {
-      int last[2];  // the last key, relative to the tile, that each of the two rows sees
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        last[r] = Walk::keys(p, item) - 1 - key;
-        if (kMask != Mask::full) last[r] = min(last[r], item.row + row_in_tile() + 8 * r + Walk::band(p, item).last - key);
+    const int row = item.row + seen_row();
+    if (masked & 1) {
+      const int end = Walk::keys(p, item) - 1 - key;
+      mask_after(s, row + Walk::band(p, item).last - key);
+      if (end < kTileN - 1) {
+        const int last[2] = {end, end};
+        mask_columns(s, last);
       }
-      int first[2];  // and the first one
-#pragma unroll
-      for (int r = 0; r < 2; ++r) first[r] = item.row + row_in_tile() + 8 * r + Walk::band(p, item).first - key;
-      mask_columns(s, first, last);
     }
+    if (masked & 2) mask_before(s, row + Walk::band(p, item).first - key);
     float slope[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
@@ -351,18 +360,19 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     }
   };
   const auto epilogue = [&](const Item& item) {
-    const int local = row_in_tile(), row = item.row + local;
+    const int local = seen_row(), row = item.row + local;
     constexpr float* column_descale = nullptr;
     // All that is seldom behind one jump; the vote keeps it uniform.
     if (__any_sync(~0u, want_lse || p.amax != nullptr || sum[0] == 0.f || sum[1] == 0.f)) {
       clear_dead_rows(o, sum);
       if (want_lse) {
         const float2 exact = exact_sums().item;
-        store_lse(p, Walk::lse(p, item), Walk::rows(p, item), row, {exact.x, exact.y}, ref);
+        const auto place = [&](int i) { return Walk::lse(p, item)(i) + second * p.seqlen_q; };
+        store_lse(p, place, Walk::rows(p, item), row, {exact.x, exact.y}, ref);
       }
       if (p.amax != nullptr) store_amax<kSplit>(p, Walk::rows(p, item), row, o, sum, kTruncation, column_descale);
     }
-    store_rows<Out, kSplit>(p, item.out + local * p.o_stride_row, Walk::rows(p, item), row, o, sum, kTruncation, column_descale, 1.f);
+    store_rows<Out, kSplit>(p, item.out + local * p.o_stride_row + second * p.o_stride_head, Walk::rows(p, item), row, o, sum, kTruncation, column_descale, 1.f);
   };
 
   // P V is made in parts of 64 columns, two of them at a time: while one is multiplied, the one before is added to O.
@@ -380,7 +390,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   cute::warpgroup_commit_batch();
 #pragma unroll 1
   while (true) {
-    const bool masked = is_masked(control.items[turn % kItemSlots], tile);
+    const int masked = is_masked(control.items[turn % kItemSlots], tile);
     const float k_scale = k_descale(stage), v_scale = v_descale(stage);
     const bool first = begins, last = tile + 1 == end;
     const Stage next = stage.next();

@@ -508,7 +508,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
 }
 
 int launch(const ForwardParams& params, CUstream_st* stream) {
-  const int planned = planning::launch(params, kTileM, kKeyBlock, stream);
+  const int planned = planning::launch(params, fewest_item_rows<kTileM, kMask>(params), kKeyBlock, stream);
   if (planned != cudaSuccess) return planned;
   return sm90::launch<SourceTile, QTile, KTile, VTile, kParts, kSplit, kMask>(attention, kThreads, int(sizeof(SharedStorage)), params, stream);
 }

@@ -5,7 +5,8 @@
 //   head_dim 96, e4m3 operands, bf16 output, window of keys, code-domain softmax on f16 scores;
 //   descales of Q per token, of K per block, of V per block.
 // One CTA owns 128 query rows of one head at a time, 2 warpgroups of 64, and walks the keys in tiles of 256.
-// A warpgroup of its own loads: tensor maps, 2 stages of K and V, one mbarrier each for full and empty.
+// A warpgroup of its own loads: tensor maps, 2 stages of K and V, one mbarrier each for full and empty. Q may come in
+// bf16 or fp16; three of its warps quantise it then, each row by its own maximum.
 // Schedule pingpong: warpgroups take turns on the tensor cores; while one multiplies, the others do their softmax.
 // The grid is persistent: loads run ahead into the next item while this one is finished.
 
@@ -62,10 +63,10 @@ using Score = uint32_t;  // two packed f16 scores
 constexpr int kScoreRegs = 2;  // per n8 block
 using Out = OutBf16;
 
-// ---- shared memory: 2 x Q 32,768 + 2 x K 65,536 + 2 x V 53,248 + sums for the LSE 4,096 + slopes 2,048 + work items and barriers 1,024 = 158,720 bytes --------------------------------------------------
+// ---- shared memory: 2 x Q 32,768 + Q in 16 bits 24,576 + 2 x K 65,536 + 2 x V 53,248 + sums for the LSE 4,096 + slopes 2,048 + work items and barriers 1,024 = 183,296 bytes --------------------------------------------------
 
 using QTile = sm90::OperandTile<kTileM, kHeadDim>;
-using SourceTile = void;  // Q is always e4m3
+using SourceTile = sm90::OperandTile<kTileM, 2 * kHeadDim>;  // Q in bf16 or fp16, before it is quantised
 using KTile = sm90::OperandTile<kSlotKeys, kHeadDim>;
 using VTile = sm90::OperandTile<kHeadDim + 8, kSlotKeys>;  // V^T: the columns of V, 8 rows of ones
 // Where in it the columns of a part begin.
@@ -80,6 +81,7 @@ struct ExactSums {
 
 struct SharedStorage {
   alignas(1024) uint8_t q[kQBuffers][QTile::kBytes];
+  alignas(1024) uint8_t source[SourceTile::kBytes];
   alignas(1024) uint8_t k[kKeySlots][KTile::kBytes];
   alignas(1024) uint8_t v[kValueSlots][kVBytes];
   ExactSums exact[128 * kWarpgroups];
@@ -91,11 +93,12 @@ struct SharedStorage {
     sm90::Barrier q_full[kQBuffers], q_empty[kQBuffers];
     sm90::Barrier next_full[2], next_empty[2];
     int item_count;  // as the plan has it
+    sm90::Barrier source_full;
     sm90::Barrier k_full[kKeySlots], k_empty[kKeySlots], v_full[kValueSlots], v_empty[kValueSlots];
   } control;
 };
 
-static_assert(sizeof(SharedStorage) == 158720, "the generator's sum of the tiles");
+static_assert(sizeof(SharedStorage) == 183296, "the generator's sum of the tiles");
 
 // The generator's rules, restated where the compiler sees them.
 static_assert((kScoreRegs == 4) || ((kHeadDim * 196) <= 65504), "LINEAR-RANGE: f16 scores of operands quantised to amax 14 must not overflow");
@@ -124,7 +127,9 @@ __device__ __forceinline__ float2 tile_descales(const ForwardParams& p, const It
 }
 
 __device__ __forceinline__ float row_descale(const ForwardParams& p, const Item& item, int row) {
-  return p.q_descale[Walk::query_descale(p, item) + int64_t(min(item.row + row, Walk::rows(p, item) - 1)) * p.q_descale_row];
+  const int second = (row & kTileM / 2) >= p.item_rows;  // of two heads
+  row &= p.item_rows - 1;
+  return p.q_descale[Walk::query_descale(p, item) + second * p.q_descale_head + int64_t(min(item.row + row, Walk::rows(p, item) - 1)) * p.q_descale_row];
 }
 
 // A row's slope for a descale of 1.
@@ -162,10 +167,14 @@ __device__ __forceinline__ void publish(const sm90::KernelParams& params, declty
 template <class Tile>
 __device__ __forceinline__ void copy_query(const sm90::KernelParams& params, const Item& item, sm90::Barrier& full, uint8_t* to) {
   sm90::expect(full, Tile::kBytes);
+  const int second = kTileM / 2 >= params.p.item_rows;  // the lower half is another head's, or further rows
 #pragma unroll
   for (int b = 0; b < Tile::kBlocks; ++b)
-    Copy::copy(&params.q, &full, kHint, to + b * Tile::kBlockBytes, b * Tile::kWidth, Walk::query_row(item), item.head * params.q_head_step,
-               Walk::batch(item) * params.q_batch_step);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      Copy::copy(&params.q, &full, kHint, to + b * Tile::kBlockBytes + half * (kTileM / 2 * Tile::kWidth), b * Tile::kWidth,
+                 Walk::query_row(item) + half * (kTileM / 2 & (params.p.item_rows - 1)), (item.head + half * second) * params.q_head_step,
+                 Walk::batch(item) * params.q_batch_step);
 }
 
 __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedStorage& shared) {
@@ -244,13 +253,21 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
   const ForwardParams& p = params.p;
   auto& control = shared.control;
   const int thread = threadIdx.x - 32;
-  constexpr bool fp8 = true;
-  sm90::wait_for_operands();
+  const bool fp8 = p.query.type == QueryType::fp8;
+  if (!p.query.early) sm90::wait_for_operands();  // Q may be there before K and V
   for (unsigned turn = 0;; ++turn) {
     const unsigned slot = turn % kQBuffers;
     sm90::wait(control.next_full[turn % 2], turn / 2 & 1);
     const Item& item = control.next[turn % 2];
     const int tiles = item.tiles;
+    if (!fp8 && tiles > 0) {
+      sm90::sync_fetchers<sm90::kRowThreads>();  // nobody reads the source of the item before any more
+      if (thread == 0) {
+        copy_query<SourceTile>(params, item, control.source_full, shared.source);
+        sm90::arrive(control.source_full);
+      }
+      sm90::wait(control.source_full, turn & 1);
+    }
     // Asked for before there is room for the item, as memory takes its time.
     constexpr int kRows = (kTileM + sm90::kRowThreads - 1) / sm90::kRowThreads;  // of a thread
     float descale[kRows];
@@ -267,6 +284,15 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
         const int row = thread + sm90::kRowThreads * i;
         if (row < kTileM) shared.slope[turn % kItemSlots][row] = descale[i] * unit_slope(p);
       }
+    }
+    if (!fp8 && tiles > 0) {
+      float* const slope = shared.slope[turn % kItemSlots];
+      if (p.query.type == QueryType::bf16) {
+        sm90::quantise_tile<packing::Bf16, SourceTile, QTile>(shared.q[slot], slope, shared.source, p.query, unit_slope(p), thread);
+      } else {
+        sm90::quantise_tile<packing::Fp16, SourceTile, QTile>(shared.q[slot], slope, shared.source, p.query, unit_slope(p), thread);
+      }
+      sm90::fence_async();
     }
     sm90::arrive(control.next_empty[turn % 2]);
     sm90::arrive(control.q_full[slot]);  // of all: this publishes their slopes, and of one the item
@@ -285,7 +311,12 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     const unsigned thread = thread_index() - 128;
     return int(thread / 32 * 16 + thread % 32 / 4);
   };
-  sm90::wait_for_operands();  // what this kernel writes, the one before may read
+  // An item may be the same 64 rows of two heads, one a warpgroup: which of its rows this warpgroup begins with, which row
+  // of the item is a lane's first, and whether the head is the second.
+  const int first_row = 64 * warpgroup & (p.item_rows - 1);
+  const auto seen_row = [&] { return row_in_tile() & (p.item_rows - 1); };
+  const int second = 64 * warpgroup >= p.item_rows;
+  if (p.ready == nullptr) sm90::wait_for_operands();  // what this kernel writes, the one before may read
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
   const bool want_lse = params.want_lse != 0;
   const uint32_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
@@ -308,26 +339,24 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   const auto k_descale = [&](const Stage& stage) { return control.descales[stage.ring()].x; };
   const auto v_descale = [&](const Stage& stage) { return control.descales[stage.ring()].y; };
 
-  // Whether a row of this warpgroup does not see all keys of a tile. Asked before the scores are there.
+  // Which ends of a tile a row of this warpgroup does not see. Asked before the scores are there.
   const auto is_masked = [&](const Item& item, int tile) {
-    return fp8cutlass::is_masked<kTileN, 64, kMask>(item.row + 64 * warpgroup, Walk::keys(p, item), Walk::band(p, item), tile);
+    return masked_ends<kTileN, 64>(item.row + first_row, Walk::keys(p, item), Walk::band(p, item), tile);
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
-  const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
+  const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, int masked) {
     const Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
-    if (masked) {
-      int last[2];  // the last key, relative to the tile, that each of the two rows sees
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        last[r] = Walk::keys(p, item) - 1 - key;
-        if (kMask != Mask::full) last[r] = min(last[r], item.row + row_in_tile() + 8 * r + Walk::band(p, item).last - key);
+    const int row = item.row + seen_row();
+    if (masked & 1) {
+      const int end = Walk::keys(p, item) - 1 - key;
+      mask_after(s, row + Walk::band(p, item).last - key);
+      if (end < kTileN - 1) {
+        const int last[2] = {end, end};
+        mask_columns(s, last);
       }
-      int first[2];  // and the first one
-#pragma unroll
-      for (int r = 0; r < 2; ++r) first[r] = item.row + row_in_tile() + 8 * r + Walk::band(p, item).first - key;
-      mask_columns(s, first, last);
     }
+    if (masked & 2) mask_before(s, row + Walk::band(p, item).first - key);
     float slope[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
@@ -386,18 +415,19 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     }
   };
   const auto epilogue = [&](const Item& item) {
-    const int local = row_in_tile(), row = item.row + local;
+    const int local = seen_row(), row = item.row + local;
     constexpr float* column_descale = nullptr;
     // All that is seldom behind one jump; the vote keeps it uniform.
     if (__any_sync(~0u, want_lse || p.amax != nullptr || sum[0] == 0.f || sum[1] == 0.f)) {
       clear_dead_rows(o, sum);
       if (want_lse) {
         const float2 exact = exact_sums().item;
-        store_lse(p, Walk::lse(p, item), Walk::rows(p, item), row, {exact.x, exact.y}, ref);
+        const auto place = [&](int i) { return Walk::lse(p, item)(i) + second * p.seqlen_q; };
+        store_lse(p, place, Walk::rows(p, item), row, {exact.x, exact.y}, ref);
       }
       if (p.amax != nullptr) store_amax<kSplit>(p, Walk::rows(p, item), row, o, sum, kTruncation, column_descale);
     }
-    store_rows<Out, kSplit>(p, item.out + local * p.o_stride_row, Walk::rows(p, item), row, o, sum, kTruncation, column_descale, 1.f);
+    store_rows<Out, kSplit>(p, item.out + local * p.o_stride_row + second * p.o_stride_head, Walk::rows(p, item), row, o, sum, kTruncation, column_descale, 1.f);
   };
 
   // The tiles of all items form one stream: the first Q K^T of an item is issued with the last P V of the item before,
@@ -425,7 +455,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   cute::warpgroup_commit_batch();
 #pragma unroll 1
   while (true) {
-    const bool masked = is_masked(control.items[turn % kItemSlots], tile);
+    const int masked = is_masked(control.items[turn % kItemSlots], tile);
     const float k_scale = k_descale(stage);
     const bool first = begins, last = tile + 1 == end, finishes = first && turn > 0;
     const Stage next = stage.next();
@@ -509,6 +539,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
     constexpr int kReaders = 128 * kWarpgroups;
     for (int i = 0; i < kQBuffers; ++i) sm90::init(control.q_full[i], sm90::kRowThreads), sm90::init(control.q_empty[i], kReaders);
     for (int i = 0; i < 2; ++i) sm90::init(control.next_full[i], 32), sm90::init(control.next_empty[i], sm90::kRowThreads);
+    sm90::init(control.source_full, 1);
     for (int i = 0; i < kKeySlots; ++i) sm90::init(control.k_full[i], 1), sm90::init(control.k_empty[i], kReaders);
     for (int i = 0; i < kValueSlots; ++i) sm90::init(control.v_full[i], 1), sm90::init(control.v_empty[i], kReaders);
     sm90::fence_init();
@@ -526,7 +557,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
 }
 
 int launch(const ForwardParams& params, CUstream_st* stream) {
-  const int planned = planning::launch(params, kTileM, kKeyBlock, stream);
+  const int planned = planning::launch(params, fewest_item_rows<kTileM, kMask>(params), kKeyBlock, stream);
   if (planned != cudaSuccess) return planned;
   return sm90::launch<SourceTile, QTile, KTile, VTile, kParts, kSplit, kMask>(attention, kThreads, int(sizeof(SharedStorage)), params, stream);
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -114,7 +114,8 @@ def kernels_of(
         return
     seen = set()
     for precision in precisions:
-        served, text = supports(*operands, precision=precision, **mode.arguments)
+        arguments: dict[str, Any] = {"precision": precision, **mode.arguments}
+        served, text = supports(*operands, **arguments)
         name = text.split()[0] if served else text
         if name not in seen:
             yield precision, load_manifest(target(operands[0].device).directory).find(name) if served else None, name
@@ -130,7 +131,8 @@ def measure(
     if variant is None:
         out = F.scaled_dot_product_attention(*operands)
     else:
-        out = cast(torch.Tensor, attention(*operands, precision=precision, **mode.arguments))
+        arguments: dict[str, Any] = {"precision": precision, **mode.arguments}
+        out = cast(torch.Tensor, attention(*operands, **arguments))
         if not mode.transforms:
             own_error, z = own(out, operands, variant, mode.arguments["scaling"])
     return Figures(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -17,6 +17,94 @@ from ..call.plan import resolve
 from ..call.request import Request, request_of
 from ..call.settle import settle
 from ..errors import NoKernelError, UnsupportedError
+
+if TYPE_CHECKING:
+    from .arguments import Arguments, Keywords, Unpack
+
+
+@overload
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor | PackedKV,
+    value: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[False] = False,
+    return_amax: Literal[False] = False,
+    **options: Unpack[Keywords],
+) -> torch.Tensor: ...
+
+
+@overload
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor | PackedKV,
+    value: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    return_amax: Literal[False] = False,
+    **options: Unpack[Keywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor | PackedKV,
+    value: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[False] = False,
+    return_amax: Literal[True],
+    **options: Unpack[Keywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor | PackedKV,
+    value: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    return_amax: Literal[True],
+    **options: Unpack[Keywords],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor | PackedKV,
+    value: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: bool = False,
+    return_amax: bool = False,
+    **options: Unpack[Keywords],
+) -> torch.Tensor | tuple[torch.Tensor, ...]: ...
 
 
 def attention(
@@ -165,7 +253,7 @@ def _deliver(outputs: Outputs, layout: str, out: torch.Tensor | None) -> torch.T
     return result if amax is None else (result, amax)
 
 
-def supports(*args: Any, **kwargs: Any) -> tuple[bool, str]:
+def supports(*args: Any, **kwargs: Unpack[Arguments]) -> tuple[bool, str]:
     """Say whether ``attention(*args, **kwargs)`` would run, and by which kernel or why not. Nothing is launched.
 
     ``fallback`` is not considered. An argument that ``attention`` does not have is a TypeError here too.
@@ -179,7 +267,7 @@ def supports(*args: Any, **kwargs: Any) -> tuple[bool, str]:
     return True, f"{plan.variant.id} ({plan.decision.criterion})"
 
 
-def explain(*args: Any, **kwargs: Any) -> str:
+def explain(*args: Any, **kwargs: Unpack[Arguments]) -> str:
     """Describe what ``attention(*args, **kwargs)`` would run, as text of a few lines: the kernel, the criterion and the
     evidence behind the choice (``model`` or ``measured``), the runner-up, and whether the kernel is built for the
     device; or every reason why there is none. Nothing is launched.

@@ -1,0 +1,62 @@
+"""The arguments of ``attention`` for type checkers: words that are accepted, and what comes back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+import torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..cache.packed import PackedKV
+
+Descale = torch.Tensor | float | None
+Layout = Literal["bhsd", "bshd"]
+Scaling = Literal["tensor", "head", "block", "token"]
+Precision = Literal["fast", "balanced", "accurate", "high"]
+Alignment = Literal["top_left", "bottom_right"]
+Fallback = Literal["error", "sdpa"]
+
+
+class Keywords(TypedDict, total=False):
+    """Those that may only be given by name, but for ``return_lse`` and ``return_amax``."""
+
+    layout: Layout
+    q_descale: Descale
+    k_descale: Descale
+    v_descale: Descale
+    scaling: Scaling
+    precision: Precision
+    smooth_k: bool
+    hadamard: bool
+    out_dtype: torch.dtype | None
+    out_descale: Descale
+    causal_alignment: Alignment
+    window_size: tuple[int, int]
+    out: torch.Tensor | None
+    kernel: str | None
+    fallback: Fallback
+
+
+class Positional(TypedDict, total=False):
+    """Those of ``scaled_dot_product_attention``."""
+
+    query: torch.Tensor
+    key: torch.Tensor | PackedKV
+    value: torch.Tensor | None
+    attn_mask: torch.Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+class Arguments(Positional, Keywords, total=False):
+    """All of them."""
+
+    return_lse: bool
+    return_amax: bool
+
+
+__all__ = ["Alignment", "Arguments", "Descale", "Fallback", "Keywords", "Layout", "Precision", "Scaling", "Unpack"]

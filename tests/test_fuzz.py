@@ -54,10 +54,10 @@ def test_the_emulator_that_a_card_is_compared_with(monkeypatch: pytest.MonkeyPat
     results: list[bool] = []
 
     def compared(case: Case, variant: Variant, reference: Any, out: torch.Tensor, *rest: Any) -> list[str]:
-        lse, amax, stored, _, options = rest
+        lse, amax, stored, _, options, seen = rest
         emulated = fuzz_check._emulated(case, operands[0], variant, options, "cpu")
         results.append(torch.equal(out, emulated.out) and torch.equal(amax, emulated.amax))
-        return judge(case, variant, reference, out, lse, amax, stored, emulated, options)
+        return judge(case, variant, reference, out, lse, amax, stored, emulated, options, seen)
 
     def kept(*args: Any) -> tuple[Operands, torch.Tensor | None]:
         operands[:] = operands_for(*args)
@@ -85,7 +85,7 @@ def test_the_gates_of_a_card_pass_the_ragged_kernels(monkeypatch: pytest.MonkeyP
             return emulated(call, *tensors, ragged.choose(at, call)[0])
 
     def compared(case: Case, variant: Variant, reference: Any, out: torch.Tensor, *rest: Any, **seen: Any) -> list[str]:
-        lse, amax, stored, _, options = rest
+        lse, amax, stored, _, options, seen = rest
         kernels.add(variant.mask)
         same = Expected(out, torch.zeros(()) if lse is None else lse, out.abs().amax())
         return judge(case, variant, reference, out, lse, amax, stored, same, options, **seen)

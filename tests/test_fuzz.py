@@ -85,7 +85,7 @@ def test_the_gates_of_a_card_pass_the_ragged_kernels(monkeypatch: pytest.MonkeyP
             return emulated(call, *tensors, ragged.choose(at, call)[0])
 
     def compared(case: Case, variant: Variant, reference: Any, out: torch.Tensor, *rest: Any, **seen: Any) -> list[str]:
-        lse, amax, stored, _, options, seen = rest
+        lse, amax, stored, _, options = rest
         kernels.add(variant.mask)
         same = Expected(out, torch.zeros(()) if lse is None else lse, out.abs().amax())
         return judge(case, variant, reference, out, lse, amax, stored, same, options, **seen)

@@ -29,7 +29,12 @@ from fp8cutlass.manifest import KEY_BLOCK, Manifest, Variant, generated_dir, loa
 
 MANIFEST = load_manifest(generated_dir())
 FORWARD = [v for v in MANIFEST.variants if v.kind == "fwd"]
-SMALL = [v for v in FORWARD if v.profile in ("dev", "ci")]
+# One kernel of each combination that the emulator tells apart, and of each head_dim with each softmax and scaling.
+_APART = [
+    lambda v: (v.family, v.tile_m, v.tile_n, v.scaling, v.softmax, v.dtype, v.causal, v.out),
+    lambda v: (v.family, v.head_dim, v.softmax, v.scaling),
+]
+SMALL = list({v.id: v for key in _APART for v in {key(v): v for v in reversed(FORWARD)}.values()}.values())
 OUT_DESCALE = 0.01
 
 

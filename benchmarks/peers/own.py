@@ -10,7 +10,8 @@ import torch
 from fp8cutlass import __version__, attention
 from fp8cutlass.call.call import Call, Tensors
 from fp8cutlass.call.launch import kernel_operands, score_amax
-from fp8cutlass.call.plan import Plan, resolve
+from fp8cutlass.call.plan import Plan, problem_of
+from fp8cutlass.choose.dispatch import decide
 from fp8cutlass.choose.problem import Decision
 from fp8cutlass.choose.target import Target, target
 from fp8cutlass.errors import UnsupportedError
@@ -138,8 +139,11 @@ class Own:
 
     def choose(self, data: Data, at: Target, kernel: str = "") -> tuple[Variant, int]:
         """The table's choice, or the pinned kernel, and its number; UnsupportedError where it does not serve."""
-        plan = resolve(half_call(data, self._scaling, self._asked, kernel), data.q, data.k)
-        variant, number = plan.variant, plan.number
+        call = half_call(data, self._scaling, self._asked, kernel)
+        problem = problem_of(call, at, data.q.device, data.q.shape, data.k.shape, "e4m3")
+        variant, number, _ = decide(at.directory, problem, kernel)
+        if at.arch not in variant.targets:  # only a pinned one
+            raise UnsupportedError(f"{variant.id} is built for {', '.join(variant.targets)}, not {at.arch}")
         if variant.head_dim != data.shape.head_dim:
             raise UnsupportedError(f"{variant.id} would need head_dim {data.shape.head_dim} to be padded")
         return variant, number

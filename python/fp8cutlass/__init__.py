@@ -1,9 +1,14 @@
 """FP8 attention for PyTorch on Ada and Hopper.
 
-``attention`` takes the place of ``torch.nn.functional.scaled_dot_product_attention``; ``pack_kv`` makes keys and values
-ready for many calls; ``quantize`` makes FP8 tensors and their descales, ``StaticScale`` and ``DelayedScale`` descales
-that are known before the tensor is; ``supports`` and ``explain`` say whether and by which kernel a call would be
-served, and ``tune`` measures which is the fastest on this card. On CPU tensors an emulator of the kernels runs.
+* ``attention`` takes the place of ``torch.nn.functional.scaled_dot_product_attention``. ``attention_varlen`` serves
+  ragged batches.
+* ``pack_kv`` quantises and packs keys and values once for many calls.
+* ``quantize`` makes FP8 tensors and their descales. ``StaticScale`` and ``DelayedScale`` make descales that are known
+  before the tensor is.
+* ``supports`` and ``explain`` say whether a kernel serves a call, and which. ``tune`` measures which one is the fastest
+  on this card.
+
+CPU tensors run an emulator of the kernels.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """Is the algorithm inside its theory? Every element against float64 on the dequantised operands, in units of the
 standard deviation that the rounding of P and of the output give it.
 
-A relative L2 of the whole tensor cannot ask this: it forgives one wrong fragment, a dropped tile of many, and, where
-the tolerance is a few percent of the largest value, an output of zeros. tests/test_mutants.py shows what is refused.
+A relative L2 of the whole tensor cannot answer this. It passes one wrong fragment, or one dropped tile of many. Where
+the tolerance is a few percent of the largest value, it passes an output of zeros. tests/test_mutants.py has examples.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What can be wrong with a call, in words. Nothing here reads a tensor's values, so nothing waits for a device and
-torch.compile traces it into shape guards."""
+"""The checks of a call, with their error messages. No check reads a tensor's values. So none waits for a device, and
+torch.compile traces them into shape guards."""
 
 from __future__ import annotations
 

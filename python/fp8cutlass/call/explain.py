@@ -79,7 +79,7 @@ def _operands(call: Call, tensors: Tensors, plan: Plan) -> list[str]:
         way = faster_way(variant, plan.granularity, *shapes, smooth_k=call.smooth_k, hadamard=call.hadamard)
         lines.append(f"query:     quantised {'by the attention kernel' if way.leave_q else 'and packed with K and V'}")
         if way.hand_over:
-            lines.append("keys:      packed while the attention kernel runs, and handed over head by head")
+            lines.append("keys:      packed head by head while the attention kernel runs")
     changed = [text for name, text in TRANSFORMS.items() if getattr(call, name)]
     if changed:
         lines.append(f"before:    {', then '.join(changed)}")

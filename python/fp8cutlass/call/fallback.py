@@ -1,5 +1,5 @@
-"""``fallback="sdpa"``: torch's own attention for what no kernel serves, never without a warning. ``torch.compile``
-warns once, while it traces: the graph holds no warning."""
+"""``fallback="sdpa"``: torch's own attention for calls that no kernel serves, with a warning. Under ``torch.compile``
+the warning comes once, while it traces."""
 
 from __future__ import annotations
 

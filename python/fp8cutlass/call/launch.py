@@ -1,5 +1,7 @@
-"""From a plan and its tensors to outputs: quantise for the kernel, pad to its head_dim, then emulate on the CPU or
-launch on CUDA, where :mod:`..native.fused` and :mod:`..native.attend` quantise, pad and pack in one kernel."""
+"""From a plan and its tensors to outputs.
+
+Operands are quantised for the kernel and padded to its head_dim. The CPU then runs the emulator. On CUDA
+:mod:`..native.fused` and :mod:`..native.attend` quantise, pad and pack in one kernel, and the kernel is launched."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Calls that were made before, on a card in eager mode.
+"""A cache of checked calls, on a card in eager mode.
 
-What ``attention`` checks and chooses depends on the operands' metadata and the options alone. A call that agrees in
-them with an earlier one goes straight to what launches; everything else takes the long way, which refuses, explains and
-serves torch.compile: calls with ``out`` or ``out_descale``, bf16 and fp16 operands that are copied first, subclasses.
-What has run runs on, whatever the environment says since then about libraries and tables.
+What ``attention`` checks and chooses depends on the operands' metadata and the options alone. A call whose metadata and
+options equal those of an earlier one skips the checks and launches. These calls are never cached: with ``out`` or
+``out_descale``, with bf16 and fp16 operands that are copied first, with tensor subclasses, and under torch.compile.
+A cached call does not notice later changes of the environment variables that name libraries and tables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorc
 
 
 def signature(query: Any, key: Any, value: Any, descales: tuple[Any, ...], options: Options) -> Signature | None:
-    """What the checks and choices of a call depend on, or None where it takes the long way in any case.
+    """What the checks and choices of a call depend on, or None where it is never cached.
 
     ``descales`` are those of query, key and value, () where there is none. The arguments that are neither these nor
     ``options`` have their defaults.

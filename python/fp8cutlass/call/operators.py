@@ -1,7 +1,7 @@
 """``torch.ops.fp8cutlass``: ``attend`` runs a call, ``pack_kv`` makes packed keys and values. On CPU and CUDA alike.
 
-Both are functional and have fake kernels, so torch.compile, torch.export and FakeTensor see through them. They check
-what C++ and the emulator must not be given; words for users are in :mod:`.settle`.
+Both are functional and have fake kernels, so torch.compile, torch.export and FakeTensor can trace them. They refuse
+what C++ and the emulator cannot take. The messages for users are in :mod:`.settle`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ attend = register(
 
 
 def _check(call: Call, t: Tensors, modes: dict[str, dict[str, str]]) -> None:
-    """What a caller of the bare operator can get wrong; ``attention`` has checked the same with more words."""
+    """What is wrong with a direct call of the operator; ``attention`` checks the same with longer messages."""
     q, k, v = t[:3]
     wrong = [f"{name} must have 4 dimensions" for name, x in zip("qkv", t, strict=False) if x is None or x.dim() != 4]
     if call.scaling not in modes:
@@ -97,7 +97,7 @@ def _check(call: Call, t: Tensors, modes: dict[str, dict[str, str]]) -> None:
     if call.kind == "packed" and not 0 < head_dim <= k.shape[3]:
         wrong.append(f"q must be ({batch}, H, Sq, 1..{k.shape[3]}), got {tuple(q.shape)}")
     if (call.out_dtype == torch.float8_e4m3fn) != (t.out_descale is not None):
-        wrong.append("out_descale goes with out_dtype=torch.float8_e4m3fn, and with it only")
+        wrong.append("out_descale must be given with out_dtype=torch.float8_e4m3fn, and must be None otherwise")
     if (reason := wrong_scale("scale", call.scale)) is not None:
         wrong.append(reason)
     expected = _packed_shapes(call, t, modes) if call.kind == "packed" else _descale_shapes(call, t, modes)

@@ -1,8 +1,8 @@
 """What a device runs: which manifest and table, which architecture, how many multiprocessors.
 
-The functions marked as constant are evaluated once by ``torch.compile`` and their answer is built into the graph; they
-depend on no size but ``head_dim``. What their caller may want to catch they return as reasons, for an exception that
-they raise cannot be caught in traced code.
+``torch.compile`` evaluates the functions that are marked as constant once and builds their result into the graph. They
+depend on no size but ``head_dim``. They return reasons where a caller may want to catch an error: traced code cannot
+catch an exception that they raise.
 """
 
 from __future__ import annotations

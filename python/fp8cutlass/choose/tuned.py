@@ -1,8 +1,8 @@
-"""What :func:`fp8cutlass.tune` has measured on this machine: a file of the user, which dispatch asks before its table.
+"""What :func:`fp8cutlass.tune` has measured on this machine: a file of the user, which dispatch reads before its table.
 
 The file is ``tuned.json`` in ``$XDG_DATA_HOME/fp8cutlass`` (``~/.local/share/fp8cutlass``). ``FP8CUTLASS_TUNED`` names
-another one, or is ``off``. It is read once, at the first choice of a kernel for a card. A row counts for exactly its
-problem, every field of it, on cards of its name, with the library that it was measured with.
+another one, or is ``off``. It is read once, at the first choice of a kernel for a card. A row holds for
+exactly its problem, with all fields equal, on cards of its name, with the library that it was measured with.
 """
 
 from __future__ import annotations

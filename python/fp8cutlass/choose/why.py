@@ -1,4 +1,4 @@
-"""Why the dispatch table chose a kernel, from ``times.txt``: what each kernel that competes takes, and who says so.
+"""Why the dispatch table chose a kernel, from ``times.txt``: the time of each kernel that competes, and its source.
 
 Criterion and runner-up are not stored. They follow from the times by the order that the generator ranks kernels by.
 """

@@ -1,4 +1,4 @@
-"""``fp8cutlass bench``: hands over to the repository's benchmarks where they can measure, else times the emulator."""
+"""``fp8cutlass bench``: runs the repository's benchmarks where they can measure, else times the emulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The NVIDIA driver and the cards, asked of the driver's tool, its libraries, and torch."""
+"""The NVIDIA driver and the cards, from the driver's tool, its libraries, and torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""bf16 and fp16 operands on a card, from the chosen kernel to its outputs: one operator of the extension allocates,
-quantises, packs and attends. Bit for bit what :mod:`.fused` and ``forward`` do one after the other."""
+"""bf16 and fp16 operands on a card, from the chosen kernel to its outputs.
+
+One operator of the extension allocates, quantises, packs and attends. The bits are those of :mod:`.fused` and
+``forward`` one after the other. docs/terms.md defines "Q left" and "handover"."""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ from .extension import BUILD_HINT
 _library = torch.library.Library("fp8cutlass_C", "IMPL")
 _library.impl("attend", torch.library.fallthrough_kernel, "AutogradCUDA")
 
-LEAVE_FROM, LEAVE_HANDED_FROM = 1024, 256  # rows and keys; where K and V are handed over
+LEAVE_FROM, LEAVE_HANDED_FROM = 1024, 256  # rows and keys; the second where packing of K and V overlaps
 LEAVE_ITEMS = 132  # query tiles, one for each SM of an H200
 HAND_OVER_FROM = 16 << 20  # elements of K; half as many again where heads are few
 FEW_HEADS = 64  # fewer than this, of all sequences
 HAND_OVER_HEADS = 2048  # of K, of all sequences, at most: kReadyHeads in csrc/counters.h
-HANDED_OVER = (64, 128)  # head_dims of kernels that pack and hand over: Pack.delivers of the generator
+HANDED_OVER = (64, 128)  # head_dims whose pack kernels can overlap: Pack.delivers of the generator
 
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, lse, amax; the last two where wanted
 
@@ -103,8 +105,8 @@ def takes_source(variant: Variant, granularity: Mapping[str, str], *, hadamard: 
 
 
 def takes_handover(variant: Variant, granularity: Mapping[str, str], *, smooth_k: bool, hadamard: bool) -> bool:
-    """Whether K and V can be handed over head by head to the attention kernel while it runs: with descales of blocks,
-    neither smoothed nor rotated, and Q quantised by that kernel. The bits are the same."""
+    """Whether packing of K and V can overlap with attention (handover). It takes descales of blocks, no smoothing or
+    rotation, and a Q that the attention kernel quantises. The bits are the same."""
     blocks = granularity["k"] == granularity["v"] == "block" and variant.head_dim in HANDED_OVER
     return blocks and not smooth_k and takes_source(variant, granularity, hadamard=hadamard)
 
@@ -112,8 +114,8 @@ def takes_handover(variant: Variant, granularity: Mapping[str, str], *, smooth_k
 class Way(NamedTuple):
     """How operands come to the attention kernel; both False: all packed before it."""
 
-    leave_q: bool  # Q as it is, for the kernel to quantise
-    hand_over: bool  # K and V while it runs
+    leave_q: bool  # the attention kernel quantises Q
+    hand_over: bool  # K and V are packed while the attention kernel runs
 
 
 def faster_way(
@@ -125,10 +127,10 @@ def faster_way(
     smooth_k: bool,
     hadamard: bool,
 ) -> Way:
-    """The fastest of the ways that are open to q (B, H, Sq, D) and k (B, Hkv, Sk, D).
+    """The fastest way that the kernel has for q (B, H, Sq, D) and k (B, Hkv, Sk, D).
 
-    Q that is left is not written and read once more, but its rows take time off the softmax, and a CTA's first ones
-    have nothing to hide behind (docs/lab/pack.md).
+    A Q that the attention kernel quantises is not written and read once more. But its rows delay the softmax, and a
+    CTA's first rows overlap with nothing (docs/lab/pack.md).
     """
     if not takes_source(variant, granularity, hadamard=hadamard):
         return Way(leave_q=False, hand_over=False)
@@ -140,8 +142,8 @@ def faster_way(
 
 
 def _is_large(shape: Sequence[int]) -> bool:
-    """Whether handing over k of ``shape`` is faster: what all SMs pack before most of them begin to attend is then a
-    small part (docs/lab/pack.md)."""
+    """Whether overlap is faster for k of ``shape``. It is where the part that all SMs pack before attention begins is
+    small (docs/lab/pack.md)."""
     heads = math.prod(shape[:2])
     enough = HAND_OVER_FROM * 3 // 2 if heads < FEW_HEADS else HAND_OVER_FROM
     return math.prod(shape) >= enough and heads <= HAND_OVER_HEADS
@@ -164,8 +166,8 @@ def prepare(
     return_amax: bool,
     way: Way,
 ) -> Attend:
-    """The call of a variant, ``number`` in the extension, by ``way`` as far as it is open: where the attention kernel
-    takes Q (:func:`takes_source`), and where it takes K and V while they are packed (:func:`takes_handover`).
+    """The call of a variant, ``number`` in the extension. ``way`` is limited to what the kernel can do: quantise Q
+    (:func:`takes_source`), and start while K and V are packed (:func:`takes_handover`).
 
     ``amax`` and ``granularity`` are those of :func:`.fused.quantise_and_pack`; ``seq_major`` puts the result
     into memory in the order (B, S, H, D).

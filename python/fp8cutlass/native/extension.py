@@ -144,7 +144,7 @@ def load() -> None:
         if _registered is not None and _registered != library:
             raise UnsupportedError(
                 f"{_registered} is loaded and {library} cannot be loaded beside it: a process registers "
-                "torch.ops.fp8cutlass_C once; set FP8CUTLASS_LIBRARY before the first call and start anew"
+                "torch.ops.fp8cutlass_C once; restart the process with FP8CUTLASS_LIBRARY set before the first call"
             )
         if _registered is None:
             torch.ops.load_library(str(library))

@@ -1,8 +1,8 @@
 """Quantisation and packing on CUDA: :func:`quantize` of Q, K and V and :func:`pack_v` in one kernel, bit for bit. An
-operand that is None is left out, and so is what it would become.
+operand that is None is skipped, and so is its result.
 
-Each element is read once and written once, but for descales that more than a block of a head shares: those take a
-first kernel that finds the maxima. What :mod:`prepare` does to Q and K happens on the way.
+Each element is read once and written once. Descales that more than a block of a head shares need a first kernel, which
+finds the maxima. The same kernels apply what :mod:`prepare` does to Q and K.
 """
 
 from __future__ import annotations

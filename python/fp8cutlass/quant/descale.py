@@ -69,7 +69,7 @@ def refuse(
     if tuple(value.shape) not in accepted:
         wrong.append(
             f"{name} has shape {tuple(value.shape)}; one descale per {granularity} means {accepted[-1]}, "
-            f"and {', '.join(map(str, accepted[:-1]))} are spread over it"
+            f"and {', '.join(map(str, accepted[:-1]))} are broadcast to it"
         )
     if value.dtype != torch.float32:
         wrong.append(f"{name} must be float32, got {value.dtype}")

@@ -1,8 +1,8 @@
 """Scales that are known before the tensor is: a fixed one, or one that earlier tensors have set.
 
-``quantize`` by itself has to find the maximum of a tensor before it can convert any of it. Here the descale is there
-before; what turns out to lie beyond it saturates. State lies on the device and nothing waits for it, so that CUDA
-graphs and torch.compile work::
+``quantize`` alone must find the maximum of a tensor before it can convert an element. These modules know the descale
+beforehand, and larger elements saturate. Their state is on the device and the host never waits for it. So CUDA graphs
+and torch.compile work::
 
     class Attention(torch.nn.Module):
         def __init__(self, heads: int) -> None:

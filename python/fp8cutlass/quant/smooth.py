@@ -1,8 +1,8 @@
 """``smooth_k``: one vector is subtracted from all keys of a head before they are quantised.
 
 Softmax does not change when all keys are moved by one vector, as every logit of a row moves by ``scale * q . vector``.
-What changes is how much of e4m3's range a bias that all keys share takes from their differences. The vector need not be
-the mean of all keys for that: the mean of 32 adds 1/32 to their variance, 1.5% to the magnitude of what is quantised.
+But a bias that all keys share takes range of e4m3 from their differences, and subtraction frees it. The vector need not
+be the mean of all keys: the mean of 32 adds 1/32 to their variance, 1.5% to the magnitude of what is quantised.
 """
 
 from __future__ import annotations

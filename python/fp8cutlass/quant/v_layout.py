@@ -1,4 +1,4 @@
-"""What the kernels read by the tile of 128 keys: V, transposed, keys and columns permuted, and K's token descales.
+"""The layouts of what kernels read in tiles of 128 keys: V (transposed, keys and columns permuted), K's token descales.
 
 Packing V is a pure permutation of bytes (docs/numerics.md gives the reasons for the order):
 

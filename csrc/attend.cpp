@@ -12,6 +12,7 @@
 #include "device.h"
 #include "handover.h"
 #include "launch.h"
+#include "launch_pack.h"
 #include "pack_arguments.h"
 
 namespace fp8cutlass {
@@ -178,9 +179,9 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
   const cudaStream_t stream = current_stream(device);
   if (groups > 0) check_launch(cudaMemsetAsync(base + maxima, 0, groups * kFloat, stream), pack.id, device);
   std::unique_lock<std::mutex> handed_over;
-  if (c.hand_over && leave_q && pack.delivers && can_be_mapped(k, "k") && can_be_mapped(v, "v"))
+  if (c.hand_over && leave_q && pack.delivers() && can_be_mapped(k, "k") && can_be_mapped(v, "v"))
     handed_over = hand_over(pack_launch, params, static_cast<int>(key_block), device, stream);
-  check_launch(pack.launch(pack_launch, stream), pack.id, device);
+  launch(pack, pack_launch, device, stream);
   try {
     launch(variant, params, device, stream);
   } catch (...) {

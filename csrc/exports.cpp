@@ -1,12 +1,32 @@
 // What the extension holds, for ctypes and for tools that have no torch.
-#include "fp8cutlass/params.h"
+#include <string>
+
+#include "kernels.h"
 
 #define FP8CUTLASS_EXPORT extern "C" __attribute__((visibility("default")))
 
 FP8CUTLASS_EXPORT int fp8cutlass_variant_count() { return fp8cutlass::kVariantCount; }
 
+// SHA-256 of the manifest that the rows of the registry were generated with, in hex.
+FP8CUTLASS_EXPORT const char* fp8cutlass_manifest() { return fp8cutlass::kManifest; }
+
 // The id of a variant, or null where there is no such number.
 FP8CUTLASS_EXPORT const char* fp8cutlass_variant_id(int variant) {
   const bool known = variant >= 0 && variant < fp8cutlass::kVariantCount;
   return known ? fp8cutlass::kVariants[variant].id : nullptr;
+}
+
+// What a cubin calls a kernel (kernels.h), or null where there is none. Valid until the thread's next call.
+FP8CUTLASS_EXPORT const char* fp8cutlass_kernel_name(int source, int form) {
+  using namespace fp8cutlass;
+  static thread_local std::string name;
+  const int packs = source - kVariantCount;
+  const bool is_variant = source >= 0 && packs < 0, is_pack = packs >= 0 && packs < kPackCount;
+  const bool known =
+      is_variant ? form == 0 || (form > 0 && form <= kMostUnrolled && kVariants[source].unrolled[form - 1].most > 0)
+      : is_pack  ? form >= 0 && (form < kPackDeliver || (form == kPackDeliver && kPacks[packs].delivers()))
+                 : packs == kPackCount && form == 0;
+  if (!known) return nullptr;
+  name = kernel_name(source, form);
+  return name.c_str();
 }

@@ -37,7 +37,7 @@ from scripts import toolchain  # noqa: E402  (needs the path above when run as a
 from scripts.build_extension import PROFILES  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-KERNELS = "kns=attention,kns=pack,kns=amax,kns=deliver,kns=plan"  # parts of their names
+KERNELS = "kns=sm89_,kns=sm90a_,kns=pack_d,kns=planning"  # parts of their names
 CLUSTERS = {"solo": 1, "split2": 2, "split4": 4}
 FOUND = 9  # exit status of compute-sanitizer when it has something to say
 PLANTED = ROOT / "tests" / "planted"

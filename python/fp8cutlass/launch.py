@@ -110,6 +110,7 @@ def prepared_call(
     changed = {"smooth_k": call.smooth_k, "hadamard": call.hadamard}
     if way is None:
         way = faster_way(variant, granularity, call.q.shape, call.k.shape, **changed)
+    extension.load_kernels(number, call.q.get_device(), call.q.dtype)
     return prepare(
         variant,
         number,

@@ -8,19 +8,12 @@
 #include <cuda_runtime.h>
 
 #include "fp8cutlass/delay.cuh"
-#include "fp8cutlass/params.h"
+#include "fp8cutlass/walk/plan_params.h"
 
 namespace fp8cutlass::planning {
-namespace {  // a kernel of each source that includes this
 
-constexpr int kThreads = 1024;
 constexpr int kBuckets = kThreads;  // of sequences with about as many keys, the longest first
 constexpr int kBucketKeys = 64;
-
-struct PlanParams {
-  RaggedBatch batch;
-  int total_q, tile_m, key_block;
-};
 
 struct Sequence {
   int query, rows, key, keys;
@@ -115,11 +108,4 @@ __global__ void __launch_bounds__(kThreads) plan(const __grid_constant__ PlanPar
   }
 }
 
-// Before each launch of a kernel that walks a ragged batch. Returns a cudaError_t as int.
-inline int launch(const ForwardParams& p, int tile_m, int key_block, CUstream_st* stream) {
-  plan<<<1, kThreads, 0, stream>>>({p.ragged, p.seqlen_q, tile_m, key_block});
-  return cudaGetLastError();
-}
-
-}  // namespace
 }  // namespace fp8cutlass::planning

@@ -81,7 +81,7 @@ class BuildExtension(build_ext):
 
     def get_outputs(self) -> list[str]:
         package = Path(self.build_lib) / "fp8cutlass"
-        return [str(package / "_C.so"), *(str(package / "_built" / name) for name in build_extension.TABLES)]
+        return [str(package / "_C.so"), *map(str, sorted((package / "_built").glob("*")))]
 
 
 class PlatformWheel(bdist_wheel):

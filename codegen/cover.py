@@ -34,8 +34,7 @@ def cover(parts: Mapping[str, frozenset[Part]], given: Sequence[str] = ()) -> tu
 
 def kinds_of_lines(text: str, name: str) -> frozenset[str]:
     """The lines of a kernel but for its name, its numbers and its indentation."""
-    plain = text.replace(name, "@").replace(name.capitalize(), "@")
-    return frozenset(_NUMBER.sub("#", line.strip()) for line in plain.splitlines())
+    return frozenset(_NUMBER.sub("#", line.strip()) for line in text.replace(name, "@").splitlines())
 
 
 def committed(files: Mapping[str, str]) -> dict[str, str]:

@@ -24,7 +24,8 @@ class Unrolled:
 class Derived:
     """registers: an estimate of what a thread of the main loop needs; register_limit: what it may have; spilled: how
     many more it may keep in local memory; quantises_q: takes Q in 16 bits as well; unrolled: what forms it has beside
-    the one for any length."""
+    the one for any length; halves: slots of shared memory that a tile of K, or of V, takes; parts: products that share
+    the columns of P V."""
 
     threads: int
     rows_per_warp: int
@@ -39,6 +40,8 @@ class Derived:
     spilled: int = 0
     quantises_q: bool = False
     unrolled: tuple[Unrolled, ...] = ()
+    halves: int = 1
+    parts: int = 1
 
     @property
     def smem_sum(self) -> str:

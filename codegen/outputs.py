@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from jinja2 import Environment
-
+from codegen import registry
 from codegen.arch import TARGETS
 from codegen.axes import Scaling
 from codegen.families import derive
-from codegen.families.view import symbol
 from codegen.ledger import render as render_ledger
 from codegen.legal import served
 from codegen.matrix import head_dims
 from codegen.pack import Pack, pack_targets, packs_of
 from codegen.profiles import pack_profile, profile_of
-from codegen.render import environment, render_kernel, render_pack
+from codegen.render import environment, render_kernel, render_pack, render_plan
 from codegen.scaling import KEY_BLOCK, key_block
 from codegen.select import Selection
 from codegen.table import build, targets_of
@@ -34,6 +33,10 @@ class Request:
     variants: tuple[Variant, ...]
 
 
+PLAN = "plan"  # the kernel that lists the row tiles of ragged batches
+PLAN_PATH = f"{PLAN}.cu"
+
+
 def kernel_path(v: Variant) -> str:
     return f"{v.family}/{v.id}.cu"
 
@@ -43,13 +46,16 @@ def files(request: Request, selection: Selection) -> dict[str, str]:
     packs = packs_of(request.variants)
     kernels = {kernel_path(v): render_kernel(v, env) for v in request.variants}
     kernels |= {p.path: render_pack(p, env) for p in packs}
+    ragged = tuple(v for v in request.variants if v.walk.tables)
+    if ragged:
+        kernels[PLAN_PATH] = render_plan(env)
     # The shipped table answers for every target, so that a laptop can ask about any card.
     table = build(request.variants, tuple(TARGETS))
     out = dict(kernels)
-    out["manifest.json"] = _manifest(request, packs, kernels)
+    out["manifest.json"] = _manifest(request, packs, ragged, kernels)
     out["table.txt"] = table_text(table)
     out["times.txt"] = times_text(table)
-    out["registry.cpp"] = _registry(request.variants, packs, env)
+    out["registry.cpp"] = registry.render(request.variants, packs, request.archs, _digest(out["manifest.json"]), env)
     out["ledger.txt"] = render_ledger(selection)
     return out
 
@@ -58,7 +64,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _manifest(request: Request, packs: tuple[Pack, ...], kernels: dict[str, str]) -> str:
+def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, ...], kernels: dict[str, str]) -> str:
     entries = []
     for v in request.variants:
         d = derive(v)
@@ -119,48 +125,21 @@ def _manifest(request: Request, packs: tuple[Pack, ...], kernels: dict[str, str]
         }
         for p in packs
     ]
-    lists = {"packs": pack_entries, "variants": entries}
-    # One kernel a line, so that a diff shows which ones changed.
-    body = [f' "{name}": [\n' + ",\n".join("  " + json.dumps(e) for e in lists[name]) + "\n ]" for name in lists]
-    return json.dumps(head, indent=1)[:-2] + ",\n" + ",\n".join(body) + "\n}\n"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegistryEntry:
-    id: str
-    symbol: str
-    head_dim: int
-    tile_m: int
-    tile_n: int
-    out: str
-    q: str
-    k: str
-    v: str
-    diagnostic: bool
-    key_block: int
-    coarse: bool
-    draws: bool
-    quantises_q: bool
-    ragged: bool
-
-
-def _registry(variants: tuple[Variant, ...], packs: tuple[Pack, ...], env: Environment) -> str:
-    entries = [
-        RegistryEntry(
-            id=v.id,
-            symbol=symbol(v.id),
-            head_dim=v.head_dim,
-            tile_m=v.tile_m,
-            tile_n=v.tile_n,
-            out=str(v.out),
-            **asdict(v.scaling.grain),
-            diagnostic=v.kind.diagnostic,
-            key_block=key_block(v),
-            coarse=len(served(v)) > 1,
-            draws=v.schedule.draws and v.cluster.ctas == 1,
-            quantises_q=derive(v).quantises_q,
-            ragged=v.walk.tables,
-        )
-        for v in variants
+    plan_targets = {t for v in ragged for t in targets_of(v, request.archs)}
+    plan_entries = [
+        {
+            "id": PLAN,
+            "targets": [a for a in request.archs if a in plan_targets],
+            "file": PLAN_PATH,
+            "sha256": _digest(kernels[PLAN_PATH]),
+        }
+        for _ in ragged[:1]  # one for all that need it
     ]
-    return env.get_template("registry.cpp.j2").render(entries=entries, packs=packs)
+    lists: dict[str, Sequence[Mapping[str, object]]] = {
+        "plans": plan_entries,
+        "packs": pack_entries,
+        "variants": entries,
+    }
+    # One kernel a line, so that a diff shows which ones changed.
+    body = [f' "{name}": [' + ",".join("\n  " + json.dumps(e) for e in lists[name]) + "\n ]" for name in lists]
+    return json.dumps(head, indent=1)[:-2] + ",\n" + ",\n".join(body) + "\n}\n"

@@ -43,10 +43,6 @@ class Pack:
         return f"pack/{self.id}.cu"
 
     @property
-    def symbol(self) -> str:
-        return f"k{self.id.capitalize()}"
-
-    @property
     def chunks(self) -> int:
         """Chunks of a row that a lane owns: 2, or 3 where the number of chunks is 3 times a power of two, so that the
         lanes of a row are a power of two and a shuffle reaches them all."""

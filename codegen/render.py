@@ -38,5 +38,9 @@ def render_kernel(v: Variant, env: Environment) -> str:
     return env.get_template(family.template).render(v=v, d=family.view(v), asserts=asserts)
 
 
+def render_plan(env: Environment) -> str:
+    return env.get_template("plan.cu.j2").render()
+
+
 def render_pack(pack: Pack, env: Environment) -> str:
     return env.get_template("pack.cu.j2").render(p=pack)

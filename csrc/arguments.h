@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "fp8cutlass/params.h"
+#include "registry.h"
 #include "tensors.h"
 
 namespace fp8cutlass {

@@ -9,6 +9,7 @@
 #include "device.h"
 #include "handover.h"
 #include "launch.h"
+#include "launch_pack.h"
 #include "pack_arguments.h"
 #include "workspace.h"
 
@@ -121,17 +122,17 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
   const Tensor out = empty_result(q, c.seq_major, variant);
   std::optional<QuerySource> source;
   if (leave_q) source = QuerySource{c.score_amax, c.scale < 0, true};  // it is the pack kernel, launched in order
-  ForwardParams params = forward_params(
-      {leave_q ? q : *q8_view, *packing.k8, *packing.v8, q_descale_view, *packing.k_descale, *packing.v_descale,
-       tensors.out_descale, out, tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, source},
-      variant);
+  ForwardParams params = forward_params({leave_q ? q : *q8_view, *packing.k8, *packing.v8, q_descale_view,
+                                         *packing.k_descale, *packing.v_descale, tensors.out_descale, out, tensors.lse,
+                                         tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, source},
+                                        variant);
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   if (groups > 0) check_launch(cudaMemsetAsync(base + maxima, 0, groups * kFloat, stream), pack.id, device);
   std::unique_lock<std::mutex> handed_over;
-  if (c.hand_over && leave_q && pack.delivers && can_be_mapped(k, "k") && can_be_mapped(v, "v"))
+  if (c.hand_over && leave_q && pack.delivers() && can_be_mapped(k, "k") && can_be_mapped(v, "v"))
     handed_over = hand_over(pack_launch, params, static_cast<int>(key_block), device, stream);
-  check_launch(pack.launch(pack_launch, stream), pack.id, device);
+  launch(pack, pack_launch, device, stream);
   try {
     launch(variant, params, device, stream);
   } catch (...) {

@@ -6,14 +6,15 @@
 #include <cstdint>
 #include <optional>
 
-#include "fp8cutlass/params.h"
+#include "registry.h"
 
 namespace fp8cutlass {
 
 using torch::stable::Tensor;
 
 // What calls on operands of one shape, layout and type have in common: the operator takes it as one tensor of
-// numbers, in the order of call.def, as every argument costs the host a fifth of a microsecond on its way through torch.
+// numbers, in the order of call.def, as every argument costs the host a fifth of a microsecond on its way through
+// torch.
 struct AttendConstants {
 #define X(type, name, meaning) type name;
 #include "call.def"

@@ -7,6 +7,7 @@
 #include "device.h"
 #include "fp8cutlass/walk/ragged_sizes.h"
 #include "launch.h"
+#include "launch_pack.h"
 #include "pack_arguments.h"
 #include "ragged.h"
 #include "workspace.h"
@@ -76,7 +77,7 @@ Tensor attend_ragged(const RaggedNumbers& n, const RaggedTensors& tensors, const
                               std::nullopt,
                               columns};
   const PackEntry& pack = find_pack(packing);
-  require(pack.ragged != nullptr, "pack kernel ", pack.id, " takes no ragged batch");
+  require(pack.ragged, "pack kernel ", pack.id, " takes no ragged batch");
   const PackParams pack_launch = pack_params(packing);
 
   const Tensor out = empty<3>(q, type_of(variant.out), {tokens, heads, head_dim}, {heads * head_dim, head_dim, 1});
@@ -98,7 +99,7 @@ Tensor attend_ragged(const RaggedNumbers& n, const RaggedTensors& tensors, const
   const RaggedPack batch{params.ragged, params.o, row_bytes, params.lse, params.seqlen_q, params.heads, 0};
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  check_launch(pack.ragged(pack_launch, batch, stream), pack.id, device);
+  launch_ragged(pack, pack_launch, batch, device, stream);
   launch(variant, params, device, stream);
   return out;
 }

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "fp8cutlass/params.h"
+#include "registry.h"
 
 namespace fp8cutlass {
 

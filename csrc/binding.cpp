@@ -11,11 +11,12 @@
 #include "attend_ragged.h"
 #include "check.h"
 #include "device.h"
-#include "fp8cutlass/pack_params.h"
-#include "fp8cutlass/params.h"
+#include "kernels.h"
 #include "launch.h"
+#include "launch_pack.h"
 #include "pack_arguments.h"
 #include "ragged.h"
+#include "registry.h"
 
 namespace fp8cutlass {
 
@@ -72,7 +73,7 @@ void pack(int64_t key_block, const std::optional<Tensor>& q, const std::optional
   const PackParams params = pack_params(arguments);
   const int device = static_cast<int>(first_operand(arguments).device());
   const DeviceGuard guard(device);
-  check_launch(entry.launch(params, current_stream(device)), entry.id, device);
+  launch(entry, params, device, current_stream(device));
 }
 
 void forward_ragged(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
@@ -86,6 +87,21 @@ void forward_ragged(int64_t variant, const Tensor& q, const Tensor& k, const Ten
                      window_left, window_right, bottom_right, keys_in_blocks, std::nullopt},
                     entry);
   launch_here(entry, params, q);
+}
+
+// Loads the code of a variant on a device, and of the kernel that makes its operands from `source`: a position in
+// SourceType, or -1 for operands that are there. A first launch does that as well, but takes its time.
+void load(int64_t variant, int64_t device, int64_t source) {
+  require(variant >= 0 && variant < kVariantCount, "variant ", variant, " is not in the registry of ", kVariantCount);
+  const VariantEntry& entry = kVariants[variant];
+  const DeviceGuard guard(static_cast<int>(device));
+  load_kernels(entry, static_cast<int>(device));
+  for (int i = 0; i < kPackCount; ++i) {
+    const PackEntry& pack = kPacks[i];
+    if (pack.head_dim == entry.head_dim && pack.key_block == entry.key_block &&
+        static_cast<int64_t>(pack.source) == source)
+      load_kernels(pack, static_cast<int>(device));
+  }
 }
 
 int64_t ragged_plan_words(int64_t variant, int64_t tokens, int64_t sequences) {
@@ -131,6 +147,7 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "Tensor(b!) out, Tensor(c!)? lse, float scale, int window_left, int window_right, bool bottom_right, "
       "bool keys_in_blocks) -> ()");
   m.def("ragged_plan_words(int variant, int tokens, int sequences) -> int");
+  m.def("load(int variant, int device, int source=-1) -> ()");
   m.def(
       "attend_ragged(int variant, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
       "Tensor? seqused_q, Tensor? seqused_k, Tensor(a!)? lse, float score_amax, float v_amax, float scale, "
@@ -142,6 +159,7 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CompositeExplicitAutograd, m) {
   m.impl("ragged_plan_words", TORCH_BOX(&fp8cutlass::ragged_plan_words));
+  m.impl("load", TORCH_BOX(&fp8cutlass::load));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {

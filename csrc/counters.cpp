@@ -5,6 +5,7 @@
 #include <mutex>
 #include <utility>
 
+#include "device.h"
 #include "fp8cutlass/params.h"
 
 namespace fp8cutlass {
@@ -46,11 +47,8 @@ struct Pool {
   Sets<std::pair<unsigned long long, cudaStream_t>> of_capture;
 };
 
-// While any thread captures a stream, the allocation is refused unless this thread says that it is none of its
-// business.
 unsigned* allocate() {
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  cudaThreadExchangeStreamCaptureMode(&mode);
+  const RelaxedCapture relaxed;
   void* memory = nullptr;
   cudaStream_t stream = nullptr;
   constexpr size_t kBytes = (size_t{kSets} * kWords + size_t{kReadySets} * kReadyHeads) * sizeof(unsigned);
@@ -63,7 +61,6 @@ unsigned* allocate() {
     cudaFree(memory);
     cudaGetLastError();
   }
-  cudaThreadExchangeStreamCaptureMode(&mode);
   return done ? static_cast<unsigned*>(memory) : nullptr;
 }
 

@@ -49,6 +49,15 @@ cudaStream_t current_stream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
+RelaxedCapture::RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&previous_); }
+
+RelaxedCapture::~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&previous_); }
+
+Capability capability_of(int device) {
+  return {query_attribute(cudaDevAttrComputeCapabilityMajor, device),
+          query_attribute(cudaDevAttrComputeCapabilityMinor, device)};
+}
+
 int sm_count(int device) {
   static std::array<std::atomic<int>, kCachedDevices> counts{};
   if (device >= kCachedDevices) return query_attribute(cudaDevAttrMultiProcessorCount, device);
@@ -67,10 +76,9 @@ void check_launch(int status, const char* variant_id, int device) {
   cudaGetLastError();
   const auto error = static_cast<cudaError_t>(status);
   if (error == cudaErrorNoKernelImageForDevice) {
-    fail("kernel ", variant_id, " holds no code for CUDA device ", device, " (compute capability ",
-         query_attribute(cudaDevAttrComputeCapabilityMajor, device), ".",
-         query_attribute(cudaDevAttrComputeCapabilityMinor, device),
-         "): rebuild the extension with that architecture in FP8CUTLASS_ARCHS");
+    const Capability capability = capability_of(device);
+    fail("kernel ", variant_id, " holds no code for CUDA device ", device, " (compute capability ", capability.major,
+         ".", capability.minor, "): rebuild the extension with that architecture in FP8CUTLASS_ARCHS");
   }
   fail("kernel ", variant_id, " failed to launch on CUDA device ", device, ": ", cudaGetErrorString(error), " (",
        cudaGetErrorName(error), ")");

@@ -21,6 +21,25 @@ class DeviceGuard {
 // torch's current stream of `device`. Throws where the loaded torch was built without CUDA.
 cudaStream_t current_stream(int device);
 
+// While it lives, this thread may do what captures of streams forbid, allocate and load code: that is none of their
+// business. Without it a capture in the mode "global", by whatever thread, would refuse.
+class RelaxedCapture {
+ public:
+  RelaxedCapture();
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode previous_ = cudaStreamCaptureModeRelaxed;
+};
+
+struct Capability {
+  int major, minor;
+};
+
+Capability capability_of(int device);
+
 // Multiprocessors of `device`, asked of the driver once per device. Safe to call from several threads.
 int sm_count(int device);
 

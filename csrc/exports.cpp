@@ -1,9 +1,14 @@
 // What the extension holds, for ctypes and for tools that have no torch.
-#include "fp8cutlass/params.h"
+#include <string>
+
+#include "kernels.h"
 
 #define FP8CUTLASS_EXPORT extern "C" __attribute__((visibility("default")))
 
 FP8CUTLASS_EXPORT int fp8cutlass_variant_count() { return fp8cutlass::kVariantCount; }
+
+// SHA-256 of the manifest that the rows of the registry were generated with, in hex.
+FP8CUTLASS_EXPORT const char* fp8cutlass_manifest() { return fp8cutlass::kManifest; }
 
 // The id of a variant, or null where there is no such number.
 FP8CUTLASS_EXPORT const char* fp8cutlass_variant_id(int variant) {
@@ -18,4 +23,13 @@ FP8CUTLASS_EXPORT const char* fp8cutlass_call_fields() {
 #include "call.def"
       ;
 #undef X
+}
+
+// What a cubin calls a kernel (kernels.h), or null where there is none. Valid until the thread's next call.
+FP8CUTLASS_EXPORT const char* fp8cutlass_kernel_name(int source, int form) {
+  using namespace fp8cutlass;
+  static thread_local std::string name;
+  if (!has_kernel(source, form)) return nullptr;
+  name = kernel_name(source, form);
+  return name.c_str();
 }

@@ -1,21 +1,57 @@
 #include "launch.h"
 
+#include <algorithm>
 #include <cstdint>
 
 #include "counters.h"
 #include "device.h"
+#include "fp8cutlass/walk/item.h"
+#include "fp8cutlass/walk/plan_params.h"
+#include "kernels.h"
+#include "start.h"
+#include "warpgroup.h"
 
 namespace fp8cutlass {
+
+namespace {
+
+// A persistent grid that gets pointers.
+cudaError_t launch_warp(const VariantEntry& variant, ForwardParams& params, int device, cudaStream_t stream) {
+  const int64_t items = work_items(params, variant.tile_m);
+  if (items == 0) return cudaSuccess;
+  const int64_t resident = int64_t{params.sm_count} * variant.ctas_per_sm;
+  if (items + resident > INT32_MAX || params.seqlen_q > INT32_MAX - kTilePastEnd ||
+      params.seqlen_k > INT32_MAX - kTilePastEnd)
+    return cudaErrorInvalidValue;
+  int count = static_cast<int>(items);
+  void* arguments[] = {&params, &count};
+  return start(kernel_of(variant, 0, device), {std::min(items, resident), variant.threads, variant.smem_bytes},
+               arguments, stream, context_id());
+}
+
+// Lists the row tiles of a ragged batch, before the kernel that reads them, and beside the one before where that writes
+// nothing which it reads.
+cudaError_t launch_plan(const VariantEntry& variant, const ForwardParams& p, int device, cudaStream_t stream) {
+  planning::PlanParams params{p.ragged, p.seqlen_q, fewest_item_rows(p, variant.tile_m, variant.mask),
+                              variant.key_block};
+  void* arguments[] = {&params};
+  cudaLaunchAttribute beside = runs_beside();
+  return start(plan_kernel(device), {1, planning::kThreads, 0}, arguments, stream, 0, &beside, p.ragged.early ? 1 : 0);
+}
+
+}  // namespace
 
 void launch(const VariantEntry& variant, ForwardParams& params, int device, cudaStream_t stream) {
   params.sm_count = sm_count(device);
   // Only where there are more items than CTAs at a time is anything left to draw.
-  const int64_t m_tiles = (int64_t{params.seqlen_q} + variant.tile_m - 1) / variant.tile_m;
   const int64_t items =
-      params.ragged.most > 0 ? int64_t{params.ragged.most} * params.heads : m_tiles * params.batch * params.heads;
+      params.ragged.most > 0 ? int64_t{params.ragged.most} * params.heads : work_items(params, variant.tile_m);
   if (params.counters == nullptr && variant.draws && items > params.sm_count)
     params.counters = work_counters(device, stream, false).words;
-  check_launch(variant.launch(params, stream), variant.id, device);
+  if (variant.ragged) check_launch(launch_plan(variant, params, device, stream), "plan", device);
+  const cudaError_t status = variant.family == Family::sm90a ? launch_warpgroup(variant, params, device, stream)
+                                                             : launch_warp(variant, params, device, stream);
+  check_launch(status, variant.id, device);
 }
 
 }  // namespace fp8cutlass

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "fp8cutlass/pack_params.h"
+#include "registry.h"
 #include "tensors.h"
 
 namespace fp8cutlass {

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "arguments.h"
-#include "fp8cutlass/params.h"
+#include "registry.h"
 #include "tensors.h"
 
 namespace fp8cutlass {

@@ -1,14 +1,16 @@
-"""Compiles the extension: generate a profile, run CMake and Ninja on it, put the result beside the package.
+"""Compiles the extension: generate a profile, its kernels to cubins and the library by CMake, both beside the package.
 
     python scripts/build_extension.py --profile ci --arch sm89 --dest python/fp8cutlass
 
-`dest` gets `_C.so` and `_built/{manifest,dispatch}.json`, which describe exactly the kernels that are in it. Work files
-stay in `build/<profile>-<archs>`, so a second run compiles only what changed.
+`dest` gets `_C.so`, `_built/kernels-<target>.bin`, which it loads kernels from, and in `_built/` the manifest and the
+tables, which describe exactly these kernels. Work files stay in `build/<profile>-<archs>`, so a second run compiles
+only what changed; `cubins/` in it has each kernel with what the compiler said of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -16,14 +18,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from scripts import toolchain  # noqa: E402  (needs the path above when run as a file)
+from scripts import cubins, kernel_file, toolchain  # noqa: E402  (needs the path above when run as a file)
 
 PROFILES = ("dev", "ci", "release")
 DEFAULT_ARCH = "sm89"
@@ -35,12 +38,7 @@ class BuildError(RuntimeError):
 
 
 class Progress:
-    """Turns Ninja's output into one line for each finished kernel: its name, k/n, the time so far and the time left.
-
-    Compiler warnings are passed through and so is all output after a failure; what ptxas reports stays in the log.
-    """
-
-    _KERNEL = re.compile(r"Building CUDA object .*?([^/]+)\.cu\.o$")
+    """A line for each finished kernel: its name, k/n, the time so far and the time left."""
 
     def __init__(self, kernels: int, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         """kernels: how many this run will compile. write: takes a line. clock: seconds."""
@@ -49,28 +47,17 @@ class Progress:
         self._write = write
         self._clock = clock
         self._start = clock()
-        self._failed = False
 
-    def feed(self, line: str) -> None:
-        """Takes one line of Ninja's output, without its line end."""
-        kernel = self._KERNEL.search(line)
-        if kernel:
-            self._done += 1
-            elapsed = self._clock() - self._start
-            left = elapsed / self._done * (self._kernels - self._done)
-            self._write(
-                f"[{self._done}/{self._kernels}] {kernel[1]}  {_duration(elapsed)}"
-                + (f", ETA {_duration(left)}" if self._done < self._kernels else "")
-            )
-            return
-        self._failed = self._failed or line.startswith("FAILED:")
-        if self._failed or (not line.startswith("ptxas info") and re.search(r"\b(warning|error)\b", line)):
-            self._write(line)
-
-    @classmethod
-    def count(cls, plan: str) -> int:
-        """How many kernels the output of `ninja -n` announces."""
-        return sum(1 for line in plan.splitlines() if cls._KERNEL.search(line))
+    def done(self, name: str, log: str) -> None:
+        """One more is finished, of which the compiler said `log`: its warnings are passed on."""
+        self._done += 1
+        elapsed = self._clock() - self._start
+        left = elapsed / self._done * (self._kernels - self._done)
+        more = f", ETA {_duration(left)}" if self._done < self._kernels else ""
+        self._write(f"[{self._done}/{self._kernels}] {name}  {_duration(elapsed)}{more}")
+        for line in log.splitlines():
+            if re.search(r"\bwarning\b", line) and not line.startswith("ptxas info"):
+                self._write(line)
 
 
 def _duration(seconds: float) -> str:
@@ -105,7 +92,7 @@ def generate(out: Path, *, profile: str, archs: Sequence[str], emulated: bool = 
     _run(command)
 
 
-def _configure(work: Path, generated: Path, nvcc: toolchain.Nvcc) -> None:
+def _configure(work: Path, generated: Path, nvcc: toolchain.Nvcc, identity: str) -> None:
     ninja = toolchain.find_ninja()
     settings = {
         "CMAKE_BUILD_TYPE": "Release",
@@ -114,9 +101,8 @@ def _configure(work: Path, generated: Path, nvcc: toolchain.Nvcc) -> None:
         "FP8CUTLASS_GENERATED": generated,
         "FP8CUTLASS_CUTLASS_INCLUDE": toolchain.find_cutlass(),
         "FP8CUTLASS_TORCH": toolchain.find_torch(),
-        "FP8CUTLASS_CUDA_FLAGS": os.environ.get("FP8CUTLASS_CUDA_FLAGS", ""),
     }
-    defines = [f"-D{name}={value}" for name, value in settings.items()]
+    defines = [f"-D{name}={value}" for name, value in settings.items()] + [f"-DFP8CUTLASS_BUILD={identity}"]
     configure: list[str | Path] = [toolchain.find_cmake(), "-G", "Ninja", "-S", ROOT, "-B", work, *defines]
     # CMake refuses to change a compiler in place, and would keep paths of an environment that is gone.
     stamp = work / "settings.json"
@@ -127,23 +113,45 @@ def _configure(work: Path, generated: Path, nvcc: toolchain.Nvcc) -> None:
     stamp.write_text(text)
 
 
-def _compile(work: Path, nvcc: toolchain.Nvcc, jobs: int) -> None:
-    command = [str(toolchain.find_ninja()), "-C", str(work), "-j", str(jobs), "_C.so"]
-    environment = nvcc.environment()
-    plan = subprocess.run([*command, "-n"], env=environment, capture_output=True, text=True).stdout
-    progress = Progress(Progress.count(plan), _say)
-    with open(work / "build.log", "w") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
-        if process.stdout is None:
-            raise BuildError("ninja's output could not be read")
-        for line in process.stdout:
-            log.write(line)
-            progress.feed(line.rstrip("\n"))
-        status = process.wait()
-    if status != 0:
-        raise BuildError(f"ninja failed with status {status}; the whole output is in {work / 'build.log'}")
+def _link(work: Path, nvcc: toolchain.Nvcc, jobs: int) -> None:
+    """Compiles the host's code, and links the library."""
+    _run([toolchain.find_ninja(), "-C", work, "-j", str(jobs), "_C.so"], env=nvcc.environment())
+
+
+def build_identity(generated: Path) -> str:
+    """What a library and a file of kernels must have in common: the manifest, whose rows tell the library how to launch
+    them, and the headers, whose structs both read. 64 hex digits."""
+    digest = hashlib.sha256((generated / "manifest.json").read_bytes())
+    digest.update(cubins.digest_of(cubins.INCLUDE, cubins.files_in(cubins.INCLUDE, ".")).encode())
+    return digest.hexdigest()
+
+
+def _kernels(manifest: dict[str, Any], generated: Path) -> dict[str, dict[str, cubins.Job]]:
+    """What is to be compiled, by target and id."""
+    found: dict[str, dict[str, cubins.Job]] = {arch: {} for arch in manifest["archs"]}
+    for entry in (*manifest["plans"], *manifest["packs"], *manifest["variants"]):
+        for arch in entry["targets"]:
+            job = cubins.Job(target=arch, gencode=manifest["gencode"][arch], source=generated / entry["file"])
+            found[arch][entry["id"]] = job
+    return found
+
+
+def _compile(
+    kernels: Mapping[str, Mapping[str, cubins.Job]], folder: Path, jobs: int
+) -> dict[cubins.Job, cubins.Cubin]:
+    compiler = cubins.open_compiler()
+    wanted = [job for of_target in kernels.values() for job in of_target.values()]
+    wanted.sort(key=lambda job: -job.source.stat().st_size)  # the longest first, so that none is left for the end
+    missing = sum(cubins.stored(job, compiler, folder) is None for job in wanted)
+    progress = Progress(missing, _say)
+
+    def done(job: cubins.Job, cubin: cubins.Cubin) -> None:
+        progress.done(f"{job.target} {job.source.stem}", cubin.log)
+
+    try:
+        return cubins.make_all(wanted, compiler, folder, jobs, done)
+    except cubins.CompileError as error:
+        raise BuildError(str(error)) from error
 
 
 def _install(source: Path, target: Path) -> None:
@@ -183,17 +191,27 @@ def build(
     generated = generated.resolve()
     manifest = json.loads((generated / "manifest.json").read_text())
     jobs = jobs or toolchain.job_count()
+    kernels = _kernels(manifest, generated)
     _say(
-        f"building {len(manifest['variants']) + len(manifest['packs'])} kernels for {' '.join(manifest['archs'])} "
+        f"building {sum(map(len, kernels.values()))} kernels for {' '.join(manifest['archs'])} "
         f"with nvcc {toolchain.dotted(nvcc.version)}, {jobs} at a time"
     )
-    _configure(work / "cmake", generated, nvcc)
-    _compile(work / "cmake", nvcc, jobs)
-    for name in TABLES:
-        _install(generated / name, dest / "_built" / name)
+    identity = build_identity(generated)
+    _configure(work / "cmake", generated, nvcc, identity)
+    _link(work / "cmake", nvcc, jobs)
+    made = _compile(kernels, work / "cubins", jobs)
+    built = dest / "_built"
+    for arch, of_target in kernels.items():
+        code = {name: made[job].path.read_bytes() for name, job in of_target.items()}
+        (work / kernel_file.name_of(arch)).write_bytes(kernel_file.pack(arch, identity, code))
+    for name in (*map(kernel_file.name_of, kernels), *TABLES):
+        _install((generated if name in TABLES else work) / name, built / name)
+    for stale in {*built.glob(kernel_file.name_of("*"))} - {built / kernel_file.name_of(arch) for arch in kernels}:
+        stale.unlink()
     library = dest / "_C.so"
     _install(work / "cmake" / "_C.so", library)
-    _say(f"built {library} ({library.stat().st_size / 1e6:.1f} MB) in {_duration(time.monotonic() - started)}")
+    size = library.stat().st_size + sum((built / kernel_file.name_of(arch)).stat().st_size for arch in kernels)
+    _say(f"built {library} ({size / 1e6:.1f} MB with its kernels) in {_duration(time.monotonic() - started)}")
     return library
 
 

@@ -2,24 +2,27 @@
 
 Regressions these catch: an operator whose schema drifted from what the package calls, a registry in another order than
 the manifest (every kernel would run under another's name), a library that drags in a CUDA runtime or a Python, a target
-that was not compiled, an nvcc too old for the kernels.
+that was not compiled, a kernel that the library asks for by another name, an nvcc too old for the kernels, a cubin
+that is taken for up to date.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts import build_extension, toolchain
+from codegen.gates import machine
+from scripts import build_extension, cubins, kernel_file, toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACES = (ROOT / "build" / "test" / "fp8cutlass", ROOT / "python" / "fp8cutlass")
@@ -60,7 +63,13 @@ torch.ops.load_library(path)
 ops = torch.ops.fp8cutlass_C
 c = ctypes.CDLL(path)
 c.fp8cutlass_variant_id.restype = ctypes.c_char_p
+c.fp8cutlass_kernel_name.restype = ctypes.c_char_p
+c.fp8cutlass_manifest.restype = ctypes.c_char_p
 count = c.fp8cutlass_variant_count()
+def names(source):
+    found = [c.fp8cutlass_kernel_name(source, form) for form in range(-1, 7)]
+    return [name.decode() for name in found if name is not None]
+
 x = torch.zeros(1, 1, 128, 32, dtype=torch.uint8)
 one = torch.ones(1)
 try:
@@ -72,9 +81,11 @@ print(json.dumps({
     "schemas": [str(ops.forward.default._schema), str(ops.diagnose.default._schema),
                 str(ops.pack.default._schema), str(ops.attend.default._schema),
                 str(ops.forward_ragged.default._schema), str(ops.ragged_plan_words.default._schema),
-                str(ops.attend_ragged.default._schema)],
+                str(ops.attend_ragged.default._schema), str(ops.load.default._schema)],
     "ids": [c.fp8cutlass_variant_id(i).decode() for i in range(count)],
-    "outside": [c.fp8cutlass_variant_id(-1), c.fp8cutlass_variant_id(count)],
+    "outside": [c.fp8cutlass_variant_id(-1), c.fp8cutlass_variant_id(count), c.fp8cutlass_kernel_name(-1, 0)],
+    "names": [names(source) for source in range(count + int(sys.argv[2]) + 2)],
+    "manifest": c.fp8cutlass_manifest().decode(),
     "refusal": refusal,
 }))
 """
@@ -90,7 +101,10 @@ class Built:
     def inspect(self) -> dict[str, Any]:
         """What the library says about itself in a fresh process."""
         result = subprocess.run(
-            [sys.executable, "-c", INSPECT, str(self.library)], capture_output=True, text=True, check=False
+            [sys.executable, "-c", INSPECT, str(self.library), str(len(self.manifest["packs"]))],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if result.returncode != 0:
             pytest.fail(result.stderr)
@@ -120,6 +134,7 @@ def test_schemas(answers: dict[str, Any]) -> None:
         f"fp8cutlass_C::forward_ragged({RAGGED}) -> ()",
         "fp8cutlass_C::ragged_plan_words(int variant, int tokens, int sequences) -> int",
         f"fp8cutlass_C::attend_ragged({ATTEND_RAGGED}) -> Tensor",
+        "fp8cutlass_C::load(int variant, int device, int source=-1) -> ()",
     ]
 
 
@@ -132,7 +147,7 @@ def test_errors_are_made_without_streams() -> None:
 
 def test_variants_are_those_of_the_manifest_in_its_order(built: Built, answers: dict[str, Any]) -> None:
     assert answers["ids"] == [variant["id"] for variant in built.manifest["variants"]]
-    assert answers["outside"] == [None, None]
+    assert answers["outside"] == [None, None, None]
 
 
 def test_cpu_tensors_are_refused(answers: dict[str, Any]) -> None:
@@ -153,15 +168,41 @@ def test_library_does_not_name_the_builders_folders(built: Built) -> None:
     assert str(ROOT).encode() not in built.library.read_bytes()
 
 
+def kernel_files(built: Built) -> dict[str, kernel_file.KernelFile]:
+    folder = built.library.parent / "_built"
+    assert {p.name for p in folder.glob("*.bin")} == {kernel_file.name_of(arch) for arch in built.manifest["archs"]}
+    return {arch: kernel_file.read(folder / kernel_file.name_of(arch)) for arch in built.manifest["archs"]}
+
+
 def test_every_kernel_is_compiled_for_its_targets(built: Built) -> None:
-    tool = toolchain.find_disassembler("cuobjdump")
-    listing = subprocess.run([tool, "-lelf", str(built.library)], capture_output=True, text=True, check=True).stdout
-    targets = re.findall(r"\.(sm_\w+)\.cubin", listing)
-    # "-gencode=arch=compute_89,code=sm_89" -> "sm_89"
-    code = {arch: option.rsplit("=", 1)[1] for arch, option in built.manifest["gencode"].items()}
-    kernels = [*built.manifest["variants"], *built.manifest["packs"]]
-    promised = Counter(code[arch] for kernel in kernels for arch in kernel["targets"])
-    assert Counter(targets) == promised and set(promised) == set(code.values())
+    promised: dict[str, set[str]] = {arch: set() for arch in built.manifest["archs"]}
+    for kernel in (*built.manifest["variants"], *built.manifest["packs"], *built.manifest["plans"]):
+        for arch in kernel["targets"]:
+            promised[arch].add(kernel["id"])
+    files = kernel_files(built)
+    assert {arch: set(file.cubins) for arch, file in files.items()} == promised
+    for arch, file in files.items():
+        assert file.target == arch and file.build.encode() in built.library.read_bytes()
+        # An ELF file for CUDA (machine 190) whose flags name the architecture: 0x59 is 89, 0x5a is 90.
+        flags = {(code[18:20], code[49]) for code in file.cubins.values()}
+        assert flags == {((190).to_bytes(2, "little"), {"sm89": 89, "sm90a": 90}[arch])}
+
+
+def test_the_library_asks_for_kernels_by_their_names(built: Built, answers: dict[str, Any]) -> None:
+    """All functions of every cubin, and no others: a name that is spelled otherwise would be found out by a launch."""
+    sources = [*built.manifest["variants"], *built.manifest["packs"], *(built.manifest["plans"] or [{"targets": []}])]
+    assert answers["names"][len(sources) :] == [[]]
+    files = kernel_files(built)
+    for source, names in zip(sources, answers["names"], strict=False):
+        for arch in source["targets"]:
+            sections = machine.sections(files[arch].cubins[source["id"]])
+            held = {name.removeprefix(".text.") for name in sections if name.startswith(".text.")}
+            assert held == set(names) and len(held) == len(names), source["id"]
+
+
+def test_the_library_knows_its_manifest(built: Built, answers: dict[str, Any]) -> None:
+    text = (built.library.parent / "_built" / "manifest.json").read_bytes()
+    assert answers["manifest"] == hashlib.sha256(text).hexdigest()
 
 
 def test_what_is_generated_is_what_the_build_asks_for(tmp_path: Path) -> None:
@@ -277,25 +318,112 @@ def test_archs_follow_the_cards(bare: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_progress_lines() -> None:
-    plan = "\n".join(f"[{i}/3] Building CUDA object CMakeFiles/kernels.dir/gen/sm89/k{i}.cu.o" for i in (1, 2))
     lines: list[str] = []
     clock = iter([0.0, 30.0, 90.0])
-    progress = build_extension.Progress(build_extension.Progress.count(plan), lines.append, lambda: next(clock))
-    progress.feed("[1/3] Building CUDA object CMakeFiles/kernels.dir/gen/sm89/k1.cu.o")
-    progress.feed("ptxas info    : Used 6 registers")
-    progress.feed("k1.cu(3): warning #177-D: variable declared but never referenced")
-    progress.feed("[2/3] Building CUDA object CMakeFiles/kernels.dir/gen/sm89/k2.cu.o")
-    progress.feed("[3/3] Linking CUDA shared module _C.so")
-    assert lines == [
-        "[1/2] k1  30s, ETA 30s",
-        "k1.cu(3): warning #177-D: variable declared but never referenced",
-        "[2/2] k2  1m30s",
-    ]
+    progress = build_extension.Progress(2, lines.append, lambda: next(clock))
+    progress.done("k1", "ptxas info    : Used 6 registers\nk1.cu(3): warning #177-D: variable never referenced\n")
+    progress.done("k2", "ptxas info    : a warning of the kind that belongs into the log\n")
+    assert lines == ["[1/2] k1  30s, ETA 30s", "k1.cu(3): warning #177-D: variable never referenced", "[2/2] k2  1m30s"]
 
 
-def test_progress_shows_everything_after_a_failure() -> None:
-    lines: list[str] = []
-    progress = build_extension.Progress(1, lines.append, lambda: 0.0)
-    for line in ("quiet", "FAILED: k1.cu.o", "nvcc k1.cu", "ptxas fatal"):
-        progress.feed(line)
-    assert lines == ["FAILED: k1.cu.o", "nvcc k1.cu", "ptxas fatal"]
+# ---- cubins ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> cubins.Compiler:
+    """One that writes its source behind its options, and fails where the source says so."""
+    script = tmp_path / "nvcc"
+    script.write_text(
+        "#!/bin/sh\n"
+        'for last; do :; done\nfor x; do [ "${x%.cu}" = "$x" ] || source=$x; done\n'
+        'if grep -q refused "$source"; then echo "$source(1): error: refused"; exit 1; fi\n'
+        'echo "compiling $source"; cat "$source" > "$last"\n'
+    )
+    script.chmod(0o755)
+    return cubins.Compiler(
+        nvcc=script, version="13.0.1", options=("-O3",), includes=(), cutlass_digest="", environment=dict(os.environ)
+    )
+
+
+def job(source: Path, text: str) -> cubins.Job:
+    source.write_text(text)
+    return cubins.Job(target="sm89", gencode="-gencode=arch=compute_89,code=sm_89", source=source)
+
+
+def test_only_what_changed_is_compiled_again(compiler: cubins.Compiler, tmp_path: Path) -> None:
+    compiled: list[str] = []
+
+    def make(jobs: list[cubins.Job], compiler: cubins.Compiler = compiler) -> list[str]:
+        compiled.clear()
+        made = cubins.make_all(jobs, compiler, tmp_path / "out", 2, lambda j, cubin: compiled.append(j.source.stem))
+        assert list(made) == jobs
+        assert all(made[j].path.read_text() == j.source.read_text() and "compiling" in made[j].log for j in jobs)
+        return sorted(compiled)
+
+    header = '#include "fp8cutlass/params.h"\n'
+    jobs = [job(tmp_path / f"{name}.cu", f"{header}int {name};\n") for name in "abc"]
+    assert make(jobs) == ["a", "b", "c"]
+    assert make(jobs) == []
+    os.utime(jobs[0].source)  # a copy of a checkout, or another branch and back
+    assert make(jobs) == []
+    job(jobs[1].source, f"{header}int b = 2;\n")
+    assert make(jobs) == ["b"]
+    other = dataclasses.replace(compiler, options=("-O3", "-DFP8CUTLASS_DELAY=1"))
+    assert make(jobs, other) == ["a", "b", "c"]
+    (tmp_path / "out" / "sm89" / "a.cubin").unlink()
+    assert make(jobs, other) == ["a"]
+
+
+def test_a_changed_header_compiles_what_includes_it(
+    compiler: cubins.Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    include = tmp_path / "include"
+    (include / "fp8cutlass").mkdir(parents=True)
+    monkeypatch.setattr(cubins, "INCLUDE", include)
+    (include / "fp8cutlass" / "a.h").write_text('#include "fp8cutlass/b.h"\n')
+    (include / "fp8cutlass" / "b.h").write_text("int b;\n")
+    with_header = job(tmp_path / "with.cu", '#include "fp8cutlass/a.h"\n')
+    without = job(tmp_path / "without.cu", "int x;\n")
+    for j in (with_header, without):
+        cubins.make(j, compiler, tmp_path / "out")
+    (include / "fp8cutlass" / "b.h").write_text("int b; // as before\n")
+    assert cubins.stored(with_header, compiler, tmp_path / "out") is not None
+    (include / "fp8cutlass" / "b.h").write_text("int c;\n")
+    assert cubins.stored(with_header, compiler, tmp_path / "out") is None
+    assert cubins.stored(without, compiler, tmp_path / "out") is not None
+
+
+def test_a_kernel_that_is_refused_is_named(compiler: cubins.Compiler, tmp_path: Path) -> None:
+    bad = job(tmp_path / "bad.cu", "refused\n")
+    with pytest.raises(cubins.CompileError, match=r"bad\.cu for sm89: nvcc failed with status 1:\n.*error: refused"):
+        cubins.make_all([bad], compiler, tmp_path / "out", 1, lambda *_: None)
+    assert cubins.stored(bad, compiler, tmp_path / "out") is None
+
+
+def test_a_file_of_kernels_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / kernel_file.name_of("sm89")
+    code = {"a": b"\x7fELF" + bytes(100), "b_c": b"\n\n" * 40}
+    data = kernel_file.pack("sm89", "ab" * 32, code)
+    path.write_bytes(data)
+    assert kernel_file.read(path) == kernel_file.KernelFile(target="sm89", build="ab" * 32, cubins=code)
+    for offset in (line.split()[1] for line in data.split(b"\n\n")[0].decode().splitlines()[3:]):
+        assert int(offset) % kernel_file.ALIGNMENT == 0
+    path.write_bytes(data.replace(b"\x7fELF", b"\x7fELG"))
+    with pytest.raises(ValueError, match="damaged: kernel a"):
+        kernel_file.read(path)
+    path.write_bytes(b"something else")
+    with pytest.raises(ValueError, match="no file of kernels"):
+        kernel_file.read(path)
+
+
+def test_a_build_is_known_by_its_manifest_and_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by its sources, which experiments change by hand."""
+    include = tmp_path / "include"
+    (include / "fp8cutlass").mkdir(parents=True)
+    monkeypatch.setattr(cubins, "INCLUDE", include)
+    names = []
+    for manifest, header in (("{}", "a"), ("{}", "a"), ("{1}", "a"), ("{}", "b")):
+        (tmp_path / "manifest.json").write_text(manifest)
+        (include / "fp8cutlass" / "params.h").write_text(header)
+        names.append(build_extension.build_identity(tmp_path))
+    assert names[0] == names[1] and len(set(names)) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -14,16 +15,25 @@ from fp8cutlass.manifest import TABLES, Manifest, generated_dir
 from fp8cutlass.native import extension
 
 
-def stub(folder: Path, ids: list[str], *, exports: str = "fp8cutlass") -> Path:
-    """A library that says it holds these variants and registers nothing."""
+def manifest_of(ids: list[str]) -> str:
+    """The shipped manifest with these variants alone."""
+    manifest = json.loads((generated_dir() / "manifest.json").read_text())
+    manifest["variants"] = [next(row for row in manifest["variants"] if row["id"] == wanted) for wanted in ids]
+    return json.dumps(manifest)
+
+
+def stub(folder: Path, ids: list[str], *, exports: str = "fp8cutlass", manifest: str | None = None) -> Path:
+    """A library that says it holds these variants, of this manifest, and registers nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.fail("no C compiler: the extension could not be built either")
     table = ", ".join(f'"{variant_id}"' for variant_id in ids)
+    digest = hashlib.sha256((manifest or manifest_of(ids)).encode()).hexdigest()
     (folder / "stub.c").write_text(
         f"static const char* ids[] = {{{table}, 0}};\n"
         f"int {exports}_variant_count() {{ return {len(ids)}; }}\n"
+        f'const char* {exports}_manifest() {{ return "{digest}"; }}\n'
         f"const char* {exports}_variant_id(int i) {{ return i >= 0 && i < {len(ids)} ? ids[i] : 0; }}\n"
     )
     library = folder / "_C.so"
@@ -35,9 +45,7 @@ def describe(library: Path, ids: list[str]) -> None:
     """Put a manifest of these variants and the shipped table beside a library."""
     built = library.parent / "_built"
     built.mkdir()
-    manifest = json.loads((generated_dir() / "manifest.json").read_text())
-    manifest["variants"] = [next(row for row in manifest["variants"] if row["id"] == wanted) for wanted in ids]
-    (built / "manifest.json").write_text(json.dumps(manifest))
+    (built / "manifest.json").write_text(manifest_of(ids))
     for name in TABLES[1:]:
         shutil.copy(generated_dir() / name, built)
 
@@ -79,6 +87,17 @@ def test_a_stale_manifest_is_refused_each_time(
     for _ in range(2):
         with pytest.raises(UnsupportedError, match=message.format(*ids) + ".*pip install"):
             extension.load()
+
+
+def test_a_manifest_with_other_numbers_is_refused(
+    ids: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library launches by the numbers of its own build, which Python reads from the manifest."""
+    library = stub(tmp_path, ids, manifest=manifest_of(ids).replace('"threads": 128', '"threads": 256', 1))
+    describe(library, ids)
+    monkeypatch.setenv("FP8CUTLASS_LIBRARY", str(library))
+    with pytest.raises(UnsupportedError, match=r"was built from another manifest\.json than .*pip install"):
+        extension.load()
 
 
 def test_a_library_that_does_not_say_what_it_holds_is_refused(

@@ -20,7 +20,7 @@ from codegen.axes import Kind
 from codegen.cli import main
 from codegen.families import family_of
 from codegen.gates import machine, report
-from codegen.gates.compile import CompileError, measure, measure_all, parse_resources
+from codegen.gates.compile import job_of, measure, measure_all, parse_resources
 from codegen.gates.occupancy import ctas_per_sm
 from codegen.gates.report import sources_digest
 from codegen.gates.rules import GATES, check, launch_registers
@@ -28,10 +28,12 @@ from codegen.gates.run import gate_counts
 from codegen.gates.sass import SassError, parse
 from codegen.gates.subject import Failure, Kernel, Listing, Loop, Measured, Resources
 from codegen.gates.subject import render as render_sources
-from codegen.gates.toolbox import ROOT, Toolbox, ToolboxError, cmake_options, open_toolbox
+from codegen.gates.toolbox import Toolbox, ToolboxError, open_toolbox
 from codegen.profiles import profile_of
 from codegen.select import select
 from codegen.variant import Variant
+from scripts import cubins
+from scripts.cubins import ROOT, CompileError
 
 # A kernel in small: a loop that loads a tile with cp.async and multiplies it twice. The words in capitals are replaced.
 SOURCE = """
@@ -426,15 +428,48 @@ def test_a_disassembly_that_is_not_understood_is_refused() -> None:
         parse("")
 
 
-def test_options_are_those_of_cmake() -> None:
-    text = """set(CMAKE_CUDA_STANDARD 17)
-    set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG")
-    set(fp8cutlass_nvcc_options --one --two)
-    """
-    assert cmake_options(text) == ["-O3", "-DNDEBUG", "-std=c++17", "--one", "--two"]
-    for broken in (text.replace("STANDARD", "STANDARDS"), text + text, text.replace("--two", "${two}")):
-        with pytest.raises(ToolboxError, match="CMakeLists.txt"):
-            cmake_options(broken)
+@pytest.mark.parametrize("profile", ["ci", "release"])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_reports_are_of_the_options_of_the_build(arch: str, profile: str) -> None:
+    """Numbers of other options are not compared, so that a baseline of them would hold nothing."""
+    text = (ROOT / "generated" / "gates" / f"{arch}_{profile}.txt").read_text()
+    compilers = re.findall(r"^# compiler: nvcc [0-9.]+ (.*)$", text, re.M)
+    assert compilers == [" ".join(cubins.OPTIONS)] * len(report.split(text))
+
+
+# ---- the cubins of a build ----
+
+
+def test_the_cubins_of_a_build_are_read_and_nothing_is_compiled(
+    tools: Toolbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, build = _kernel(tmp_path), tmp_path / "build"
+    cubins.make(job_of(kernel), tools, build)
+    monkeypatch.setattr(cubins, "run_nvcc", lambda *_: pytest.fail("something is compiled"))
+    said: list[str] = []
+    results, failures = measure_all([kernel], tools, tmp_path / "out", 1, said.append, built=build)
+    assert not failures and check(kernel, results[kernel]) == [] and "1 to read from 1 files" in said[0]
+    assert measure_all([kernel], tools, tmp_path / "out", 1, said.append, built=build) == (results, [])
+    assert said[-1].startswith("1 kernels unchanged")
+
+
+@pytest.mark.parametrize("lost", ["source", "options", "cubin", "log"])
+def test_a_cubin_that_is_not_what_the_build_would_make_now_is_refused(
+    lost: str, tools: Toolbox, tmp_path: Path
+) -> None:
+    """Also where its numbers are known: what ships is gone, or another."""
+    kernel, build, out = _kernel(tmp_path), tmp_path / "build", tmp_path / "out"
+    cubin = cubins.make(job_of(kernel), tools, build)
+    assert measure_all([kernel], tools, out, 1, lambda line: None, built=build)[1] == []
+    if lost == "source":
+        _kernel(tmp_path, LOCAL_ARRAY)
+    elif lost == "options":
+        tools = dataclasses.replace(tools, options=(*tools.options, "-lineinfo"))
+    else:
+        cubin.path.with_suffix(f".{lost}").unlink()
+    results, failures = measure_all([kernel], tools, out, 1, lambda line: None, built=build)
+    assert results == {} and [f.gate for f in failures] == ["COMPILE"]
+    assert "has no cubin of this source" in failures[0].message
 
 
 # ---- the digest of the machine code ----
@@ -459,7 +494,7 @@ def test_a_digest_stays_with_names_and_changes_with_the_code(tools: Toolbox, tmp
 
 def test_a_digest_is_refused_of_what_is_no_cubin(tools: Toolbox, tmp_path: Path) -> None:
     measure([_kernel(tmp_path)], tools, tmp_path)
-    cubin = (tmp_path / "kernel.cubin").read_bytes()
+    cubin = (tmp_path / "sm89" / "kernel.cubin").read_bytes()
     assert len(machine.digest(cubin, "attention")) == machine.DIGITS
     with pytest.raises(machine.MachineError, match="no code of missing"):
         machine.digest(cubin, "missing")

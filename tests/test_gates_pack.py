@@ -20,15 +20,16 @@ from codegen.cli import main
 from codegen.gates import compile as compiling
 from codegen.gates import packs as packing
 from codegen.gates import report
-from codegen.gates.compile import CompileError, measure, measure_all, parse_resources
+from codegen.gates.compile import measure, measure_all, parse_resources
 from codegen.gates.rules import GATES, check
 from codegen.gates.sass import SassError, parse
 from codegen.gates.subject import Kernel, Listing, Measured, Resources
-from codegen.gates.toolbox import ROOT, Toolbox, ToolboxError, open_toolbox
+from codegen.gates.toolbox import Toolbox, ToolboxError, open_toolbox
 from codegen.pack import Pack, Source, packs_of
 from codegen.profiles import of_profile
 from codegen.select import select
 from codegen.table import built
+from scripts.cubins import ROOT, CompileError
 
 PACK = Pack(head_dim=64, key_block=128, source=Source.BF16)
 
@@ -339,4 +340,4 @@ def test_what_is_counted_of_a_pack() -> None:
     assert (packing.wide_loads(PACK, plain), packing.wide_loads(PACK, rotated)) == (2 * 2, 2 * 2 + 2)
     assert (packing.narrow_loads(plain), packing.narrow_loads(rotated)) == (2, 4)
     assert (packing.static_smem(PACK, plain), packing.static_smem(PACK, rotated)) == (1024 + 32, 1024 + 32 + 256)
-    assert rotated.entry == "4packILb1E"
+    assert rotated.entry(PACK) == "18pack_d64_n128_bf16ILb1E"

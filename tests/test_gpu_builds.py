@@ -18,9 +18,10 @@ import pytest
 from gpu import ROOT, built_variants, card_arch, loop_form
 from sources import write_source
 
-from codegen.gates import compile as compiling
+from codegen.arch import TARGETS
 from codegen.gates.toolbox import ToolboxError, open_toolbox
 from fp8cutlass.manifest import generated_dir, load_manifest
+from scripts.cubins import run_nvcc
 from scripts.toolchain import ToolchainError, find_nvcc
 
 DELAYS, OTHER_LEVEL = "-DFP8CUTLASS_DELAY=1", "-Xptxas=-O2"
@@ -134,8 +135,8 @@ def test_only_a_build_with_delays_has_them(tmp_path: Path) -> None:
     waits = {}
     for flags in ([], [DELAYS]):
         cubin = tmp_path / "kernel.cubin"
-        command = tools.command("sm90a", write_source(kernel.id, tmp_path), cubin)
-        compiling._run_nvcc([*command, *flags], tools.environment)
+        command = tools.command(TARGETS["sm90a"].gencode, write_source(kernel.id, tmp_path), cubin)
+        run_nvcc([*command, *flags], tools.environment)
         listing = subprocess.run([str(tools.nvdisasm), "-c", str(cubin)], capture_output=True, text=True, check=True)
         waits[len(flags)] = listing.stdout.count("NANOSLEEP")
     assert waits[0] == 0 and waits[1] >= 8, waits

@@ -4,6 +4,7 @@ quantised, whatever the operands hold."""
 from __future__ import annotations
 
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -59,7 +60,8 @@ def packed_by(variant: Variant, operands: list[torch.Tensor], **options: Any) ->
         attend_source(variant, *operands, **options)
         torch.cuda.synchronize()
     launched = " ".join(e.key for e in profile.key_averages())
-    return [x for x in ("deliver", "pack") if f"{x}<" in launched]
+    names = {"deliver": r"pack_d\w+_deliver", "pack": r"pack_d\d+_n\d+_(bf16|fp16)[<I]"}
+    return [name for name, pattern in names.items() if re.search(pattern, launched)]
 
 
 @pytest.mark.gpu

@@ -17,12 +17,13 @@ import torch
 from reference import randn
 from sources import source_of, write_source
 
+from codegen.arch import TARGETS
 from codegen.families.warpgroup.view import MANY_KEYS, TRUNCATION
-from codegen.gates import compile as compiling
 from codegen.gates.toolbox import Toolbox, ToolboxError, open_toolbox
 from fp8cutlass import UnsupportedError, attention, supports
 from fp8cutlass.manifest import generated_dir, load_manifest
 from fp8cutlass.memory import TENSOR_MAP_STRIDE, aligned
+from scripts.cubins import run_nvcc
 
 E4M3 = torch.float8_e4m3fn
 HOPPER = [v for v in load_manifest(generated_dir()).variants if v.family == "sm90a"]
@@ -77,7 +78,7 @@ def check_fence(text: str) -> None:
     then everything that reads. Nothing else is stored there by threads but the parts of a cluster, which threads read.
     """
     text = text.replace("<kMostKeys>(", "(")  # the forms with unrolled tiles have the same text
-    kernel = text[text.index("__global__ void") :]
+    kernel = text[text.index("__forceinline__ void attention(") :]
     order = ["= kOnes;", "sm90::fence_async();", "__syncthreads();", "work(params, shared, warpgroup)"]
     places = [kernel.find(piece) for piece in order]
     assert -1 not in places and places == sorted(places)
@@ -196,7 +197,7 @@ def test_the_machine_code_has_the_fence(tools: Toolbox, tmp_path: Path) -> None:
     """Between the last store of the rows of ones and the first copy or product: the fence, then a barrier."""
     variant = next(v for v in HOPPER if v.profile == "dev" and v.kind == "fwd")
     cubin = tmp_path / "kernel.cubin"
-    compiling._run_nvcc(tools.command("sm90a", write_source(variant.id, tmp_path), cubin), tools.environment)
+    run_nvcc(tools.command(TARGETS["sm90a"].gencode, write_source(variant.id, tmp_path), cubin), tools.environment)
     listing = subprocess.run([str(tools.nvdisasm), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
     opcodes = [m.group(1) for m in re.finditer(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", listing, re.M)]
     readers = [i for i, x in enumerate(opcodes) if x.startswith(("UTMALDG", "QGMMA"))]

@@ -18,9 +18,9 @@ import pytest
 
 from codegen.axes import Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Walk
 from codegen.cover import committed, cover, kinds_of_lines
-from codegen.outputs import kernel_path
+from codegen.outputs import PLAN_PATH, kernel_path
 from codegen.pack import packs_of
-from codegen.render import environment, render_kernel, render_pack
+from codegen.render import environment, render_kernel, render_pack, render_plan
 from codegen.select import select
 from codegen.variant import Variant, parse_id
 
@@ -31,10 +31,10 @@ MOST = 40  # kernels; about 30 are read in a review, 700 are not
 
 @cache
 def rendered() -> dict[str, str]:
-    """Every kernel and pack by its path in a folder that has all."""
+    """Every kernel, pack and plan by its path in a folder that has all."""
     env = environment()
     packs = {p.path: render_pack(p, env) for p in packs_of(select().emitted)}
-    return {kernel_path(v): render_kernel(v, env) for v in select().emitted} | packs
+    return {kernel_path(v): render_kernel(v, env) for v in select().emitted} | packs | {PLAN_PATH: render_plan(env)}
 
 
 def lines(text: str, name: str) -> set[str]:
@@ -64,7 +64,7 @@ def test_a_shown_kernel_is_what_is_rendered(path: Path) -> None:
 
 
 def test_what_is_shown_differs_in_what_matters() -> None:
-    variants = [parse_id(path.stem) for path in SHOWN if not path.stem.startswith("pack")]
+    variants = [parse_id(path.stem) for path in SHOWN if not path.stem.startswith(("pack", "plan"))]
     assert len(variants) < len(SHOWN)
     for axis, values in (
         ("kind", Kind),
@@ -84,7 +84,7 @@ def test_what_is_shown_differs_in_what_matters() -> None:
 def test_the_committed_digests_are_those_of_the_rendered_kernels() -> None:
     manifest = json.loads((ROOT / "generated" / "manifest.json").read_text())
     digests = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in rendered().items()}
-    entries = {e["file"]: e["sha256"] for e in [*manifest["variants"], *manifest["packs"]]}
+    entries = {e["file"]: e["sha256"] for e in [*manifest["variants"], *manifest["packs"], *manifest["plans"]]}
     assert entries == digests, "run `python -m codegen` and commit the result"
 
 
@@ -114,5 +114,5 @@ def test_a_cover_does_not_hang_on_the_order() -> None:
 
 def test_what_a_line_is() -> None:
     v: Variant = next(v for v in select().emitted if v.family == "sm89")
-    text = f"// {v.id}\nint kRows = 64;\n    int kRows = 128;\nLaunchFn k{v.id.capitalize()} = MMA_64x8x32_F32E4M3;\n"
-    assert kinds_of_lines(text, v.id) == {"// @", "int kRows = #;", "LaunchFn k@ = MMA_#x#x#_F32E4M3;"}
+    text = f"// {v.id}\nint kRows = 64;\n    int kRows = 128;\n{v.id}(MMA_64x8x32_F32E4M3);\n"
+    assert kinds_of_lines(text, v.id) == {"// @", "int kRows = #;", "@(MMA_#x#x#_F32E4M3);"}

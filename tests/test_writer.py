@@ -22,7 +22,6 @@ import pytest
 from codegen.arch import TARGETS
 from codegen.axes import Cluster, Kind, Scaling, Walk
 from codegen.families import derive
-from codegen.families.view import symbol
 from codegen.outputs import Request, files, kernel_path
 from codegen.pack import packs_of
 from codegen.profiles import PROFILES, of_profile
@@ -107,8 +106,8 @@ def test_the_manifest_lists_the_files(generated: tuple[Path, Path]) -> None:
     manifest = json.loads((root / "manifest.json").read_text())
     variants = manifest["variants"]
     assert [v["id"] for v in variants] == sorted(v["id"] for v in variants) == [v.id for v in select().emitted]
-    kernels = [*variants, *manifest["packs"]]
-    assert {k["file"] for k in kernels} == {p.relative_to(root).as_posix() for p in root.glob("*/*.cu")}
+    kernels = [*variants, *manifest["packs"], *manifest["plans"]]
+    assert {k["file"] for k in kernels} == {p.relative_to(root).as_posix() for p in root.rglob("*.cu")}
     digests = {k["file"]: hashlib.sha256((root / k["file"]).read_bytes()).hexdigest() for k in kernels}
     assert {k["file"]: k["sha256"] for k in kernels} == digests
 
@@ -145,40 +144,112 @@ def test_every_variant_has_the_kernels_that_make_its_operands(generated: tuple[P
         assert pack["id"] == f"pack_d{head_dim}_n{key_block}_{source}"
 
 
+def table_of(registry: str, name: str) -> tuple[list[str], list[str]]:
+    """The columns that the comment above a table names, and its rows."""
+    columns, rows = re.findall(rf"// ([^\n]*)\nconst \w+ {name}\[\] = \{{\n(.*?)\n\}};", registry, re.S)[0]
+    return columns.split(", "), [row.strip() for row in rows.splitlines()]
+
+
+def fields_of(struct: str) -> list[str]:
+    """The fields of a struct of csrc/registry.h, in order."""
+    body = re.search(rf"struct {struct} \{{\n(.*?)\n\}};", (ROOT / "csrc" / "registry.h").read_text(), re.S)
+    assert body is not None
+    code = re.sub(r"//[^\n]*", "", body[1])
+    found = []
+    for statement in code.split(";"):
+        if "(" not in statement and (declared := re.match(r"\s*(?:const )?\w+\*? (.*)", statement, re.S)):
+            found += [name.strip().split("[")[0] for name in declared[1].split(",")]
+    return found
+
+
+@pytest.mark.parametrize(("struct", "table"), [("VariantEntry", "kVariants"), ("PackEntry", "kPacks")])
+def test_the_columns_of_the_registry_are_the_struct_s(struct: str, table: str, generated: tuple[Path, Path]) -> None:
+    """A row has no names: with two numbers exchanged it would compile, and launch another grid."""
+    columns, _ = table_of((generated[0] / "registry.cpp").read_text(), table)
+    assert columns == fields_of(struct)
+
+
 def test_the_registry_has_the_packs_in_the_manifest_s_order(generated: tuple[Path, Path]) -> None:
     registry = (generated[0] / "registry.cpp").read_text()
     packs = json.loads((generated[0] / "manifest.json").read_text())["packs"]
-    entries = [
-        f'{{"{p["id"]}", k{p["id"].capitalize()}, {p["head_dim"]}, {p["key_block"]}, '
-        f"SourceType::{p['source']}, {'true' if p['head_dim'] in (64, 128) else 'false'}}},"
-        for p in packs
-    ]
-    table = registry[registry.index("kPacks[] = {") :]
-    assert re.findall(r'\{"[^}]*\},', " ".join(table.split())) == entries
-    for p in packs:
+    _, rows = table_of(registry, "kPacks")
+    for p, row in zip(packs, rows, strict=True):
+        assert row.startswith(f'{{"{p["id"]}", {p["head_dim"]}, {p["key_block"]}, SourceType::{p["source"]}, ')
+        delivers, ragged = p["head_dim"] in (64, 128), p["head_dim"] != 32  # sm89 alone has heads of 32
+        end = f", {str(ragged).lower()}}},"
         text = (generated[0] / p["file"]).read_text()
-        assert f"const PackFn k{p['id'].capitalize()} = launch;" in text
-        assert text.startswith(f"// {p['id']}\n")
+        stated = dict(re.findall(r"constexpr int (k\w+) = (\d+);", text))
+        stage = re.search(r"static_assert\(Stage::kBytes == (\d+)\)", text)
+        delivery = re.search(r"sizeof\(Delivery::Storage\) == (\d+)\)", text)
+        threads = re.search(r"Delivery::kThreads == (\d+) && Delivery::kCtas == (\d+)\)", text)
+        assert stage is not None and (delivery is not None) == (threads is not None) == delivers
+        numbers = [stated["kRows"], stated["kCtas"], stage[1]]
+        if delivery is not None and threads is not None:
+            numbers += [threads[1], delivery[1], threads[2]]
+        else:
+            numbers += ["0"] * 3
+        assert row.endswith(", ".join(numbers) + end)
+        assert (f"\n    {p['id']}_ragged(const __grid_constant__ PackParams p, " in text) == ragged
+        assert text.startswith(f"// {p['id']}\n") and f"\n    {p['id']}(const __grid_constant__ PackParams p)" in text
 
 
 def test_the_registry_has_the_manifest_s_order(generated: tuple[Path, Path]) -> None:
-    """The position in the manifest is the number of the kernel in the extension."""
-    registry = (generated[0] / "registry.cpp").read_text()
-    entries = [
-        f'{{"{v.id}", {symbol(v.id)}, {v.head_dim}, {v.tile_m}, {v.tile_n}, OutType::{v.out}, '
-        f"Granularity::{v.scaling.grain.q}, Granularity::{v.scaling.grain.k}, "
-        f"Granularity::{v.scaling.grain.v}, {str(v.kind is Kind.DIAG).lower()}, "
-        f"{key_block(v)}, {str(v.scaling is Scaling.BLOCK).lower()}, "
-        f"{str(v.family == 'sm90a' and v.cluster is Cluster.SOLO).lower()}, "
-        f"{str(derive(v).quantises_q).lower()}, {str(v.walk is Walk.RAGGED).lower()}}},"
-        for v in select().emitted
-    ]
-    table = registry[registry.index("kVariants[] = {") : registry.index("kPacks[] = {")]
-    assert re.findall(r'\{"[^}]*\},', " ".join(table.split())) == entries
-    for v in select().emitted:
+    """The position in the manifest is the number of the kernel in the extension; and what is a constant of the source
+    is the same number in its row."""
+    columns, rows = table_of((generated[0] / "registry.cpp").read_text(), "kVariants")
+    for v, row in zip(select().emitted, rows, strict=True):
+        cells = row.removeprefix("{").removesuffix("},").split(", ", len(columns) - 1)  # the last one has commas
+        values = dict(zip(columns, cells, strict=True))
+        d = derive(v)
+        assert (
+            values
+            | {
+                "id": f'"{v.id}"',
+                "family": f"Family::{v.family}",
+                "head_dim": str(v.head_dim),
+                "tile_m": str(v.tile_m),
+                "tile_n": str(v.tile_n),
+                "smem_bytes": str(d.smem_bytes),
+                "mask": f"Mask::{v.mask}",
+                "out": f"OutType::{v.out}",
+                "q": f"Granularity::{v.scaling.grain.q}",
+                "k": f"Granularity::{v.scaling.grain.k}",
+                "v": f"Granularity::{v.scaling.grain.v}",
+                "diagnostic": str(v.kind is Kind.DIAG).lower(),
+                "key_block": str(key_block(v)),
+                "coarse": str(v.scaling is Scaling.BLOCK).lower(),
+                "draws": str(v.family == "sm90a" and v.cluster is Cluster.SOLO).lower(),
+                "quantises_q": str(d.quantises_q).lower(),
+                "ragged": str(v.walk is Walk.RAGGED).lower(),
+                "unrolled": "{" + ", ".join(f"{{{u.least_keys}, {u.most_keys}}}" for u in d.unrolled) + "}",
+            }
+            == values
+        )
         text = (generated[0] / kernel_path(v)).read_text()
-        assert f"const LaunchFn {symbol(v.id)} = launch;" in text
+        stated = dict(re.findall(r"constexpr int (k\w+) = (\d+);", text))
+        constants = {"threads": "kThreads", "slot_keys": "kSlotKeys", "parts": "kParts", "split": "kSplit"}
+        constants |= {"ctas_per_sm": "kCtasPerSm"}
+        for column, constant in constants.items():
+            default = values["tile_n"] if column == "slot_keys" else "1"
+            assert values[column] == stated.get(constant, default), (v.id, column)
+        names = re.findall(r"__global__ void __launch_bounds__\([^)]*\) (\w+)\(const __grid_constant__ ", text)
+        assert names == [v.id, *(f"{v.id}_keys{u.most_keys}" for u in d.unrolled)]
         assert text.startswith(f"// {v.id}\n")
+
+
+def test_the_registry_names_its_manifest_and_targets(generated: tuple[Path, Path]) -> None:
+    registry = (generated[0] / "registry.cpp").read_text()
+    digest = hashlib.sha256((generated[0] / "manifest.json").read_bytes()).hexdigest()
+    assert f'const char kManifest[] = "{digest}";' in registry
+    assert '    {"sm89", 8, 9},\n    {"sm90a", 9, 0},\n' in registry
+
+
+def test_the_plan_is_compiled_once_where_there_are_ragged_batches(generated: tuple[Path, Path]) -> None:
+    manifest = json.loads((generated[0] / "manifest.json").read_text())
+    (plan,) = manifest["plans"]
+    assert (plan["id"], plan["file"], plan["targets"]) == ("plan", "plan.cu", ["sm90a"])
+    holds = [p.name for p in generated[0].rglob("*.cu") if "walk/plan.cuh" in p.read_text()]
+    assert holds == ["plan.cu"]
 
 
 def test_write_and_write_again(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from codegen.variant import Variant
 class View:
     """What the template of every family may ask about a variant beyond its axes."""
 
-    symbol: str
     summary: str
     threads: int
     smem_sum: str
@@ -30,7 +29,6 @@ def common(v: Variant, d: Derived) -> dict[str, Any]:
     """The fields of View."""
     grain = v.scaling.grain
     return {
-        "symbol": symbol(v.id),
         "summary": summary(v),
         "threads": d.threads,
         "smem_sum": f"{d.smem_sum} bytes",
@@ -41,10 +39,6 @@ def common(v: Variant, d: Derived) -> dict[str, Any]:
         "v_granularity": grain.v,
         "key_block": key_block(v),
     }
-
-
-def symbol(variant_id: str) -> str:
-    return f"kLaunch_{variant_id}"
 
 
 def summary(v: Variant) -> str:

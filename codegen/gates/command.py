@@ -22,6 +22,12 @@ DEFAULT_OUT = Path(__file__).resolve().parent.parent.parent / "build" / "gates"
 @emulated_option
 @click.option("--jobs", type=click.IntRange(min=1), default=None, help="Compilers at once. Default: by cores, memory.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=DEFAULT_OUT, help="Work files.")
+@click.option(
+    "--built",
+    "build_dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Read the cubins of this build (its --build-dir) and compile nothing.",
+)
 @click.option("--report", default=None, help="Default for whole profiles: generated/gates/{arch}_{profile}.txt.")
 @click.option(
     "--packs", "packs_only", is_flag=True, help="Only the kernels that quantise and pack, and their part of the report."
@@ -35,11 +41,13 @@ def gates(
     emulated: bool,
     jobs: int | None,
     out: Path,
+    build_dir: Path | None,
     report: str | None,
     packs_only: bool,
     check_only: bool,
 ) -> None:
-    """Compile the kernels (no GPU needed) and hold registers, memory and instruction mix to what was promised."""
+    """Compile the kernels, or read those of a build, and hold their registers, memory and instruction mix to what was
+    promised. No GPU is needed."""
     from codegen.gates.run import REPORT, run  # lazily: only this command needs a compiler
     from codegen.gates.toolbox import ToolboxError
     from scripts.toolchain import ToolchainError, job_count
@@ -59,6 +67,7 @@ def gates(
             profile=request.profile,
             jobs=jobs or job_count(),
             out=out,
+            built=build_dir,
             pattern=report or (REPORT if whole else None),
             check_only=check_only,
             say=click.echo,

@@ -1,4 +1,4 @@
-"""Compiles kernels to cubins and measures them, a few at a time; unchanged kernels are not compiled again."""
+"""Measures kernels, a few at a time: those of a build, or compiled here. What is unchanged is not done again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +14,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
+from codegen.arch import TARGETS
 from codegen.gates import flow, machine, sass
 from codegen.gates.subject import Failure, Kernel, Listing, Loop, Measured, Resources
 from codegen.gates.toolbox import Toolbox
+from scripts.cubins import CompileError, Cubin, Job, make, stored
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _EACH = re.compile(r"^(?=.*Compiling entry function)", re.M)
@@ -26,10 +27,6 @@ _USED = re.compile(r"Used (\d+) registers(.*)")
 _STATIC = re.compile(r"(\d+) bytes smem")
 _ADVICE = re.compile(r"^.*(?:Potential Performance Loss|\(C751[0-4]\)).*$", re.M)
 _STORAGE = re.compile(r"static_assert\((?:sizeof\(SharedStorage\)|Stage::kBytes) == (\d+)[,)]")
-
-
-class CompileError(RuntimeError):
-    """nvcc or nvdisasm refused a kernel; the message is what they said."""
 
 
 def parse_resources(text: str, entry: str = "") -> Resources:
@@ -55,30 +52,6 @@ def parse_resources(text: str, entry: str = "") -> Resources:
         static_smem=int(static[1]) if static else 0,
         advice=tuple(advice),
     )
-
-
-SHOWN_LINES = 20  # of a compiler's complaint; the first error is the one that counts
-
-
-def _head(text: str) -> str:
-    lines = text.strip().splitlines()
-    more = [f"... {len(lines) - SHOWN_LINES} more lines"] if len(lines) > SHOWN_LINES else []
-    return "\n".join(lines[:SHOWN_LINES] + more)
-
-
-def _run_nvcc(command: list[str], environment: dict[str, str]) -> tuple[str, float, float]:
-    """Output, seconds, and MiB of the largest process of nvcc's tree (its compilers run one after the other)."""
-    with tempfile.TemporaryFile("w+") as output:
-        started = time.monotonic()
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        seconds = time.monotonic() - started
-        output.seek(0)
-        text = output.read()
-    if process.returncode != 0:
-        raise CompileError(f"nvcc failed with status {process.returncode}:\n{_head(text)}")
-    return text, seconds, usage.ru_maxrss / 1024
 
 
 def _disassemble(tools: Toolbox, cubin: Path) -> str:
@@ -108,26 +81,35 @@ def _storage(source: str, named: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def measure(kernels: Sequence[Kernel], tools: Toolbox, work: Path) -> list[Measured]:
-    """Compiles the source that these kernels share, for their target, and takes it apart; `work` gets the cubin.
+def job_of(kernel: Kernel) -> Job:
+    """What has to be compiled for a kernel."""
+    return Job(target=kernel.target, gencode=TARGETS[kernel.target].gencode, source=kernel.source)
 
-    Raises CompileError.
+
+def measure(kernels: Sequence[Kernel], tools: Toolbox, folder: Path, *, built: bool = False) -> list[Measured]:
+    """Takes the cubin apart that these kernels share: one in `folder` that is up to date, else compiled into it.
+
+    built: compile nothing. Raises CompileError.
     """
-    target, source = kernels[0].target, kernels[0].source
-    cubin = work / f"{source.stem}.cubin"
-    cubin.parent.mkdir(parents=True, exist_ok=True)
-    partial = cubin.with_suffix(f".{os.getpid()}.cubin")  # two runs may share the folder
-    text, seconds, peak = _run_nvcc(tools.command(target, source, partial), tools.environment)
-    partial.replace(cubin)
-    code, stated, machine_code = _disassemble(tools, cubin), source.read_text(), cubin.read_bytes()
+    job = job_of(kernels[0])
+    cubin = stored(job, tools, folder)
+    if cubin is None:
+        if built:
+            raise CompileError(f"{folder} has no cubin of this source, these headers, this compiler and its options")
+        cubin = make(job, tools, folder)
+    return _read(kernels, tools, cubin)
+
+
+def _read(kernels: Sequence[Kernel], tools: Toolbox, cubin: Cubin) -> list[Measured]:
+    code, stated, machine_code = _disassemble(tools, cubin.path), kernels[0].source.read_text(), cubin.path.read_bytes()
     return [
         Measured(
-            resources=parse_resources(text, kernel.entry),
+            resources=parse_resources(cubin.log, kernel.entry),
             listing=_listing(code, kernel.entry),
             storage_bytes=_storage(stated, kernel.storage),
             code=_digest(machine_code, kernel.entry),
-            seconds=round(seconds, 2),
-            peak_mib=round(peak),
+            seconds=cubin.seconds,
+            peak_mib=cubin.peak_mib,
         )
         for kernel in kernels
     ]
@@ -159,41 +141,56 @@ def _record(out: Path, kernel: Kernel) -> Path:
 
 
 def _store(path: Path, key: str, measured: Measured) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.json")
     partial.write_text(json.dumps({"key": key, "measured": asdict(measured)}, indent=1))
     partial.replace(path)
 
 
 def measure_all(
-    kernels: Iterable[Kernel], tools: Toolbox, out: Path, jobs: int, say: Callable[[str], None]
+    kernels: Iterable[Kernel],
+    tools: Toolbox,
+    out: Path,
+    jobs: int,
+    say: Callable[[str], None],
+    *,
+    built: Path | None = None,
 ) -> tuple[dict[Kernel, Measured], list[Failure]]:
     """Measures every kernel, `jobs` sources at a time, with a line for each that is compiled.
 
-    out: gets `<target>/<source>.cubin`, and of each kernel `<target>/<id>.json`, which a later run with unchanged
-    inputs reads instead of compiling.
+    built: a build's folder of cubins, which are read as they are; what is missing there is a failure. None: cubins are
+    compiled into `out`. There, `<target>/<id>.json` also keeps what was measured of each kernel.
     A kernel that does not compile is a failure of gate COMPILE and missing from the results.
     """
     results: dict[Kernel, Measured] = {}
     failures: list[Failure] = []
     keys: dict[Kernel, str] = {}
-    todo: dict[tuple[str, Path], list[Kernel]] = defaultdict(list)
+    todo: dict[Job, list[Kernel]] = defaultdict(list)
+    of_source: dict[Job, str] = {}
+    folder = out if built is None else built
     for kernel in kernels:
-        keys[kernel] = f"{tools.digest(kernel.target, kernel.source)} {_READER} {kernel.entry}"
+        job = job_of(kernel)
+        if job not in of_source:
+            of_source[job] = tools.key(job.gencode, job.source)
+        keys[kernel] = f"{of_source[job]} {_READER} {kernel.entry}"
         known = _load(_record(out, kernel), keys[kernel])
-        if known is None:
-            todo[kernel.target, kernel.source].append(kernel)
+        if known is None or (built is not None and stored(job, tools, built) is None):
+            todo[job].append(kernel)
         else:
             results[kernel] = known
+    verb = "compile" if built is None else "read"
     say(
-        f"{len(results)} kernels unchanged since an earlier run, {sum(map(len, todo.values()))} to compile "
+        f"{len(results)} kernels unchanged since an earlier run, {sum(map(len, todo.values()))} to {verb} "
         f"from {len(todo)} files, {jobs} at a time"
     )
     started = time.monotonic()
     with ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(measure, group, tools, out / target): group for (target, _), group in todo.items()}
+        running = {
+            pool.submit(measure, group, tools, folder, built=built is not None): job for job, group in todo.items()
+        }
         try:
             for done, future in enumerate(as_completed(running), 1):
-                group = running[future]
+                group = todo[running[future]]
                 name = f"[{done}/{len(todo)}] {group[0].target} {group[0].source.stem}"
                 try:
                     measured = dict(zip(group, future.result(), strict=True))
@@ -201,13 +198,14 @@ def measure_all(
                     failures += [
                         Failure(gate="COMPILE", kernel=k.id, target=k.target, message=str(error)) for k in group
                     ]
-                    say(f"{name}  does not compile")
+                    say(f"{name}  does not compile" if built is None else f"{name}  is not in the build")
                     continue
                 results |= measured
                 for kernel, m in measured.items():
                     _store(_record(out, kernel), keys[kernel], m)
-                left = (time.monotonic() - started) / done * (len(todo) - done)
-                say(f"{name}  {measured[group[0]].seconds:.1f} s, {left:.0f} s left")
+                if built is None:
+                    left = (time.monotonic() - started) / done * (len(todo) - done)
+                    say(f"{name}  {measured[group[0]].seconds:.1f} s, {left:.0f} s left")
         except BaseException:  # an interrupt as well: without this the pool would first compile all the rest
             pool.shutdown(cancel_futures=True)
             raise

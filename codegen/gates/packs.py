@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from codegen.arch import TARGETS
-from codegen.gates.subject import Kernel, write_source
+from codegen.gates.subject import Kernel, mangled, write_source
 from codegen.pack import SAMPLES, THREADS, Pack
 from codegen.render import environment, render_pack
 
@@ -35,13 +35,11 @@ class Form:
     transforms: bool
     ragged: bool = False
 
-    @property
-    def entry(self) -> str:
+    def entry(self, pack: Pack) -> str:
         """What its mangled name holds: the function's name, its length in front, and the template's argument."""
         if self.ragged:
-            return f"{len(self.name)}{self.name}E"
-        function = "amax" if self.maxima else "pack"
-        return f"{len(function)}{function}ILb{int(self.transforms)}E"
+            return mangled(f"{pack.id}_ragged") + "E"
+        return mangled(f"{pack.id}_amax" if self.maxima else pack.id) + f"ILb{int(self.transforms)}E"
 
 
 FORMS = tuple(
@@ -97,7 +95,7 @@ def render(chosen: Mapping[str, tuple[Pack, ...]], folder: Path) -> list[Kernel]
             smem_limit=TARGETS[target].smem_per_block,
             mma_in_loop=0,
             spilled=SPILLED if form.transforms else 0,
-            entry=form.entry,
+            entry=form.entry(pack),
             static_smem=static_smem(pack, form),
             wide_loads=wide_loads(pack, form),
             narrow_loads=narrow_loads(form),
@@ -120,7 +118,7 @@ def render(chosen: Mapping[str, tuple[Pack, ...]], folder: Path) -> list[Kernel]
             smem_limit=TARGETS["sm90a"].smem_per_block,
             mma_in_loop=0,
             spilled=0,
-            entry="7deliver",
+            entry=mangled(f"{pack.id}_deliver"),
             storage="sizeof(Delivery::Storage)",
         )
         for pack in chosen.get("sm90a", ())

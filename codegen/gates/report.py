@@ -12,7 +12,7 @@ from codegen.gates.packs import FAMILY as PACK
 from codegen.gates.rules import applicable, check, occupancy, smem_bytes
 from codegen.gates.sass import MATRIX
 from codegen.gates.subject import Kernel, Measured
-from codegen.gates.toolbox import INCLUDE, code_of, digest_of, own_headers
+from scripts.cubins import INCLUDE, code_of, digest_of, own_headers
 
 # The parts of a report, and how the first line of each begins.
 PARTS = {"attention": "# Compiled code of", PACK: "# Kernels that quantise and pack, of"}

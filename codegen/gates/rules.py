@@ -9,7 +9,8 @@ from codegen.arch import REGISTERS_PER_SM, REGISTERS_PER_THREAD
 from codegen.gates.occupancy import ctas_per_sm
 from codegen.gates.packs import FAMILY as PACK
 from codegen.gates.sass import MATRIX
-from codegen.gates.subject import PLAN, Failure, Kernel, Measured
+from codegen.gates.subject import Failure, Kernel, Measured
+from codegen.outputs import PLAN
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,10 @@ from codegen.gates import report
 from codegen.gates.compile import measure_all
 from codegen.gates.rules import applicable, check
 from codegen.gates.subject import Failure, Kernel, Measured, render
-from codegen.gates.toolbox import ROOT, open_toolbox
+from codegen.gates.toolbox import open_toolbox
 from codegen.pack import Pack
 from codegen.variant import Variant
+from scripts.cubins import ROOT
 
 REPORT = str(ROOT / "generated" / "gates" / "{arch}_{profile}.txt")
 SHOWN = 40  # changes listed in full; the numbers are all in the fresh report
@@ -88,6 +89,7 @@ def run(
     profile: str,
     jobs: int,
     out: Path,
+    built: Path | None,
     pattern: str | None,
     check_only: bool,
     say: Callable[[str], None],
@@ -96,6 +98,7 @@ def run(
 
     A report has a part about each of these two; what is not measured keeps its part.
     check_only: compare with the committed report, the baseline, instead of writing it.
+    built: work files of a build, whose cubins are read; None compiles.
     out: work files, and `<out>/gates_<arch>_<profile>.txt`, the fresh report in any case.
     pattern: path of the committed report, with `{arch}` and `{profile}` filled in, written only when all its kernels
     pass; None writes none.
@@ -104,14 +107,15 @@ def run(
     tools = open_toolbox()
     out = out.resolve()
     kernels = render(chosen, out / "generated") + packing.render(packs, out / "generated")
-    results, failures = measure_all(kernels, tools, out, jobs, say)
+    cubins = None if built is None else built / "cubins"
+    results, failures = measure_all(kernels, tools, out, jobs, say, built=cubins)
     for kernel in sorted(results, key=lambda k: (k.target, k.id)):
         failures += check(kernel, results[kernel])
     for failure in failures:
         say(str(failure))
 
     good = not failures
-    compiler = f"nvcc {tools.nvcc_version} {' '.join(tools.options)}"
+    compiler = f"nvcc {tools.version} {' '.join(tools.options)}"
     for arch in dict.fromkeys([*chosen, *packs]):
         of_arch = {k: m for k, m in results.items() if k.target == arch}
         if not of_arch:

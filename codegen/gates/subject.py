@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from codegen.arch import TARGETS
-from codegen.axes import Walk
 from codegen.families import FAMILIES, derive
-from codegen.outputs import kernel_path
-from codegen.render import environment, render_kernel
+from codegen.outputs import PLAN, PLAN_PATH, kernel_path
+from codegen.render import environment, render_kernel, render_plan
 from codegen.variant import Variant
+from scripts.cubins import INCLUDE
 
-ATTENTION = "9attention"  # in a mangled name, with its length in front
-PLAN = "plan"  # the kernel that lists the tiles of a ragged batch: the same one in each source of the walk
-PLAN_THREADS = 1024
+_PLAN_THREADS = re.compile(r"constexpr int kThreads = (\d+);")  # in the header that the host launches it by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,15 @@ def write_source(path: Path, text: str) -> None:
         path.write_text(text)
 
 
+def mangled(name: str) -> str:
+    """What the compiler's spelling of a function's name begins with: its length, itself."""
+    return f"{len(name)}{name}"
+
+
 def _plan(target: str, source: Path) -> Kernel:
+    stated = _PLAN_THREADS.search((INCLUDE / "fp8cutlass" / "walk" / "plan_params.h").read_text())
+    if stated is None:
+        raise LookupError("walk/plan_params.h states no kThreads")
     return Kernel(
         id=PLAN,
         target=target,
@@ -136,12 +143,11 @@ def _plan(target: str, source: Path) -> Kernel:
         source=source,
         emulated=False,
         head_dim=0,
-        threads=PLAN_THREADS,
+        threads=int(stated[1]),
         ctas_per_sm=1,
         smem_bytes=0,
         smem_limit=TARGETS[target].smem_per_block,
         mma_in_loop=0,
-        entry=f"{len(PLAN)}{PLAN}E",
     )
 
 
@@ -169,16 +175,20 @@ def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kern
                 smem_limit=min(family.smem_per_block, TARGETS[target].smem_per_block),
                 mma_in_loop=d.mma_in_loop,
                 spilled=d.spilled,
-                entry=f"{ATTENTION}ILi0E" if d.unrolled else f"{ATTENTION}E" if v.walk is Walk.RAGGED else "",
+                entry=f"{mangled(v.id)}E" if d.unrolled else "",
             )
             forms = (
                 replace(
-                    plain, id=f"{v.id}.keys{u.most_keys}", entry=f"{ATTENTION}ILi{u.most_keys}E", mma_in_loop=u.products
+                    plain,
+                    id=f"{v.id}.keys{u.most_keys}",
+                    entry=mangled(f"{v.id}_keys{u.most_keys}"),
+                    mma_in_loop=u.products,
                 )
                 for u in d.unrolled
             )
             kernels += [plain, *forms]
-    for target, variants in chosen.items():
-        if ragged := [v for v in variants if v.walk is Walk.RAGGED]:
-            kernels.append(_plan(target, folder / kernel_path(min(ragged, key=lambda v: v.id))))
+    ragged = [t for t, variants in chosen.items() if any(v.walk.tables for v in variants)]
+    if ragged:
+        write_source(folder / PLAN_PATH, render_plan(env))
+    kernels += [_plan(target, folder / PLAN_PATH) for target in ragged]
     return sorted(kernels, key=lambda k: (k.target, k.id))

@@ -7,7 +7,7 @@
 // channel, another kernel finds the maxima first. Both have a second form, for calls that subtract a mean from K or rotate
 // Q and K: the block is transformed in its registers before its maximum is taken.
 // A fifth kernel hands K and V over, head by head, to an attention kernel that runs already.
-// `pack_ragged` is `pack` for a ragged batch, whose blocks of K and V begin where its sequences do.
+// `pack_d128_n128_bf16_ragged` is for a ragged batch, whose blocks of K and V begin where its sequences do.
 
 #include "fp8cutlass/sm90/deliver.cuh"
 #include "fp8cutlass/pack_ragged.cuh"
@@ -47,11 +47,16 @@ using Delivery = sm90::Delivery<kRows, kHeadDim>;  // the kernel that hands over
 static_assert(sizeof(Delivery::Storage) == 99328);
 static_assert(Delivery::kThreads == 384 && Delivery::kCtas == 2);
 
+// Shared memory for the largest |x| of each warp.
+struct Maxima {
+  uint32_t (&of_warp)[kThreads / 32];
+};
+
 // Finds the scale of each group of a block of X and stores its descale. inverse[t] becomes the factor of row t, of column t
 // or, where a block, head or tensor shares one, of everything.
 template <class X>
 __device__ void make_scales(const PackOperand& o, const Block& block, const uint32_t (&largest)[kPasses],
-                            float (&inverse)[kThreads]) {
+                            float (&inverse)[kThreads], const Maxima& maxima) {
   const int thread = threadIdx.x, begin = block.index * kRows;
   float group_max = 0.f;  // of this thread's group
   int64_t group = 0;
@@ -72,7 +77,7 @@ __device__ void make_scales(const PackOperand& o, const Block& block, const uint
       const int groups = (o.tokens + kCtas * kRows - 1) / (kCtas * kRows), index = block.index / kCtas;
       stores = thread == 0 && block.index % kCtas == 0 && index < groups;
       group = int64_t{block.head} * groups + index;
-      const uint32_t bits = packing::block_max(packing::largest_of(largest));
+      const uint32_t bits = packing::block_max(packing::largest_of(largest), maxima.of_warp);
       group_max = X::low(bits);
       break;
     }
@@ -139,11 +144,11 @@ __device__ void pack_columns(const PackOperand& o, const Block& block, const uin
 // Quantises a block of X. V is never transformed.
 template <class X, bool kTransformed>
 __device__ __forceinline__ void quantise(const PackParams& p, const Block& block, uint4 (&x)[kPasses][kChunks],
-                                         float (&inverse)[kThreads], uint8_t* stage) {
+                                         float (&inverse)[kThreads], uint8_t* stage, const Maxima& maxima) {
   const PackOperand& o = p.operand[block.operand];
   uint32_t largest[kPasses];  // of |x|, in two halves
   packing::finite_magnitudes<X>(largest, x, packing::kMagnitude);
-  make_scales<X>(o, block, largest, inverse);
+  make_scales<X>(o, block, largest, inverse, maxima);
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) packing::keep(x[pass]);
   const uint32_t flip = block.operand == kPackQ ? p.q_flip : 0;
@@ -156,10 +161,25 @@ __device__ __forceinline__ void quantise(const PackParams& p, const Block& block
   }
 }
 
+// Raises the maximum of the group, no channel, that a block of X belongs to.
+template <class X>
+__device__ __forceinline__ void raise_group(const PackOperand& o, const Block& block, uint4 (&x)[kPasses][kChunks],
+                                            uint32_t (&of_warp)[kThreads / 32]) {
+  uint32_t largest[kPasses];
+  packing::finite_magnitudes<X>(largest, x, 0);
+  const uint32_t bits = packing::block_max(packing::largest_of(largest), of_warp);
+  if (threadIdx.x == 0) packing::raise(o.amax + (o.granularity == Granularity::head ? block.head : 0), X::low(bits));
+}
+
+}  // namespace
+
 template <bool kTransform>
 __global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : kPlainCtas)
-    pack(const __grid_constant__ PackParams p) {
+    pack_d128_n128_bf16(const __grid_constant__ PackParams p) {
   extern __shared__ __align__(16) uint8_t stage[];  // Stage
+  // Before the others, so that it has the lowest address: with others there ptxas spills more.
+  __shared__ uint32_t of_warp[kThreads / 32];
+  const Maxima maxima{of_warp};
   __shared__ __align__(16) float inverse[kThreads];
   packing::allow_dependents();
   const Block block = packing::find_block(p);
@@ -169,17 +189,58 @@ __global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : kPlain
     __shared__ __align__(16) float mean[kHeadDim];
     if (packing::transforms(p, block)) {
       packing::transform<Source, kLanes>(x, mean, reinterpret_cast<float*>(stage), p, block, block.index * kRows);
-      quantise<packing::Bf16, true>(p, block, x, inverse, stage);
+      quantise<packing::Bf16, true>(p, block, x, inverse, stage, maxima);
       return;
     }
   }
-  quantise<Source, false>(p, block, x, inverse, stage);
+  quantise<Source, false>(p, block, x, inverse, stage, maxima);
+}
+
+// The largest finite |x| of each group into PackOperand::amax.
+template <bool kTransform>
+__global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : 0)
+    pack_d128_n128_bf16_amax(const __grid_constant__ PackParams p) {
+  __shared__ uint32_t of_warp[kThreads / 32];  // before the others, as above
+  __shared__ uint32_t of_column[kHeadDim];
+  const Block block = packing::find_block(p);
+  const PackOperand& o = p.operand[block.operand];
+  uint4 x[kPasses][kChunks];
+  packing::load<kLanes>(x, o, block, block.index * kRows, p.head_dim);
+  if constexpr (kTransform) {
+    extern __shared__ __align__(16) uint8_t stage[];  // Stage
+    __shared__ __align__(16) float mean[kHeadDim];
+    if (packing::transforms(p, block)) {
+      packing::transform<Source, kLanes>(x, mean, reinterpret_cast<float*>(stage), p, block, block.index * kRows);
+      raise_group<packing::Bf16>(o, block, x, of_warp);
+      return;
+    }
+  }
+  if (o.granularity != Granularity::channel) {
+    raise_group<Source>(o, block, x, of_warp);
+    return;
+  }
+  uint32_t largest[kPasses];
+  packing::finite_magnitudes<Source>(largest, x, 0);
+  if (threadIdx.x < kHeadDim) of_column[threadIdx.x] = 0;
+  __syncthreads();
+  packing::column_max<kLanes>(of_column, x);
+  __syncthreads();
+  if (threadIdx.x < kHeadDim)
+    packing::raise(o.amax + int64_t{block.head} * kHeadDim + threadIdx.x, Source::low(of_column[threadIdx.x]));
+}
+
+__global__ void __launch_bounds__(Delivery::kThreads, Delivery::kCtas)
+    pack_d128_n128_bf16_deliver(const __grid_constant__ sm90::DeliverParams params) {
+  sm90::deliver<Delivery, Source>(params);
 }
 
 // For sm_90: no other target walks a ragged batch.
-__global__ void __launch_bounds__(kThreads, kPlainCtas) pack_ragged(const __grid_constant__ PackParams p, const __grid_constant__ RaggedPack ragged) {
+__global__ void __launch_bounds__(kThreads, kPlainCtas)
+    pack_d128_n128_bf16_ragged(const __grid_constant__ PackParams p, const __grid_constant__ RaggedPack ragged) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(16) uint8_t stage[];  // Stage
+  __shared__ uint32_t of_warp[kThreads / 32];  // before the others, as above
+  const Maxima maxima{of_warp};
   __shared__ __align__(16) float inverse[kThreads];
   packing::allow_dependents();
   if (int(blockIdx.x) >= ragged.first_cta) {
@@ -193,66 +254,13 @@ __global__ void __launch_bounds__(kThreads, kPlainCtas) pack_ragged(const __grid
     base = packing::find_keys<kRows * kCtas>(source, ragged.batch, block.index / kCtas) + block.index % kCtas * kRows;
   uint4 x[kPasses][kChunks];
   packing::load<kLanes>(x, source, block, base, p.head_dim);
-  quantise<Source, false>(p, block, x, inverse, stage);
+  quantise<Source, false>(p, block, x, inverse, stage, maxima);
 #endif
 }
 
-// Raises the maximum of the group, no channel, that a block of X belongs to.
-template <class X>
-__device__ __forceinline__ void raise_group(const PackOperand& o, const Block& block, uint4 (&x)[kPasses][kChunks]) {
-  uint32_t largest[kPasses];
-  packing::finite_magnitudes<X>(largest, x, 0);
-  const uint32_t bits = packing::block_max(packing::largest_of(largest));
-  if (threadIdx.x == 0) packing::raise(o.amax + (o.granularity == Granularity::head ? block.head : 0), X::low(bits));
-}
-
-// The largest finite |x| of each group into PackOperand::amax.
-template <bool kTransform>
-__global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : 0) amax(const __grid_constant__ PackParams p) {
-  __shared__ uint32_t of_column[kHeadDim];
-  const Block block = packing::find_block(p);
-  const PackOperand& o = p.operand[block.operand];
-  uint4 x[kPasses][kChunks];
-  packing::load<kLanes>(x, o, block, block.index * kRows, p.head_dim);
-  if constexpr (kTransform) {
-    extern __shared__ __align__(16) uint8_t stage[];  // Stage
-    __shared__ __align__(16) float mean[kHeadDim];
-    if (packing::transforms(p, block)) {
-      packing::transform<Source, kLanes>(x, mean, reinterpret_cast<float*>(stage), p, block, block.index * kRows);
-      raise_group<packing::Bf16>(o, block, x);
-      return;
-    }
-  }
-  if (o.granularity != Granularity::channel) {
-    raise_group<Source>(o, block, x);
-    return;
-  }
-  uint32_t largest[kPasses];
-  packing::finite_magnitudes<Source>(largest, x, 0);
-  if (threadIdx.x < kHeadDim) of_column[threadIdx.x] = 0;
-  __syncthreads();
-  packing::column_max<kLanes>(of_column, x);
-  __syncthreads();
-  if (threadIdx.x < kHeadDim)
-    packing::raise(o.amax + int64_t{block.head} * kHeadDim + threadIdx.x, Source::low(of_column[threadIdx.x]));
-}
-
-int launch(const PackParams& params, CUstream_st* stream) {
-  if (params.handover.ready != nullptr) return sm90::launch_delivery<Delivery, Source>(params, stream);
-  if (params.k_mean != nullptr || params.hadamard)
-    return packing::launch<kRows, kCtas>(pack<true>, amax<true>, Stage::kBytes, Stage::kBytes, params, stream);
-  return packing::launch<kRows, kCtas>(pack<false>, amax<false>, Stage::kBytes, 0, params, stream);
-}
-
-int launch_ragged(const PackParams& params, const RaggedPack& ragged, CUstream_st* stream) {
-  return packing::launch_ragged<kRows, kCtas>(pack_ragged, Stage::kBytes, params, ragged, stream);
-}
-
-}  // namespace
-
-extern const PackFn kPack_d128_n128_bf16;
-const PackFn kPack_d128_n128_bf16 = launch;
-extern const PackRaggedFn kPack_d128_n128_bf16Ragged;
-const PackRaggedFn kPack_d128_n128_bf16Ragged = launch_ragged;
+template __global__ void pack_d128_n128_bf16<false>(const __grid_constant__ PackParams);
+template __global__ void pack_d128_n128_bf16<true>(const __grid_constant__ PackParams);
+template __global__ void pack_d128_n128_bf16_amax<false>(const __grid_constant__ PackParams);
+template __global__ void pack_d128_n128_bf16_amax<true>(const __grid_constant__ PackParams);
 
 }  // namespace fp8cutlass

@@ -20,7 +20,6 @@
 
 #include "fp8cutlass/diagnose.cuh"
 #include "fp8cutlass/epilogue.cuh"
-#include "fp8cutlass/launch.cuh"
 #include "fp8cutlass/layout.h"
 #include "fp8cutlass/params.h"
 #include "fp8cutlass/schedule.h"
@@ -92,7 +91,9 @@ static_assert((kHeadDim > 128) || (kCtasPerSm >= 2), "OCCUPANCY: up to head_dim 
 
 // ---- the kernel --------------------------------------------------------------------------------------------------------------------
 
-__global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_constant__ ForwardParams p, int items) {
+}  // namespace
+
+__global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_diag_d128_m64n64w4_s2_token_causal_e4m3_bf16_exp2(const __grid_constant__ ForwardParams p, int items) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 #error "FP8 matrix instructions need sm_89"
 #endif
@@ -245,14 +246,5 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) attention(const __grid_c
     if (next >= items) return;
   }
 }
-
-int launch(const ForwardParams& params, CUstream_st* stream) {
-  return launch_persistent(attention, {kTileM, kThreads, kCtasPerSm, int(sizeof(SharedStorage))}, params, stream);
-}
-
-}  // namespace
-
-extern const LaunchFn kLaunch_sm89_diag_d128_m64n64w4_s2_token_causal_e4m3_bf16_exp2;
-const LaunchFn kLaunch_sm89_diag_d128_m64n64w4_s2_token_causal_e4m3_bf16_exp2 = launch;
 
 }  // namespace fp8cutlass

@@ -27,7 +27,7 @@
 #include "fp8cutlass/params.h"
 #include "fp8cutlass/sm90/barrier.cuh"
 #include "fp8cutlass/sm90/draw.cuh"
-#include "fp8cutlass/sm90/launch.cuh"
+#include "fp8cutlass/sm90/kernel_params.h"
 #include "fp8cutlass/sm90/operand.h"
 #include "fp8cutlass/sm90/wgmma.cuh"
 #include "fp8cutlass/softmax.cuh"
@@ -484,7 +484,7 @@ __device__ __forceinline__ void work(const sm90::KernelParams& params, SharedSto
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__ sm90::KernelParams params) {
+__device__ __forceinline__ void attention(const sm90::KernelParams& params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
@@ -512,13 +512,10 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
 #endif
 }
 
-int launch(const ForwardParams& params, CUstream_st* stream) {
-  return sm90::launch<SourceTile, QTile, KTile, VTile, kParts, kSplit, kMask>(attention, kThreads, int(sizeof(SharedStorage)), params, stream);
-}
-
 }  // namespace
 
-extern const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_e4m3_linear_columns_solo;
-const LaunchFn kLaunch_sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_e4m3_linear_columns_solo = launch;
+__global__ void __launch_bounds__(kThreads, 1) sm90a_fwd_d256_m128n256w8_s3_block_full_e4m3_e4m3_linear_columns_solo(const __grid_constant__ sm90::KernelParams params) {
+  attention(params);
+}
 
 }  // namespace fp8cutlass

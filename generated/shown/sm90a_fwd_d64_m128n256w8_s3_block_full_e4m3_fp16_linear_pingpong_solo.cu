@@ -31,7 +31,7 @@
 #include "fp8cutlass/params.h"
 #include "fp8cutlass/sm90/barrier.cuh"
 #include "fp8cutlass/sm90/draw.cuh"
-#include "fp8cutlass/sm90/launch.cuh"
+#include "fp8cutlass/sm90/kernel_params.h"
 #include "fp8cutlass/sm90/operand.h"
 #include "fp8cutlass/sm90/query.cuh"
 #include "fp8cutlass/sm90/unrolled.cuh"
@@ -616,7 +616,7 @@ __device__ __forceinline__ void leave(const ForwardParams& p) {
 }
 
 template <int kMostKeys>
-__global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__ sm90::KernelParams params) {
+__device__ __forceinline__ void attention(const sm90::KernelParams& params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
@@ -648,18 +648,18 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
 #endif
 }
 
-int launch(const ForwardParams& params, CUstream_st* stream) {
-  const auto start = [&](auto kernel) {
-    return sm90::launch<SourceTile, QTile, KTile, VTile, kParts, kSplit, kMask>(kernel, kThreads, int(sizeof(SharedStorage)), params, stream);
-  };
-  if (Unrolled<512>::serves(params.seqlen_k)) return start(attention<512>);
-  if (Unrolled<1024>::serves(params.seqlen_k)) return start(attention<1024>);
-  return start(attention<0>);
-}
-
 }  // namespace
 
-extern const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo;
-const LaunchFn kLaunch_sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo = launch;
+__global__ void __launch_bounds__(kThreads, 1) sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo(const __grid_constant__ sm90::KernelParams params) {
+  attention<0>(params);
+}
+
+__global__ void __launch_bounds__(kThreads, 1) sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo_keys512(const __grid_constant__ sm90::KernelParams params) {
+  attention<512>(params);
+}
+
+__global__ void __launch_bounds__(kThreads, 1) sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_fp16_linear_pingpong_solo_keys1024(const __grid_constant__ sm90::KernelParams params) {
+  attention<1024>(params);
+}
 
 }  // namespace fp8cutlass

@@ -17,7 +17,7 @@
 
 namespace fp8cutlass::packing {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kPackThreads;
 
 // The next kernel of the stream may be launched as soon as every CTA of this one has started. It waits for the results
 // by itself (griddepcontrol.wait) or was launched to begin after the end, as this one was.
@@ -112,9 +112,8 @@ __device__ __forceinline__ uint32_t row_max(uint32_t magnitudes) {
   return larger_half(magnitudes);
 }
 
-// Over the CTA; every thread must come here, once.
-__device__ __forceinline__ uint32_t block_max(uint32_t bits) {
-  __shared__ uint32_t of_warp[kThreads / 32];
+// Over the CTA; every thread must come here, once. of_warp: in shared memory.
+__device__ __forceinline__ uint32_t block_max(uint32_t bits, uint32_t (&of_warp)[kThreads / 32]) {
   bits = __reduce_max_sync(~0u, bits);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
   __syncthreads();
@@ -196,53 +195,6 @@ __device__ __forceinline__ void column_max(uint32_t* of_column, const uint4 (&x)
       }
     }
   }
-}
-
-// ---- host -----------------------------------------------------------------------------------------------------------
-
-using Kernel = void (*)(PackParams);
-
-inline int launch_ctas(const void* kernel, int64_t ctas, void** arguments, int smem_bytes, CUstream_st* stream) {
-  if (ctas == 0) return cudaSuccess;
-  if (ctas > INT32_MAX) return cudaErrorInvalidValue;
-  if (smem_bytes > 48 * 1024) {
-    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-    if (status != cudaSuccess) return status;
-  }
-  return cudaLaunchKernel(kernel, dim3(unsigned(ctas)), dim3(kThreads), arguments, smem_bytes, stream);
-}
-
-inline int launch_blocks(Kernel kernel, PackParams params, int smem_bytes, CUstream_st* stream) {
-  int64_t ctas = 0;
-  for (const PackOperand& o : params.operand) ctas += o.ctas;
-  void* arguments[] = {&params};
-  return launch_ctas(reinterpret_cast<const void*>(kernel), ctas, arguments, smem_bytes, stream);
-}
-
-// How many CTAs each operand has. A CTA takes kRows rows, kCtas of them a block of keys. Returns a cudaError_t as int.
-template <int kRows, int kCtas>
-int count_ctas(PackParams& params) {
-  for (PackOperand& o : params.operand) {
-    if (o.rows > INT32_MAX - kRows * kCtas)
-      return cudaErrorInvalidValue;  // the rows of a block past the end are 32-bit
-    o.blocks = (o.rows + kRows * kCtas - 1) / (kRows * kCtas) * kCtas;
-    const int64_t ctas = int64_t{params.batch} * o.heads * o.blocks;
-    if (ctas > INT32_MAX) return cudaErrorInvalidValue;
-    o.ctas = int(ctas);
-  }
-  return cudaSuccess;
-}
-
-// `amax` runs before `pack` where an operand's groups are larger than a block.
-template <int kRows, int kCtas>
-int launch(Kernel pack, Kernel amax, int pack_bytes, int amax_bytes, PackParams params, CUstream_st* stream) {
-  int status = count_ctas<kRows, kCtas>(params);
-  if (status != cudaSuccess) return status;
-  PackParams first = params;
-  for (PackOperand& o : first.operand)
-    if (o.amax == nullptr) o.ctas = 0;
-  status = launch_blocks(amax, first, amax_bytes, stream);
-  return status != cudaSuccess ? status : launch_blocks(pack, params, pack_bytes, stream);
 }
 
 }  // namespace fp8cutlass::packing

@@ -1,5 +1,4 @@
-// The launch ABI of the kernels that quantise Q, K and V and pack V, and how a compiled one is registered.
-// Plain C++ without CUDA or torch headers.
+// The launch ABI of the kernels that quantise Q, K and V and pack V. Plain C++ without CUDA or torch headers.
 #pragma once
 
 #include <cstdint>
@@ -40,6 +39,8 @@ struct Handover {
   int kept_ctas;       // set by the launch: what `keep` of them hold
 };
 
+constexpr int kPackThreads = 256;  // of a CTA, but where K and V are handed over
+
 struct PackParams {
   PackOperand operand[kPackOperands];
   int batch;
@@ -49,9 +50,6 @@ struct PackParams {
   uint32_t q_flip;  // XORed onto four bytes of Q: 0x80808080 turns its sign, for a negative softmax scale
   Handover handover;
 };
-
-// Returns a cudaError_t as int; 0 is success. Never synchronises.
-using PackFn = int (*)(const PackParams& params, CUstream_st* stream);
 
 // What goes with the parameters of a ragged batch. `batch` of these is 1, and K and V become blocks as walk/ragged.h
 // has them, of which an operand's `tokens` are the rows. Rows of O (tokens, heads, D) that belong to no sequence become
@@ -64,23 +62,5 @@ struct RaggedPack {
   int tokens, heads;  // of Q
   int first_cta;      // that looks for such rows; set by the launch
 };
-
-using PackRaggedFn = int (*)(const PackParams& params, const RaggedPack& ragged, CUstream_st* stream);
-
-enum class SourceType { bf16, fp16 };
-
-struct PackEntry {
-  const char* id;
-  PackFn launch;
-  int head_dim;
-  int key_block;  // keys that share a block descale of K and V
-  SourceType source;
-  bool delivers;        // takes a handover
-  PackRaggedFn ragged;  // packs a ragged batch; null where no kernel walks one
-};
-
-// Defined in the generated registry, in manifest order.
-extern const PackEntry kPacks[];
-extern const int kPackCount;
 
 }  // namespace fp8cutlass

@@ -57,19 +57,4 @@ __device__ __forceinline__ void clear_rows(const RaggedPack& r, int cta) {
   }
 }
 
-// The last CTAs look for rows of O that belong to no sequence. Returns a cudaError_t as int.
-template <int kRows, int kCtas>
-int launch_ragged(void (*kernel)(PackParams, RaggedPack), int smem_bytes, PackParams params, RaggedPack ragged,
-                  CUstream_st* stream) {
-  const int status = count_ctas<kRows, kCtas>(params);
-  if (status != cudaSuccess) return status;
-  int64_t ctas = 0;
-  for (const PackOperand& o : params.operand) ctas += o.ctas;
-  if (ctas > INT32_MAX) return cudaErrorInvalidValue;
-  ragged.first_cta = int(ctas);
-  ctas += (ragged.tokens / kThreads + kCtas) / kCtas * kCtas;
-  void* arguments[] = {&params, &ragged};
-  return launch_ctas(reinterpret_cast<const void*>(kernel), ctas, arguments, smem_bytes, stream);
-}
-
 }  // namespace fp8cutlass::packing

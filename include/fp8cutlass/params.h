@@ -1,10 +1,8 @@
-// The launch ABI: what one kernel launch needs, and how a compiled variant is registered.
+// The launch ABI: what one kernel launch needs.
 // Plain C++ without CUDA or torch headers, so that host code and host tests can include it.
 #pragma once
 
 #include <cstdint>
-
-struct CUstream_st;  // cudaStream_t is CUstream_st*
 
 namespace fp8cutlass {
 
@@ -95,28 +93,7 @@ struct ForwardParams {
   RaggedBatch ragged;
 };
 
-// Returns a cudaError_t as int; 0 is success. Never synchronises.
-using LaunchFn = int (*)(const ForwardParams& params, CUstream_st* stream);
-
 enum class OutType { bf16, fp16, e4m3 };
 enum class Granularity { tensor, head, block, token, channel };  // what shares one descale
-
-struct VariantEntry {
-  const char* id;
-  LaunchFn launch;
-  int head_dim, tile_m, tile_n;
-  OutType out;
-  Granularity q, k, v;
-  bool diagnostic;
-  int key_block;     // keys that share a block descale of K and V
-  bool coarse;       // reads descales by steps, so that coarser ones serve as well
-  bool draws;        // its CTAs draw work items from ForwardParams::counters
-  bool quantises_q;  // takes Q in bf16 and fp16, too
-  bool ragged;       // walks a ragged batch, and no other
-};
-
-// Defined in the generated registry, in manifest order.
-extern const VariantEntry kVariants[];
-extern const int kVariantCount;
 
 }  // namespace fp8cutlass

@@ -1,13 +1,296 @@
-// What launches of an sm90a kernel ask of the driver, with a stand-in for the driver and the runtime that counts.
-// Prints one line a property; exits non-zero if any fails. Built by tests/test_launch_host.py with the host compiler.
-#include "fp8cutlass/sm90/launch.cuh"
+// What launches ask of the driver, and with what shapes and parameters they launch, with a stand-in for driver and
+// runtime. Prints one line a property; exits non-zero if any fails. Built by tests/test_launch_host.py with the sources
+// of csrc/ that launch, which puts files of cubins beside the program.
+#include "launch.h"
 
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <functional>
+#include <string>
 #include <thread>
+#include <vector>
 
-#include "fp8cutlass/sm90/operand.h"
+#include "counters.h"
+#include "kernels.h"
+#include "launch_pack.h"
+#include "runtime.h"
+
+namespace fp8cutlass {
+
+// A registry in small. Head_dim 64, tiles of 64 rows and 64 keys, but where a row is about another size.
+const VariantEntry kVariants[] = {
+    {"plain",
+     Family::sm90a,
+     64,
+     64,
+     64,
+     64,
+     256,
+     60000,
+     1,
+     1,
+     1,
+     Mask::full,
+     OutType::bf16,
+     Granularity::token,
+     Granularity::block,
+     Granularity::block,
+     false,
+     128,
+     true,
+     false,
+     true,
+     false,
+     {}},
+    {"other",
+     Family::sm90a,
+     64,
+     64,
+     64,
+     64,
+     256,
+     60000,
+     1,
+     1,
+     1,
+     Mask::full,
+     OutType::bf16,
+     Granularity::token,
+     Granularity::block,
+     Granularity::block,
+     false,
+     128,
+     true,
+     false,
+     false,
+     false,
+     {}},
+    {"wide",
+     Family::sm90a,
+     192,
+     128,
+     256,
+     128,
+     384,
+     200000,
+     1,
+     3,
+     4,
+     Mask::causal,
+     OutType::bf16,
+     Granularity::token,
+     Granularity::block,
+     Granularity::block,
+     false,
+     256,
+     true,
+     false,
+     false,
+     false,
+     {}},
+    {"unrolled",
+     Family::sm90a,
+     64,
+     64,
+     64,
+     64,
+     256,
+     60000,
+     1,
+     1,
+     1,
+     Mask::full,
+     OutType::bf16,
+     Granularity::token,
+     Granularity::block,
+     Granularity::block,
+     false,
+     128,
+     true,
+     false,
+     false,
+     false,
+     {{65, 128}, {193, 250}}},
+    {"walks",
+     Family::sm90a,
+     64,
+     64,
+     64,
+     64,
+     256,
+     60000,
+     1,
+     1,
+     1,
+     Mask::full,
+     OutType::bf16,
+     Granularity::token,
+     Granularity::block,
+     Granularity::block,
+     false,
+     128,
+     true,
+     true,
+     false,
+     true,
+     {}},
+    {"window",
+     Family::sm90a,
+     64,
+     128,
+     64,
+     64,
+     384,
+     60000,
+     1,
+     1,
+     1,
+     Mask::window,
+     OutType::bf16,
+     Granularity::token,
+     Granularity::block,
+     Granularity::block,
+     false,
+     128,
+     true,
+     false,
+     true,
+     false,
+     {}},
+    {"window_walks",
+     Family::sm90a,
+     64,
+     128,
+     64,
+     64,
+     384,
+     60000,
+     1,
+     1,
+     1,
+     Mask::window,
+     OutType::bf16,
+     Granularity::token,
+     Granularity::block,
+     Granularity::block,
+     false,
+     128,
+     true,
+     true,
+     true,
+     true,
+     {}},
+    {"warp",
+     Family::sm89,
+     64,
+     64,
+     64,
+     64,
+     128,
+     40000,
+     2,
+     1,
+     1,
+     Mask::full,
+     OutType::bf16,
+     Granularity::token,
+     Granularity::block,
+     Granularity::block,
+     false,
+     128,
+     true,
+     false,
+     false,
+     false,
+     {}},
+    {"warp_large",
+     Family::sm89,
+     64,
+     64,
+     64,
+     64,
+     128,
+     60000,
+     1,
+     1,
+     1,
+     Mask::full,
+     OutType::bf16,
+     Granularity::token,
+     Granularity::block,
+     Granularity::block,
+     false,
+     128,
+     true,
+     false,
+     false,
+     false,
+     {}},
+    {"absent",
+     Family::sm89,
+     64,
+     64,
+     64,
+     64,
+     128,
+     40000,
+     2,
+     1,
+     1,
+     Mask::full,
+     OutType::bf16,
+     Granularity::token,
+     Granularity::block,
+     Granularity::block,
+     false,
+     128,
+     true,
+     false,
+     false,
+     false,
+     {}},
+    {"warp_late",
+     Family::sm89,
+     64,
+     64,
+     64,
+     64,
+     128,
+     40000,
+     2,
+     1,
+     1,
+     Mask::full,
+     OutType::bf16,
+     Granularity::token,
+     Granularity::block,
+     Granularity::block,
+     false,
+     128,
+     true,
+     false,
+     false,
+     false,
+     {}},
+};
+const int kVariantCount = 11;
+const PackEntry kPacks[] = {{"pack", 64, 128, SourceType::bf16, 128, 1, 8000, 256, 50176, 3, true},
+                            {"halved", 256, 256, SourceType::bf16, 128, 2, 33000, 0, 0, 0, true},
+                            {"narrow", 32, 128, SourceType::bf16, 128, 1, 4000, 0, 0, 0, false}};
+const int kPackCount = 3;
+// The last three have files that are not what they should be.
+const TargetEntry kTargets[] = {{"sm90a", 9, 0}, {"other", 9, 1}, {"stale", 9, 2}, {"missing", 9, 3}, {"short", 9, 4}};
+const int kTargetCount = 5;
+const char kManifest[] = "";
+
+static unsigned counted = 0;
+WorkCounters work_counters(int, cudaStream_t, bool) {
+  ++counted;
+  return {};
+}
+
+}  // namespace fp8cutlass
 
 using namespace fp8cutlass;
 
@@ -17,73 +300,35 @@ static void report(bool ok, const char* what) {
   failures += !ok;
 }
 
-static unsigned long long context = 7;  // 0: there is none
-static int encoded = 0, opted_in = 0;
-static const void* refused = nullptr;  // the base of which no map can be made
-static sm90::KernelParams launched;
-
-// A map is what it was made of: base, then sizes, strides and box.
-static CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* base, const cuuint64_t* dims,
-                             const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave,
-                             CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-  ++encoded;
-  if (base == refused) return CUDA_ERROR_INVALID_VALUE;
-  std::memset(map, 0, sizeof(*map));
-  uint64_t* word = map->opaque;
-  *word++ = reinterpret_cast<uintptr_t>(base);
-  for (cuuint32_t i = 0; i < rank; ++i) *word++ = dims[i];
-  for (cuuint32_t i = 0; i + 1 < rank; ++i) *word++ = strides[i];
-  *word++ = uint64_t(box[0]) << 32 | box[1];
-  *word = swizzle;
-  return CUDA_SUCCESS;
+static const VariantEntry& variant(const std::string& id) {
+  for (int i = 0; i < kVariantCount; ++i) {
+    if (kVariants[i].id == id) return kVariants[i];
+  }
+  std::abort();
 }
 
-static CUresult context_id_of(CUcontext, unsigned long long* id) {
-  *id = context;
-  return context != 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+// Launches, and returns what was said where that failed.
+static std::string run(ForwardParams p, const char* id = "plain", int device = 0) {
+  try {
+    launch(variant(id), p, device, nullptr);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
 }
 
-static cudaError_t find(const char* name, void** entry, cudaDriverEntryPointQueryResult* found) {
-  *found = cudaDriverEntryPointSuccess;
-  if (std::strcmp(name, "cuTensorMapEncodeTiled") == 0)
-    *entry = reinterpret_cast<void*>(encode_tiled);
-  else if (std::strcmp(name, "cuCtxGetId") == 0)
-    *entry = reinterpret_cast<void*>(context_id_of);
-  else
-    *found = cudaDriverEntryPointSymbolNotFound;
-  return cudaSuccess;
+static std::string run_pack(const PackEntry& pack, const PackParams& p) {
+  try {
+    launch(pack, p, 0, nullptr);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
 }
 
-extern "C" {
-cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned, unsigned long long,
-                                             cudaDriverEntryPointQueryResult* found) {
-  return find(name, entry, found);
-}
-#if CUDART_VERSION < 13000
-cudaError_t cudaGetDriverEntryPoint(const char* name, void** entry, unsigned long long,
-                                    cudaDriverEntryPointQueryResult* found) {
-  return find(name, entry, found);
-}
-#endif
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
-  ++opted_in;
-  return cudaSuccess;
-}
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void** arguments) {
-  std::memcpy(static_cast<void*>(&launched), arguments[0], sizeof(launched));
-  return cudaSuccess;
-}
-}
+static const runtime::Launch& last() { return runtime::launches.back(); }
 
-static void kernel(sm90::KernelParams) {}
-static void other_kernel(sm90::KernelParams) {}
-
-using Tile = sm90::OperandTile<64, 64>;
-using Source = sm90::OperandTile<64, 128>;  // Q in 16 bits
-
-static int run(const ForwardParams& p, void (*which)(sm90::KernelParams) = kernel) {
-  return sm90::launch<Source, Tile, Tile, Tile, 1, 1, Mask::full>(which, 256, 60000, p, nullptr);
-}
+static bool says(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
 
 // What the launch got is what the driver makes of these parameters when it is asked: nothing of an earlier launch.
 static bool fresh(const ForwardParams& p) {
@@ -100,14 +345,15 @@ static bool fresh(const ForwardParams& p) {
   const auto make = [&](CUtensorMap& map, int rank, const uint8_t* base, const cuuint64_t* d, const cuuint64_t* s,
                         bool wide = false) {
     const cuuint32_t* const box = boxes[wide];
-    encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, rank, const_cast<uint8_t*>(base), d, s, box, nullptr,
-                 CU_TENSOR_MAP_INTERLEAVE_NONE, wide ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    --encoded;
+    runtime::encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, rank, const_cast<uint8_t*>(base), d, s, box, nullptr,
+                          CU_TENSOR_MAP_INTERLEAVE_NONE, wide ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    --runtime::encoded;
   };
   make(q, 4, p.q, qd, qs, !fp8), make(k, 4, p.k, kd, ks), make(v, 3, p.v, vd, vs);
-  return std::memcmp(&launched.q, &q, sizeof(q)) == 0 && std::memcmp(&launched.k, &k, sizeof(k)) == 0 &&
-         std::memcmp(&launched.v, &v, sizeof(v)) == 0;
+  const auto& got = last().params<sm90::KernelParams>();
+  return std::memcmp(&got.q, &q, sizeof(q)) == 0 && std::memcmp(&got.k, &k, sizeof(k)) == 0 &&
+         std::memcmp(&got.v, &v, sizeof(v)) == 0;
 }
 
 static ForwardParams problem() {
@@ -117,16 +363,15 @@ static ForwardParams problem() {
   p.batch = 2, p.heads = 4, p.kv_heads = 2, p.seqlen_q = 100, p.seqlen_k = 90, p.seqlen_k_padded = 128;
   p.q_stride_row = 64, p.q_stride_head = 6400, p.q_stride_batch = 25600;
   p.k_stride_row = 64, p.k_stride_head = 5760, p.k_stride_batch = 11520;
-  p.sm_count = 132;
   return p;
 }
 
-int main() {
+static void check_maps() {
+  using runtime::encoded, runtime::opted_in;
   const ForwardParams base = problem();
-  report(run(base) == cudaSuccess && fresh(base) && encoded == 3 && opted_in == 1,
-         "a first launch encodes and opts in");
-  report(run(base) == cudaSuccess && fresh(base) && encoded == 3 && opted_in == 1, "the same again does neither");
-  run(base, other_kernel);
+  report(run(base).empty() && fresh(base) && encoded == 3 && opted_in == 1, "a first launch encodes and opts in");
+  report(run(base).empty() && fresh(base) && encoded == 3 && opted_in == 1, "the same again does neither");
+  run(base, "other");
   report(encoded == 3 && opted_in == 2, "another kernel opts in");
 
   bool right = true;
@@ -135,8 +380,8 @@ int main() {
     ForwardParams p = base;
     change(p);
     const int before = encoded;
-    right = run(p) == cudaSuccess && fresh(p) && encoded > before && right;
-    right = run(base) == cudaSuccess && fresh(base) && right;  // and back
+    right = run(p).empty() && fresh(p) && encoded > before && right;
+    right = run(base).empty() && fresh(base) && right;  // and back
     ++changes;
   };
   changed([](ForwardParams& p) { p.q += 4096; });
@@ -156,23 +401,270 @@ int main() {
   report(right && changes == 14, "whatever a map is made of makes another one");
 
   const int encoded_before = encoded, opted_before = opted_in;
-  context = 8;
-  report(run(base) == cudaSuccess && encoded == encoded_before + 3 && opted_in == opted_before + 1,
+  runtime::context = 8;
+  report(run(base).empty() && encoded == encoded_before + 3 && opted_in == opted_before + 1,
          "another context encodes and opts in anew");
-  context = 0;
+  runtime::context = 0;
   run(base), run(base);
   report(encoded == encoded_before + 9 && opted_in == opted_before + 3, "without a context nothing is kept");
-  context = 8;
+  runtime::context = 8;
   std::thread([&] { run(base); }).join();
   report(encoded == encoded_before + 12 && opted_in == opted_before + 4 && fresh(base),
          "a thread relies on nothing that another one did");
 
   ForwardParams bad = base;
   bad.k = reinterpret_cast<const uint8_t*>(0x400000);
-  refused = bad.k;
-  report(run(bad) == cudaErrorInvalidPitchValue && run(bad) == cudaErrorInvalidPitchValue, "a refusal is not kept");
-  refused = nullptr;
-  report(run(bad) == cudaSuccess && fresh(bad), "nor held against the next");
+  runtime::refused = bad.k;
+  report(!run(bad).empty() && !run(bad).empty(), "a refusal is not kept");
+  runtime::refused = nullptr;
+  report(run(bad).empty() && fresh(bad), "nor held against the next");
+  ForwardParams half = base;
+  half.query.type = QueryType::bf16, half.query.columns = 64;
+  report(!run(half, "other").empty(), "Q in 16 bits goes to kernels alone that take it");
+}
+
+static void check_windows() {
+  const ForwardParams base = problem();
+  run(base, "window");
+  const auto& pairs = last().params<sm90::KernelParams>();
+  report(pairs.p.item_rows == 64 && last().ctas == 8 && pairs.order.items == 8 && pairs.order.heads.divisor == 2,
+         "a window: an item is half the rows of two heads that share K and V");
+  report(pairs.q.opaque[8] == (uint64_t{64} << 32 | 64), "and Q is copied by the rows of one");
+  ForwardParams alone = base;
+  alone.heads = 2;
+  run(alone, "window");
+  const auto& whole = last().params<sm90::KernelParams>();
+  report(whole.p.item_rows == 128 && last().ctas == 4 && whole.q.opaque[8] == (uint64_t{64} << 32 | 64),
+         "without such a pair it is a tile of one, copied in two halves");
+  ForwardParams batch = base;
+  batch.batch = 1, batch.seqlen_q = 500, batch.ragged.most = 10, batch.ragged.sequences = 3, batch.ragged.early = 1;
+  const size_t before = runtime::launches.size();
+  run(batch, "window_walks");
+  const runtime::Launch& plan = runtime::launches[before];
+  report(last().ctas == 20 && last().params<sm90::KernelParams>().p.item_rows == 64 &&
+             plan.params<planning::PlanParams>().tile_m == 64,
+         "in a ragged batch as well, and the plan lists as many rows");
+  report(plan.dependent && last().dependent, "a plan whose lengths are there begins beside the kernel before");
+}
+
+static void check_shapes() {
+  const ForwardParams base = problem();  // 16 items
+  run(base);
+  const runtime::Launch one = last();
+  report(one.ctas == 16 && one.threads == 256 && one.smem_bytes == 60000 && one.dependent && one.cluster == 1,
+         "a small problem: a CTA an item, allowed to begin early");
+  report(one.kernel->library == "plain" && one.kernel->name == "_ZN10fp8cutlass5plainENS_4sm9012KernelParamsE",
+         "the kernel of that name in its own cubin");
+  ForwardParams large = base;
+  large.seqlen_q = 64 * 100;
+  run(large);
+  report(last().ctas == 132 && last().params<sm90::KernelParams>().order.items == 800,
+         "a large one: a CTA a multiprocessor");
+
+  ForwardParams wide = base;
+  wide.lse = reinterpret_cast<float*>(0x900000), wide.seqlen_k = 300, wide.seqlen_k_padded = 384;
+  wide.q_stride_row = wide.k_stride_row = 192;
+  report(run(wide, "wide").empty(), "a cluster is launched");
+  const auto& got = last().params<sm90::KernelParams>();
+  report(last().ctas == 8 * 4 && last().cluster == 4 && last().threads == 384 && last().dependent,
+         "split keys: a cluster an item");
+  // The maps' last words are box and swizzle: Q 4 + 3 words before it, V 3 + 2.
+  report(got.q.opaque[8] == (uint64_t{64} << 32 | 128) && got.k.opaque[8] == (uint64_t{64} << 32 | 128) &&
+             got.v.opaque[6] == (uint64_t{128} << 32 | 64) && got.v.opaque[2] == 192,
+         "boxes: a slot's keys of K, a part's columns of V");
+  report(got.want_lse == 1 && one.params<sm90::KernelParams>().want_lse == 0 && got.q_head_step == 1,
+         "an LSE is wanted where there is room for it");
+  ForwardParams shared = base;
+  shared.k_stride_head = shared.q_stride_batch = 0;
+  run(shared);
+  const auto& steps = last().params<sm90::KernelParams>();
+  report(steps.k_head_step == 0 && steps.k_batch_step == 1 && steps.q_batch_step == 0 && steps.k.opaque[3] == 1,
+         "an expanded dimension has size 1 and step 0");
+
+  const std::string names[] = {"", "_keys128", "_keys128", "", "", "_keys250", "_keys250", ""};
+  const int keys[] = {64, 65, 128, 129, 192, 193, 250, 251};
+  bool right = true;
+  for (int i = 0; i < 8; ++i) {
+    ForwardParams p = base;
+    p.seqlen_k = keys[i], p.seqlen_k_padded = 256;
+    run(p, "unrolled");
+    const std::string name = "unrolled" + names[i];
+    right = right &&
+            last().kernel->name == "_ZN10fp8cutlass" + std::to_string(name.size()) + name + "ENS_4sm9012KernelParamsE";
+  }
+  report(right, "the form for the number of keys");
+
+  ForwardParams ragged = base;
+  ragged.batch = 1, ragged.seqlen_q = 500, ragged.ragged.most = 10, ragged.ragged.sequences = 3;
+  const size_t before = runtime::launches.size();
+  const unsigned counted_before = counted;
+  run(ragged, "walks");
+  const runtime::Launch& plan = runtime::launches[before];
+  const auto& planned = plan.params<planning::PlanParams>();
+  report(runtime::launches.size() == before + 2 && last().ctas == 40 && counted == counted_before,
+         "a ragged batch: a CTA for each item that there may be");
+  report(plan.kernel->name == "_ZN10fp8cutlass8planning4planENS0_10PlanParamsE" && plan.kernel->library == "plan" &&
+             plan.ctas == 1 && plan.threads == planning::kThreads && plan.smem_bytes == 0 && !plan.dependent &&
+             planned.total_q == 500 && planned.tile_m == 64 && planned.key_block == 128 && planned.batch.sequences == 3,
+         "the plan goes before it");
+  ragged.ragged.most = 100;
+  run(ragged, "walks");
+  report(last().ctas == 132 && counted == counted_before + 1, "where more items than CTAs are left, they are drawn");
+  check_windows();
+
+  const int opted_before = runtime::opted_in;
+  run(base, "warp");
+  report(last().ctas == 16 && last().threads == 128 && last().smem_bytes == 40000 && last().second == 16 &&
+             !last().dependent && runtime::opted_in == opted_before &&
+             last().kernel->name == "_ZN10fp8cutlass4warpENS_13ForwardParamsEi" &&
+             last().params<ForwardParams>().seqlen_k == 90,
+         "a kernel that gets pointers");
+  run(large, "warp");
+  report(last().ctas == 264 && last().second == 800, "as many CTAs as are resident");
+  run(base, "warp_large");
+  report(runtime::opted_in == opted_before + 1, "which opts in as well");
+  ForwardParams endless = base;
+  endless.seqlen_k = INT32_MAX - 100;
+  report(!run(endless).empty() && !run(endless, "warp").empty(), "numbers that do not fit 32 bits are refused");
+  ForwardParams diagonal = base;
+  diagonal.seqlen_q = diagonal.seqlen_k = INT32_MAX / 2;
+  report(!run(diagonal, "wide").empty(), "so are diagonals");
+}
+
+static void check_packs() {
+  PackParams p{};
+  p.batch = 2, p.head_dim = 56;
+  const int heads[] = {2, 2, 4}, tokens[] = {300, 300, 200};
+  for (int i = 0; i < kPackOperands; ++i) {
+    PackOperand& o = p.operand[i];
+    o.x = reinterpret_cast<const void*>(0x500000 + 0x100000 * i);
+    o.out = reinterpret_cast<uint8_t*>(uintptr_t(0x900000 + 0x100000 * i));
+    o.heads = heads[i], o.tokens = tokens[i], o.rows = i == kPackV ? 384 : tokens[i];
+    o.stride_row = 64, o.stride_head = 64 * 300, o.stride_batch = 64 * 300 * heads[i];
+    o.granularity = i == kPackQ ? Granularity::token : Granularity::block;
+  }
+  size_t before = runtime::launches.size();
+  report(run_pack(kPacks[0], p).empty() && runtime::launches.size() == before + 1, "blocks take one launch");
+  const auto& got = last().params<PackParams>();
+  report(last().ctas == 2 * (2 * 3 + 2 * 3 + 4 * 2) && last().threads == 256 && last().smem_bytes == 8000 &&
+             got.operand[kPackV].blocks == 3 && got.operand[kPackQ].ctas == 16 &&
+             last().kernel->name == "_ZN10fp8cutlass4packILb0EEEvNS_10PackParamsE",
+         "a CTA for each block of each operand");
+  p.operand[kPackK].amax = reinterpret_cast<float*>(0x800000);
+  before = runtime::launches.size();
+  run_pack(kPacks[0], p);
+  const runtime::Launch& maxima = runtime::launches[before];
+  report(runtime::launches.size() == before + 2 && maxima.ctas == 12 && maxima.smem_bytes == 0 && last().ctas == 40 &&
+             maxima.kernel->name == "_ZN10fp8cutlass9pack_amaxILb0EEEvNS_10PackParamsE",
+         "maxima of larger groups go before, of those operands alone");
+  p.hadamard = true;
+  before = runtime::launches.size();
+  run_pack(kPacks[0], p);
+  report(runtime::launches[before].smem_bytes == 8000 &&
+             runtime::launches[before].kernel->name == "_ZN10fp8cutlass9pack_amaxILb1EEEvNS_10PackParamsE" &&
+             last().kernel->name == "_ZN10fp8cutlass4packILb1EEEvNS_10PackParamsE",
+         "rotated rows have forms of their own");
+  p.hadamard = false, p.operand[kPackK].amax = nullptr;
+  p.k_mean = reinterpret_cast<float*>(0x700000);
+  run_pack(kPacks[0], p);
+  report(last().kernel->name == "_ZN10fp8cutlass4packILb1EEEvNS_10PackParamsE", "so have smoothed keys");
+  p.k_mean = nullptr;
+  run_pack(kPacks[1], p);
+  report(last().params<PackParams>().operand[kPackV].blocks == 4 && last().ctas == 2 * (2 * 4 + 2 * 4 + 4 * 2),
+         "the CTAs of a cluster share a block");
+
+  RaggedPack batch{};
+  batch.tokens = 700, batch.heads = 4;
+  launch_ragged(kPacks[0], p, batch, 0, nullptr);
+  report(last().ctas == 40 + 3 && last().ragged.first_cta == 40 && last().ragged.tokens == 700 &&
+             last().threads == 256 && last().smem_bytes == 8000 &&
+             last().params<PackParams>().operand[kPackQ].ctas == 16 &&
+             last().kernel->name == "_ZN10fp8cutlass11pack_raggedENS_10PackParamsENS_10RaggedPackE",
+         "a ragged batch: CTAs behind those of the blocks look for rows of no sequence");
+  launch_ragged(kPacks[1], p, batch, 0, nullptr);
+  report(last().ctas == 48 + 4 && last().ragged.first_cta == 48, "in whole clusters");
+  p.operand[kPackQ] = {};
+  Handover& h = p.handover;
+  unsigned words = 0;
+  h.ready = h.counters = &words;
+  h.sm_count = 132, h.keep = 40, h.head_blocks = 6, h.blocks = 24;
+  report(run_pack(kPacks[0], p).empty(), "a handover is launched");
+  const auto& delivered = last().params<sm90::DeliverParams>();
+  report(last().ctas == 12 && last().threads == 256 && last().smem_bytes == 50176 &&
+             delivered.p.handover.kept_ctas == 120 && delivered.p.operand[kPackK].blocks == 3 &&
+             last().kernel->name == "_ZN10fp8cutlass12pack_deliverENS_4sm9013DeliverParamsE",
+         "of runs of two blocks");
+  report(delivered.source[kPackV].opaque[1] == 112 &&
+             delivered.source[kPackV].opaque[8] == (uint64_t{128} << 32 | 128) && delivered.values.opaque[2] == 64 &&
+             delivered.values.opaque[6] == (uint64_t{128} << 32 | 64),
+         "with maps of the caller's rows and of packed V");
+  h.sm_count = 2;
+  run_pack(kPacks[0], p);
+  report(last().ctas == 6, "no more CTAs than there is room for");
+}
+
+static void check_loading() {
+  const int loaded = runtime::loaded;
+  run(problem()), run(problem());
+  report(runtime::loaded == loaded, "a kernel is loaded once");
+  const int brought = runtime::brought;
+  runtime::capturing = true;
+  report(run(problem(), "plain", 1).empty() && runtime::loaded == loaded && runtime::brought == brought + 1,
+         "a second device brings it into its context");
+  report(runtime::conflicts == 0 && runtime::mode == cudaStreamCaptureModeGlobal,
+         "in a capture the thread says that loading is none of its business, and takes that back");
+  report(run(problem(), "plain", 70).empty() && run(problem(), "plain", 70).empty(), "there may be many devices");
+  runtime::capturing = false;
+
+  const int found = runtime::found;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 8; ++i)
+    threads.emplace_back([] { load_kernels(variant("unrolled"), 2), load_kernels(variant("walks"), 2); });
+  for (std::thread& thread : threads) thread.join();
+  report(runtime::found == found + 5, "threads that come at a time load each form once");
+  const int before = runtime::found;
+  for (const PackEntry& pack : kPacks) load_kernels(pack, 2);
+  report(runtime::found == before + 6 + 5 + 4, "all forms of a pack, and none that it does not have");
+}
+
+static void check_refusals() {
+  const std::string absent = run(problem(), "absent");
+  report(says(absent, "kernels-sm90a.bin has no kernel absent") && says(absent, "install the package again"),
+         "a kernel that is not in the file");
+  runtime::minor = 1;
+  const std::string other = run(problem(), "plain", 11);
+  report(says(other, "kernels-other.bin is not for other: target sm90a"), "a file of another target");
+  runtime::minor = 2;
+  const std::string stale = run(problem(), "plain", 12);
+  report(says(stale, "is of another build than the library beside it") && says(stale, "install the package again"),
+         "a file of another build");
+  runtime::minor = 3;
+  const std::string missing = run(problem(), "plain", 13);
+  report(says(missing, "the kernels for missing cannot be read") && says(missing, "kernels-missing.bin: No such file"),
+         "a file that is not there");
+  runtime::minor = 4;
+  const std::string cut = run(problem(), "plain", 14);
+  report(says(cut, "kernels-short.bin ends before kernel plain"), "a file that is cut off");
+  runtime::minor = 5;
+  const std::string nothing = run(problem(), "plain", 15);
+  report(
+      says(nothing, "holds no code for CUDA device 15 (compute capability 9.5)") && says(nothing, "FP8CUTLASS_ARCHS"),
+      "a card that nothing is compiled for");
+  runtime::minor = 0;
+  runtime::next_load = cudaErrorInvalidKernelImage;
+  const std::string invalid = run(problem(), "warp_late");
+  report(says(invalid, "kernel _ZN10fp8cutlass9warp_lateENS_13ForwardParamsEi") && says(invalid, "cannot be loaded"),
+         "a cubin that the driver refuses");
+  runtime::next_load = cudaSuccess;
+  report(run(problem(), "warp_late").empty(), "which is not held against it later");
+}
+
+int main() {
+  check_maps();
+  check_shapes();
+  check_packs();
+  check_loading();
+  check_refusals();
   std::printf("%d failures\n", failures);
   return failures != 0;
 }

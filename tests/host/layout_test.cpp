@@ -209,7 +209,7 @@ void check_items(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k)
   p.batch = batch, p.heads = heads, p.kv_heads = kv_heads, p.seqlen_q = seqlen_q, p.seqlen_k = seqlen_k;
   p.causal_offset = seqlen_k - seqlen_q, p.sm_count = 132;
   p.o_stride_batch = 1'000'000'007, p.o_stride_head = 10'007, p.o_stride_row = 101;
-  const Order order = work_order<kTileM, kHeadDim, kMask>(p);
+  const Order order = work_order(p, kTileM, kHeadDim, kMask);
   const int row_tiles = (seqlen_q + kTileM - 1) / kTileM;
   std::set<std::vector<int>> seen;
   bool ok = order.items == batch * heads * row_tiles && order.phases <= Order::kMaxPhases;

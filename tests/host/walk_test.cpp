@@ -91,7 +91,7 @@ static bool items(int rounds) {
     p.causal_offset = pick(-100, 100), p.window_offset = p.causal_offset - pick(0, 500);
     p.o_stride_row = 64, p.o_stride_head = int64_t(64) * p.seqlen_q, p.o_stride_batch = p.o_stride_head * p.heads;
     const int rows = share_items<kMask>(p, round), together = kM / rows;
-    const Order order = work_order<kM, 64, kMask>(p);
+    const Order order = work_order(p, kM, 64, kMask);
     std::set<std::tuple<int, int, int>> seen;
     for (int n = 0; n < Dense<kMask>::items(p, order); ++n) {
       const Item item = Dense<kMask>::template item_at<kM, kN>(p, order, n);
@@ -156,7 +156,7 @@ static bool ragged(int rounds) {
     p.k_descale_head = block_end + 3, p.k_descale_block = 1, p.v_descale_head = 1;
     p.ragged.tiles = list.data(), p.ragged.count = &count, p.ragged.most = count, p.ragged.bottom_right = round % 2;
     p.ragged.v_descale_sequence = p.kv_heads;
-    const Order order = work_order<kM, 64, kMask>(p);
+    const Order order = work_order(p, kM, 64, kMask);
     std::set<std::tuple<int, int, int>> seen;
     for (int n = 0; n < Walk::items(p, order); ++n) {
       const RaggedItem item = Walk::template item_at<kM, kN>(p, order, n);

@@ -43,10 +43,9 @@ STATE_TOKEN = 4  # a scale for each key
 class WarpgroupDerived(Derived):
     """Sizes in bytes unless they say otherwise.
 
-    halves: slots of shared memory that a tile of K, or of V, takes.
     key_slots, value_slots: how many there are.
     value_stage: a slot of V with its ones rows.
-    parts, part_columns: P V is computed in this many products of so many columns, part 0 with ONES more.
+    part_columns: of one of the products of P V; part 0 has ONES more.
     part_buffers: accumulators for the parts.
     tight: the warps that compute take so many registers that the loading warp has to do with the fewest.
     prepares: what a tile's softmax needs beside its scores is made ready before they are there.
@@ -54,13 +53,11 @@ class WarpgroupDerived(Derived):
     """
 
     warpgroups: int
-    halves: int
     key_slots: int
     value_slots: int
     value_stage: int
     query_buffers: int
     descale_slots: int
-    parts: int
     part_columns: int
     part_buffers: int
     tight: bool

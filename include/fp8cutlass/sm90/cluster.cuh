@@ -36,8 +36,7 @@ __device__ __forceinline__ uint32_t load_from(const uint32_t& here, int rank) {
 // The largest of the CTAs' numbers, `bits` being the same in all threads of one. Every thread of the cluster comes
 // here, once.
 template <int kCtas>
-__device__ __forceinline__ uint32_t cluster_max(uint32_t bits) {
-  __shared__ uint32_t own;
+__device__ __forceinline__ uint32_t cluster_max(uint32_t bits, uint32_t& own) {
   if (threadIdx.x == 0) own = bits;
   cluster_sync();
 #pragma unroll

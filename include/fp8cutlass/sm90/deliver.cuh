@@ -13,20 +13,10 @@
 #include "fp8cutlass/pack.cuh"
 #include "fp8cutlass/sm90/barrier.cuh"
 #include "fp8cutlass/sm90/convert.cuh"
-#include "fp8cutlass/sm90/launch.cuh"
+#include "fp8cutlass/sm90/kernel_params.h"
 #include "fp8cutlass/sm90/operand.h"
 
 namespace fp8cutlass::sm90 {
-
-constexpr int kDelivered = 2;  // operands: V and K, the first of PackOrder
-static_assert(kPackV < kDelivered && kPackK < kDelivered);
-
-struct DeliverParams {
-  CUtensorMap source[kDelivered];
-  CUtensorMap values;  // V^T, packed
-  PackParams p;
-  int head_step[kDelivered], batch_step[kDelivered];
-};
 
 // The numbers of a kernel: blocks of kRows rows, the group of a block descale. A thread that converts has 64 elements.
 template <int kRows_, int kHeadDim_>
@@ -35,7 +25,7 @@ struct Delivery {
   static constexpr int kWorkers = kRows * kHeadDim / 64;  // threads that convert
   // A warp that loads, and some that report: to see to it that a block is visible takes longer than to convert it.
   static constexpr int kReporters = 3, kThreads = kWorkers + 32 + 32 * kReporters;
-  static constexpr int kRun = 2;  // blocks that are drawn at a time, as a draw takes long, too
+  static constexpr int kRun = kDeliveryRun;
   // K: a row belongs to neighbouring lanes, two chunks of 8 elements to each; a lane has four rows.
   static constexpr int kLanes = kHeadDim / 16, kPasses = 4, kRowStep = kRows / kPasses;
   // V: a lane has two columns of 16 keys, twice. A warp reads 64 columns of a key at a time.
@@ -174,7 +164,7 @@ __device__ __forceinline__ void convert_blocks(const PackParams& p, typename D::
 }
 
 template <class D, class Source>
-__global__ void __launch_bounds__(D::kThreads, D::kCtas) deliver(const __grid_constant__ DeliverParams params) {
+__device__ __forceinline__ void deliver(const DeliverParams& params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   // Its alignment would be that of all kernels of the file, of which others have static memory beside it. This one has
   // none, so that it begins where shared memory does.
@@ -199,38 +189,6 @@ __global__ void __launch_bounds__(D::kThreads, D::kCtas) deliver(const __grid_co
     report_blocks<D>(params, shared, threadIdx.x / 32 - D::kWarps - 1);
   }
 #endif
-}
-
-// Host. `p` holds a handover. What depends on the kernel is filled in here.
-template <class D, class Source>
-int launch_delivery(PackParams p, CUstream_st* stream) {
-  if (tensor_map_encoder() == nullptr) return cudaErrorNotSupported;
-  DeliverParams params{};
-  const unsigned long long context = context_id();
-  for (int i = 0; i < kDelivered; ++i) {
-    PackOperand& o = p.operand[i];
-    if (o.rows > INT32_MAX - D::kRows) return cudaErrorInvalidValue;  // the rows of a block past the end are 32-bit
-    o.blocks = (o.rows + D::kRows - 1) / D::kRows;
-    using Tile = typename D::SourceTile;
-    if (!encode_rows<Tile>(params.source[i], context, o.x, 2 * p.head_dim, o.tokens, o.heads, p.batch, 2 * o.stride_row,
-                           2 * o.stride_head, 2 * o.stride_batch, params.head_step[i], params.batch_step[i], D::kRows))
-      return cudaErrorInvalidPitchValue;
-  }
-  const PackOperand& v = p.operand[kPackV];
-  if (!encode<3>(params.values, context, v.out, {v.rows, D::kHeadDim, int64_t{p.batch} * v.heads},
-                 {v.rows, int64_t{v.rows} * D::kHeadDim}, D::ValueTile::kWidth, D::kHeadDim, D::ValueTile::kWidth))
-    return cudaErrorInvalidPitchValue;
-  const auto kernel = deliver<D, Source>;
-  const void* const function = reinterpret_cast<const void*>(kernel);
-  constexpr int kBytes = sizeof(typename D::Storage);
-  const cudaError_t status = opt_in(function, kBytes, context);
-  if (status != cudaSuccess) return status;
-  Handover& h = p.handover;
-  const int ctas = std::min(h.sm_count * D::kCtas, h.blocks / D::kRun);
-  h.kept_ctas = h.keep * D::kCtas;
-  params.p = p;
-  void* arguments[] = {&params};
-  return cudaLaunchKernel(function, dim3(unsigned(ctas)), dim3(D::kThreads), arguments, kBytes, stream);
 }
 
 }  // namespace fp8cutlass::sm90

@@ -6,13 +6,18 @@
 
 namespace fp8cutlass::sm90 {
 
+// Bytes of a row that lie together: the width of the copy engine's swizzle.
+CUTE_HOST_DEVICE constexpr int swizzle_width(int row_bytes) {
+  return row_bytes % 128 == 0 || row_bytes == 96 ? 128 : 64;
+}
+
 // kRows rows of kRowBytes bytes, K-major, cut into blocks as wide as the swizzle: block b holds bytes
 // [b * kWidth, (b + 1) * kWidth) of all rows, one row after the other. 96-byte rows (head_dim 96) lie in 128 bytes, of
 // which TMA fills the last 32 with zeros and nobody reads them.
 template <int kRows_, int kRowBytes_>
 struct OperandTile {
   static constexpr int kRows = kRows_, kRowBytes = kRowBytes_;
-  static constexpr int kWidth = kRowBytes % 128 == 0 || kRowBytes == 96 ? 128 : 64;
+  static constexpr int kWidth = swizzle_width(kRowBytes);
   static constexpr int kBlocks = (kRowBytes + kWidth - 1) / kWidth;
   static constexpr int kBlockBytes = kRows * kWidth;
   static constexpr int kBytes = kBlocks * kBlockBytes;

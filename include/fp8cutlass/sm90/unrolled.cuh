@@ -15,8 +15,6 @@ struct Unrolled {
   static constexpr int kLastKeys = kMostKeys > 0 ? (kMostKeys - kBefore + 63) / 64 * 64 : kTileN;
   static_assert(kTiles != 1, "the first tile of an item is not its last");
 
-  static bool serves(int keys) { return keys > kBefore && keys <= kMostKeys; }
-
   // Whether every row sees all keys of a tile, as far as that is known when this is compiled.
   static constexpr __device__ bool is_whole(int tile) { return kTiles > 0 && tile + 1 < kTiles; }
 };

@@ -32,10 +32,9 @@ struct Order {
 // its first: first the upper three quarters of the rows, and a quarter, a sixteenth of the work, for the end. Long
 // sequences have few items, all the longer: there, phases halve three times. Short ones have many, which are short, and
 // a second phase would read K and V once more: there is one, but where rows are wide, which was not faster.
-template <Mask kMask, bool kWide>
-CUTE_HOST_DEVICE void add_phases(Order& order, int tiles, int heads) {
+inline void add_phases(Order& order, int tiles, int heads, bool is_causal, bool is_wide) {
   constexpr int kShortTiles = 8, kLongTiles = 32;
-  const bool one_phase = kMask != Mask::causal || (tiles <= kShortTiles && !kWide), is_long = tiles >= kLongTiles;
+  const bool one_phase = !is_causal || (tiles <= kShortTiles && !is_wide), is_long = tiles >= kLongTiles;
   int first_item = 0;
   for (int end = tiles; end > 0;) {
     const int first_tile = one_phase ? 0 : is_long ? (end > tiles / 8 ? end / 2 : 0) : end == tiles ? tiles / 4 : 0;
@@ -50,21 +49,20 @@ CUTE_HOST_DEVICE void add_phases(Order& order, int tiles, int heads) {
 // and many, 1 to 3% faster there). Short sequences are 2 to 10% faster with no more heads than would fit it with 2048
 // keys (docs/lab/sm90a.md, row 42), as long as these have about two items an SM. Without a mask CTAs walk in step, and
 // the heads that share K and V suffice. Sections are about equally wide: a narrow last one would leave CTAs idle.
-template <int kTileM, int kHeadDim, Mask kMask>
-CUTE_HOST_DEVICE Order work_order(const ForwardParams& p) {
-  constexpr bool kCausal = kMask == Mask::causal;  // the items of a window have as many keys as those without a mask
+inline Order work_order(const ForwardParams& p, int tile_m, int head_dim, Mask mask) {
   constexpr int64_t kManyKeys = 2048;
-  constexpr bool kWide = kHeadDim > 128;
-  const int rows = item_rows<kTileM, kMask>(p), together = item_heads<kTileM, kMask>(p);
+  const bool is_causal = mask == Mask::causal;  // the items of a window have as many keys as those without a mask
+  const bool is_wide = head_dim > 128;
+  const int rows = item_rows(p, tile_m, mask), together = item_heads(p, tile_m, mask);
   const int row_tiles = ceil_div(p.seqlen_q, rows);
   const int64_t group = p.heads / p.kv_heads / together, heads = int64_t(p.batch) * p.heads / together;
-  const int64_t l2_bytes = kWide && p.seqlen_k >= kManyKeys ? 34'000'000 : 16'000'000;
+  const int64_t l2_bytes = is_wide && p.seqlen_k >= kManyKeys ? 34'000'000 : 16'000'000;
   const auto sections_of = [&](int64_t keys) {  // of which one fits in L2 with so many keys a head
-    const int64_t fit = kCausal ? l2_bytes / (keys * 2 * kHeadDim) * group : group;
+    const int64_t fit = is_causal ? l2_bytes / (keys * 2 * head_dim) * group : group;
     return fit > group ? (heads + fit - 1) / fit : heads / group;
   };
   int64_t sections = sections_of(p.seqlen_k);
-  if (kCausal && p.seqlen_k < kManyKeys) {
+  if (is_causal && p.seqlen_k < kManyKeys) {
     const int64_t two_items = ceil_div(2 * p.sm_count, row_tiles);  // heads that have two for each SM
     const int64_t narrow = sections_of(kManyKeys), most = (heads + two_items / 2) / two_items;
     const int64_t wanted = narrow < most ? narrow : most;
@@ -78,7 +76,7 @@ CUTE_HOST_DEVICE Order work_order(const ForwardParams& p) {
   order.last_width = int(heads) - order.last_section;
   order.heads = p.heads / together;
   order.heads_per_kv = int(group);
-  add_phases<kMask, kWide>(order, row_tiles, int(heads));
+  add_phases(order, row_tiles, int(heads), is_causal, is_wide);
   return order;
 }
 

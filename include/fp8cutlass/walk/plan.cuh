@@ -6,21 +6,14 @@
 #include <cuda_runtime.h>
 
 #include "fp8cutlass/delay.cuh"
-#include "fp8cutlass/params.h"
 #include "fp8cutlass/sm90/barrier.cuh"
 #include "fp8cutlass/walk/lengths.cuh"
+#include "fp8cutlass/walk/plan_params.h"
 
 namespace fp8cutlass::planning {
-namespace {  // a kernel of each source that includes this
 
-constexpr int kThreads = 1024;
 constexpr int kBuckets = kThreads;  // of sequences with about as many keys, the longest first
 constexpr int kBucketKeys = 64;
-
-struct PlanParams {
-  RaggedBatch batch;
-  int total_q, tile_m, key_block;
-};
 
 struct Sequence {
   int query, rows, key, keys;
@@ -110,16 +103,4 @@ __global__ void __launch_bounds__(kThreads) plan(const __grid_constant__ PlanPar
   sm90::wait_for_operands();
 }
 
-// Before each launch of a kernel that walks a ragged batch. Returns a cudaError_t as int.
-inline int launch(const ForwardParams& p, int tile_m, int key_block, CUstream_st* stream) {
-  cudaLaunchAttribute beside{};
-  beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  beside.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(1), config.blockDim = dim3(kThreads), config.stream = stream;
-  config.attrs = &beside, config.numAttrs = p.ragged.early ? 1 : 0;
-  return cudaLaunchKernelEx(&config, plan, PlanParams{p.ragged, p.seqlen_q, tile_m, key_block});
-}
-
-}  // namespace
 }  // namespace fp8cutlass::planning

@@ -171,6 +171,7 @@ def prepared_call(plan: Plan, t: Tensors, *, way: Way | None = None) -> Attend:
     changed = {"smooth_k": call.smooth_k, "hadamard": call.hadamard}
     if way is None:
         way = faster_way(variant, plan.granularity, t.q.shape, t.k.shape, **changed)
+    extension.load_kernels(plan.number, t.q.get_device(), t.q.dtype)
     causal_offset, window_offset = call.offsets(t.q.shape[2], t.k.shape[2])
     return prepare(
         variant,

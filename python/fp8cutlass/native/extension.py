@@ -1,13 +1,15 @@
 """The compiled kernels: where they are found, what they were built for, and their loading on first need.
 
 The shared library is ``_C*.so`` beside this file; the environment variable ``FP8CUTLASS_LIBRARY`` names another one.
-``_built/`` with the files of ``manifest.TABLES`` beside the library describe what is compiled into it: the number
-of a variant in the library is its position in that manifest, which may be smaller than the shipped one.
+Beside it ``_built/kernels-<target>.bin`` holds the code of the kernels, which the library loads as they are needed, and
+the files of ``manifest.TABLES`` in ``_built/`` describe them: the number of a variant in the library is its position in
+that manifest, which may be smaller than the shipped one.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import threading
 from collections.abc import Iterator
@@ -25,6 +27,8 @@ BUILD_HINT = (
     "build the kernels with `pip install .` (FP8CUTLASS_ARCHS='sm89;sm90a' picks the architectures), or name a built "
     "library in FP8CUTLASS_LIBRARY"
 )
+
+SOURCES = (torch.bfloat16, torch.float16)  # in the order of SourceType of csrc/registry.h
 
 Properties = tuple[tuple[int, int], str, int]  # of a card: compute capability, name, multiprocessors
 
@@ -167,15 +171,25 @@ def call_fields() -> tuple[str, ...]:
     return tuple(names().decode().split())
 
 
+@cache
+def load_kernels(number: int, device: int, source: torch.dtype | None = None) -> None:
+    """Load the code of variant ``number`` on a card, and of the kernel that packs operands of ``source`` (bf16, fp16)
+    for it. A launch would do so at its first time, which takes a millisecond and more."""
+    load()
+    torch.ops.fp8cutlass_C.load(number, device, -1 if source is None else SOURCES.index(source))
+
+
 def _compare(library: str, manifest: Manifest) -> None:
-    """UnsupportedError unless the loaded library holds the variants of ``manifest``, in their order."""
+    """UnsupportedError unless the loaded library holds the variants of ``manifest``, in their order, and launches them
+    with the numbers that it lists."""
     loaded = ctypes.CDLL(library)
     path = manifest.directory / "manifest.json"
     try:
         count, name = loaded.fp8cutlass_variant_count, loaded.fp8cutlass_variant_id
+        digest = loaded.fp8cutlass_manifest
     except AttributeError as error:
         raise UnsupportedError(f"{library} does not say which variants it holds: {error}", BUILD_HINT) from error
-    name.restype = ctypes.c_char_p
+    name.restype = digest.restype = ctypes.c_char_p
     ids = [(name(number) or b"").decode() for number in range(count())]
     if len(ids) != len(manifest.variants):
         raise UnsupportedError(
@@ -189,3 +203,5 @@ def _compare(library: str, manifest: Manifest) -> None:
                 "builds",
                 BUILD_HINT,
             )
+    if (digest() or b"").decode() != hashlib.sha256(path.read_bytes()).hexdigest():
+        raise UnsupportedError(f"{library} was built from another {path.name} than {path}", BUILD_HINT)

@@ -1,0 +1,35 @@
+// The code of the kernels: cubins, loaded when they are first needed, from the file of the card's architecture that
+// lies beside the library as `_built/kernels-<target>.bin` (docs/formats.md).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "registry.h"
+
+namespace fp8cutlass {
+
+// The functions of a source are its forms. Of a variant: 0 takes any number of keys, i > 0 is unrolled[i - 1].
+enum PackForm { kPackPlain, kPackTransform, kPackMaxima, kPackMaximaTransform, kPackDeliver, kPackRagged };
+constexpr int kMostForms = 6;
+static_assert(kMostForms > kMostUnrolled && kMostForms > kPackRagged);
+
+// The handle of a kernel for launches on `device`, which must be current. What is loaded once stays loaded, and is
+// found again without a lock. May be called from any thread, and while streams are captured, in whatever mode. Throws
+// std::runtime_error, with the remedy, where the file is missing or of another build, or the kernel is not in it or
+// cannot be loaded.
+cudaKernel_t kernel_of(const VariantEntry& variant, int form, int device);
+cudaKernel_t kernel_of(const PackEntry& pack, PackForm form, int device);
+cudaKernel_t plan_kernel(int device);
+
+// Loads all forms of a variant, and of a ragged one the plan, so that no launch has to.
+void load_kernels(const VariantEntry& variant, int device);
+void load_kernels(const PackEntry& pack, int device);
+
+// Whether there is such a form of a source, and what the compiler calls it in its cubin. Sources are numbered:
+// variants, packs, the plan.
+bool has_kernel(int source, int form);
+std::string kernel_name(int source, int form);
+
+}  // namespace fp8cutlass

@@ -1,0 +1,46 @@
+// The last step of every launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "driver.h"
+
+namespace fp8cutlass {
+
+// Item numbers, and the rows and keys of a tile past the end, are 32-bit in the kernels.
+constexpr int kTilePastEnd = 256;
+
+struct LaunchShape {
+  int64_t ctas;
+  int threads, smem_bytes;
+};
+
+// The kernel may begin while the one before it in the stream runs.
+inline cudaLaunchAttribute runs_beside() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
+// Launches a kernel on one struct of parameters, or what else `arguments` points to. `context` is context_id().
+inline cudaError_t start(cudaKernel_t kernel, const LaunchShape& shape, void** arguments, cudaStream_t stream,
+                         unsigned long long context, cudaLaunchAttribute* attributes = nullptr, int count = 0) {
+  constexpr int kWithoutOptIn = 48 * 1024;
+  if (shape.smem_bytes > kWithoutOptIn) {
+    const cudaError_t status = opt_in(reinterpret_cast<const void*>(kernel), shape.smem_bytes, context);
+    if (status != cudaSuccess) return status;
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.ctas));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shape.smem_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = static_cast<unsigned>(count);
+  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
+}
+
+}  // namespace fp8cutlass

@@ -1,0 +1,33 @@
+// What a launch of an sm_90a kernel gets. The host fills it in (csrc/warpgroup.cpp, csrc/launch_pack.cpp).
+#pragma once
+
+#include <cuda.h>
+
+#include "fp8cutlass/pack_params.h"
+#include "fp8cutlass/walk/order.h"
+
+namespace fp8cutlass::sm90 {
+
+// A coordinate is multiplied by its step: 0 where a dimension is expanded (stride 0), for which tensor maps have no
+// word.
+struct KernelParams {
+  CUtensorMap q, k, v;
+  ForwardParams p;
+  Order order;
+  int q_head_step, q_batch_step, k_head_step, k_batch_step;
+  int want_lse;  // p.lse is there: asked for every tile, and one word takes fewer instructions than a pointer
+};
+
+constexpr int kDelivered = 2;  // operands that are handed over: V and K, the first of PackOrder
+static_assert(kPackV < kDelivered && kPackK < kDelivered);
+constexpr int kDeliveryRun = 2;  // blocks that are drawn at a time, as a draw takes long, too
+
+// Of the kernel that hands K and V over.
+struct DeliverParams {
+  CUtensorMap source[kDelivered];
+  CUtensorMap values;  // V^T, packed
+  PackParams p;
+  int head_step[kDelivered], batch_step[kDelivered];
+};
+
+}  // namespace fp8cutlass::sm90

@@ -64,7 +64,8 @@ KernelFile::KernelFile(std::string path, const char* target, const char* build)
   if (!read_lines(descriptor_, lines) || lines.size() < 3 || lines[0] != kFormat)
     refuse("is no file of kernels that this library reads");
   if (lines[1] != std::string("target ") + target) refuse("is not for " + std::string(target) + ": " + lines[1]);
-  if (lines[2] != std::string("build ") + build) refuse("is of another build than the library beside it");
+  if (lines[2] != std::string("build ") + build)
+    refuse("is of another build than the library beside it (where it was built just now, start the process again)");
   for (size_t i = 3; i < lines.size(); ++i) {
     const size_t space = lines[i].find(' ');
     char* end = nullptr;

@@ -40,7 +40,6 @@ sys.path.insert(0, sys.argv[1])
 from scripts import toolchain
 checks = {"nvcc": toolchain.find_nvcc, "cutlass": toolchain.find_cutlass, "torch": toolchain.find_torch,
           "cmake": toolchain.find_cmake, "ninja": toolchain.find_ninja,
-          "cuobjdump": lambda: toolchain.find_disassembler("cuobjdump"),
           "nvdisasm": lambda: toolchain.find_disassembler("nvdisasm")}
 for name, check in checks.items():
     try:
@@ -90,7 +89,7 @@ def _create_venv() -> None:
 
 
 def _probe() -> list[str]:
-    """Names of what the environment finds without pip: nvcc, cutlass, torch, cmake, ninja, cuobjdump, nvdisasm."""
+    """Names of what the environment finds without pip: nvcc, cutlass, torch, cmake, ninja, nvdisasm."""
     result = subprocess.run([str(PYTHON), "-c", _PROBE, str(ROOT)], capture_output=True, text=True)
     if result.returncode != 0:
         raise BootstrapError(f"{PYTHON} does not work; delete {VENV} and try again:\n{result.stderr}")
@@ -124,7 +123,7 @@ def _wanted(target: str) -> list[str]:
     if target == "build":
         return [*generate, *compile_needs]
     if target == "test":
-        return [*generate, *requirements.LINT, *requirements.TEST, "numpy", *compile_needs, "cuobjdump", "nvdisasm"]
+        return [*generate, *requirements.LINT, *requirements.TEST, "numpy", *compile_needs, "nvdisasm"]
     on_gpu = compile_needs if toolchain.card_capabilities() else ["torch"]
     return [*generate, "numpy", *on_gpu]
 
@@ -136,7 +135,6 @@ def _install(target: str) -> None:
         "cmake": (requirements.CMAKE,),
         "ninja": (requirements.NINJA,),
         "nvcc": requirements.NVCC,
-        "cuobjdump": (requirements.CUOBJDUMP,),
         "nvdisasm": (requirements.NVDISASM,),
     }
     packages: list[str] = []

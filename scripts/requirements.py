@@ -16,7 +16,6 @@ NVCC = (
     "nvidia-cuda-cccl==13.0.*",
 )
 
-CUOBJDUMP = "nvidia-cuda-cuobjdump==13.*"
 NVDISASM = "nvidia-cuda-nvdisasm==13.*"
 
 CMAKE = "cmake>=3.24"

@@ -1,4 +1,4 @@
-"""Finds what compiles and takes apart CUDA code: nvcc, CUTLASS, torch's headers, cuobjdump, nvdisasm, CMake, the card.
+"""Finds what compiles and takes apart CUDA code: nvcc, CUTLASS, torch's headers, nvdisasm, CMake, the card.
 
 Standard library only, and torch is not imported (seconds, and a CUDA driver to start): only its folder is wanted.
 Every `find_*` returns a path or raises `ToolchainError` with where it looked and what to do; none installs anything.
@@ -155,7 +155,7 @@ def _read(path: Path) -> str:
 
 
 def find_disassembler(name: str) -> Path:
-    """`cuobjdump` or `nvdisasm`: from PATH, a toolkit, or the package `nvidia-cuda-<name>`."""
+    """`nvdisasm`, or another such tool: from PATH, a toolkit, or the package `nvidia-cuda-<name>`."""
     places = [home / "bin" / name for home in _cuda_homes()]
     on_path = shutil.which(name)
     for path in ([Path(on_path)] if on_path else []) + places:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu import needs
 from reference import randn, relative_l2
 
 from fp8cutlass import UnsupportedError, attention, attention_varlen, explain, pack_kv, quantize, supports
@@ -155,3 +156,29 @@ def test_the_mask_of_a_call_is_the_kernels_word() -> None:
 
     assert [mask(), mask(is_causal=True), mask(window_size=(-1, 4))] == ["full", "causal", "causal"]
     assert mask(window_size=(4, -1)) == mask(is_causal=True, window_size=(4, 4)) == "window"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@Alignments
+@pytest.mark.parametrize("window", [(40, 20), (200, 0), (0, 0), (-1, 5), (300, -1)], ids=str)
+def test_windows_on_a_card(window: tuple[int, int], alignment: str, head_dim: int) -> None:
+    """Each way twice, as the second call is a remembered one: from bf16, packed keys, FP8 operands."""
+    rows, keys = 700, 900
+    q, k, v = operands(rows, keys, head_dim)
+    want, log_sum = expected(q, k, v, seen(window, alignment, rows, keys))
+    on_card = [x.cuda() for x in (q, k, v)]
+    common: dict[str, Any] = {"enable_gqa": True, "window_size": window, "causal_alignment": alignment}
+    needs(*on_card, **common)
+    packed = pack_kv(*on_card[1:], query_shape=q.shape)
+    fp8, descales = zip(*(quantize(x, granularity="head") for x in on_card), strict=True)
+    named: dict[str, Any] = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    ways: list[tuple[Any, dict[str, Any], float]] = [(on_card, {}, 0.06), (fp8, named | {"scaling": "head"}, 0.075)]
+    if supports(on_card[0], packed, **common)[0]:
+        ways.append(((on_card[0], packed), {}, 0.06))
+    for tensors, options, limit in ways:
+        first, second = (attention(*tensors, return_lse=True, **common, **options) for _ in range(2))
+        assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+        out, lse = (x.cpu() for x in first)
+        assert relative_l2(out, want) < limit
+        assert torch.equal(lse.isneginf(), log_sum.isneginf()) and not out[log_sum.isneginf()].any()

@@ -18,7 +18,7 @@ from codegen.gates.command import gates
 from codegen.keys import LOADS, PRECISIONS, Key, load_of, seqlen_bucket
 from codegen.ledger import counts
 from codegen.ledger import render as render_ledger
-from codegen.matrix import PROFILES, head_dims, profile_of
+from codegen.matrix import head_dims
 from codegen.options import (
     arch_option,
     choose,
@@ -30,8 +30,9 @@ from codegen.options import (
     requested,
 )
 from codegen.outputs import files
+from codegen.profiles import PROFILES, of_profile, profile_of
 from codegen.render import environment, render_kernel
-from codegen.select import of_profile, select
+from codegen.select import select
 from codegen.writer import compare, is_ours, write
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "generated"

@@ -6,7 +6,7 @@ What a kernel is made of is read from its text, so that no list of conditions ha
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import TypeVar
 
@@ -16,16 +16,16 @@ SHOWN = "shown"  # folder of the kernels that a checkout shows
 _NUMBER = re.compile(r"(?<![A-WYZa-wyz\d])\d+")  # not a part of a type: bf16, E4M3, F32; but 64x128
 
 
-def cover(parts: Mapping[str, frozenset[Part]]) -> tuple[str, ...]:
+def cover(parts: Mapping[str, frozenset[Part]], given: Sequence[str] = ()) -> tuple[str, ...]:
     """Names, sorted, of few sets that together hold every part of any. Greedy: the most new parts first, of equals the
-    first name; then without those that the others make needless."""
-    missing = set().union(*parts.values())
-    chosen: list[str] = []
+    first name; then without those that the others make needless. `given` names are there already, and stay."""
+    missing = set().union(*parts.values()).difference(*(parts[name] for name in given))
+    chosen = list(given)
     while missing:
         best = min(parts, key=lambda name: (-len(parts[name] & missing), name))
         chosen.append(best)
         missing -= parts[best]
-    for name in tuple(chosen):
+    for name in chosen[len(given) :]:
         rest: set[Part] = set().union(*(parts[other] for other in chosen if other != name))
         if parts[name] <= rest:
             chosen.remove(name)

@@ -6,7 +6,7 @@ from codegen.arch import TARGETS
 from codegen.families import FAMILIES
 from codegen.keys import Key, bucket_text, representative
 from codegen.legal import check
-from codegen.matrix import profile_of
+from codegen.profiles import profile_of
 from codegen.select import Timing, measured_costs, modelled_costs, modelled_us, order, regret, rivals, timing
 from codegen.table import CRITERIA, Decision, decide
 from codegen.variant import Variant, parse_id

@@ -1,4 +1,4 @@
-"""The declared matrix and the profiles that build parts of it. Change a number here and everything follows."""
+"""The declared matrix. Change a number here and everything follows."""
 
 from __future__ import annotations
 
@@ -211,60 +211,3 @@ def undeclared(v: Variant) -> str | None:
         if value not in values:
             return f"{axis} {axis_text(value)} is not declared ({', '.join(map(axis_text, values))} are)"
     return None
-
-
-PROFILES = ("dev", "ci", "release")  # each contains the one before
-
-
-def _default_mode(v: Variant) -> bool:
-    return v.scaling is Scaling.BLOCK and v.dtype is Operand.E4M3 and v.out is Out.BF16
-
-
-def _two_terms_profile(v: Variant) -> str:
-    # Both ways of scaling K, with and without a mask; and where O is widest.
-    narrow = v.head_dim == 64 and v.out is Out.BF16 and v.scaling in (Scaling.BLOCK, Scaling.TOKEN)
-    return "ci" if narrow or (_default_mode(v) and v.head_dim == 256 and not v.causal) else "release"
-
-
-def _sm89_profile(v: Variant) -> str:
-    # dev: the default mode of two head_dims, enough for the demo
-    if _default_mode(v) and v.head_dim in (32, 64):
-        return "dev"
-    # ci: the default mode of all, and at head_dim 64 every other value of every axis
-    if _default_mode(v):
-        return "ci"
-    if v.head_dim == 64 and v.out is Out.BF16 and v.dtype is Operand.E4M3 and not v.causal:
-        return "ci"
-    if v.head_dim == 64 and v.scaling is Scaling.BLOCK and v.out is not Out.BF16 and v.causal:
-        return "ci"
-    if v.head_dim == 128 and v.dtype is Operand.E5M2 and v.out is Out.BF16:
-        return "ci"
-    return "release"
-
-
-def _sm90a_profile(v: Variant) -> str:
-    if v.softmax is Softmax.QUADRATIC:
-        return "ci" if _default_mode(v) and v.head_dim in (64, 256) else "release"
-    if _default_mode(v) and v.head_dim in (64, 128):
-        return "dev"
-    # Other outputs with a mask, other scalings and operands without: every value once.
-    if _default_mode(v) or (v.head_dim == 64 and v.causal == (v.out is not Out.BF16)):
-        return "ci"
-    return "release"
-
-
-_PROFILE = {"sm89": _sm89_profile, "sm90a": _sm90a_profile}
-
-
-def profile_of(v: Variant) -> str:
-    """The smallest profile that contains an emitted variant."""
-    if v.kind.diagnostic:
-        return "ci"
-    if v.special:
-        plain = v.out is Out.BF16 and v.softmax is Softmax.LINEAR
-        return "dev" if plain and v.head_dim == 64 else "ci" if plain else "release"
-    return _two_terms_profile(v) if v.terms > 1 else _PROFILE[v.family](v)
-
-
-def in_profile(v: Variant, profile: str) -> bool:
-    return PROFILES.index(profile_of(v)) <= PROFILES.index(profile)

@@ -7,9 +7,10 @@ from click.core import ParameterSource
 
 from codegen.arch import TARGETS
 from codegen.legal import check as check_rules
-from codegen.matrix import PROFILES, undeclared
+from codegen.matrix import undeclared
 from codegen.outputs import Request
-from codegen.select import of_profile, select
+from codegen.profiles import PROFILES, of_profile
+from codegen.select import select
 from codegen.table import built
 from codegen.variant import AXES, Variant, axis_text, parse_id
 

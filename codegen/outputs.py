@@ -13,8 +13,9 @@ from codegen.axes import Scaling
 from codegen.families import derive
 from codegen.ledger import render as render_ledger
 from codegen.legal import served
-from codegen.matrix import head_dims, profile_of
-from codegen.pack import Pack, pack_profile, pack_targets, packs_of
+from codegen.matrix import head_dims
+from codegen.pack import Pack, pack_targets, packs_of
+from codegen.profiles import pack_profile, profile_of
 from codegen.render import environment, render_kernel, render_pack, render_plan
 from codegen.scaling import KEY_BLOCK, key_block
 from codegen.select import Selection

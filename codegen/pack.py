@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from codegen.arch import REGISTERS_PER_SM, TARGETS
 from codegen.axes import Walk
 from codegen.axes.axis import Axis
-from codegen.matrix import MATRICES, PROFILES, profile_of
+from codegen.matrix import MATRICES
 from codegen.scaling import key_block
 from codegen.table import targets_of
 from codegen.variant import Variant
@@ -116,7 +116,8 @@ class Pack:
         return self.rows // 16 * (16 * self.head_dim + STAGE_PAD)
 
 
-def _served(pack: Pack, v: Variant) -> bool:
+def served_by(pack: Pack, v: Variant) -> bool:
+    """Whether a variant reads what the pack makes."""
     return (v.head_dim, key_block(v)) == (pack.head_dim, pack.key_block)
 
 
@@ -128,10 +129,5 @@ def packs_of(variants: Iterable[Variant]) -> tuple[Pack, ...]:
 
 def pack_targets(pack: Pack, variants: Iterable[Variant], archs: tuple[str, ...]) -> tuple[str, ...]:
     """The targets of a build on which one of its variants reads what the kernel writes."""
-    needed = {arch for v in variants if _served(pack, v) for arch in targets_of(v, archs)}
+    needed = {arch for v in variants if served_by(pack, v) for arch in targets_of(v, archs)}
     return tuple(a for a in archs if a in needed)
-
-
-def pack_profile(pack: Pack, variants: Iterable[Variant]) -> str:
-    """The smallest profile that has one of the variants served."""
-    return min((profile_of(v) for v in variants if _served(pack, v)), key=PROFILES.index)

@@ -13,7 +13,7 @@ from codegen.evidence import Measurement, measured
 from codegen.families import FAMILIES, derive
 from codegen.keys import LOADS, MOST, SEQLEN_BOUNDS, representative
 from codegen.legal import Rejection, check
-from codegen.matrix import MATRICES, Matrix, in_profile
+from codegen.matrix import MATRICES, Matrix
 from codegen.scaling import key_block
 from codegen.variant import SHAPE, Variant
 
@@ -235,10 +235,6 @@ def select(matrices: tuple[Matrix, ...] = MATRICES) -> Selection:
     judged = ((v, broken or outranked.get(v.id)) for v, broken in zip(points, verdicts, strict=True))
     rejected = tuple((v, r) for v, r in judged if r is not None)
     return Selection(emitted=tuple(sorted(emitted, key=lambda v: v.id)), rejected=rejected, declared=len(points))
-
-
-def of_profile(variants: Iterable[Variant], profile: str) -> tuple[Variant, ...]:
-    return tuple(v for v in variants if in_profile(v, profile))
 
 
 def rivals(v: Variant) -> list[Variant]:

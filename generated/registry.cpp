@@ -756,6 +756,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "756dabdc8f9474524dd16169c033295d4014dc3e420f6ba2c4fcfc979fc739c0";
+const char kManifest[] = "acc8447203dfe4d00b2fd6d945ad2c504d25e15b7b5582c052d1debfbbffadf4";
 
 }  // namespace fp8cutlass

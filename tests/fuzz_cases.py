@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Case:
     out: str | None
     scaling: str
     precision: str
-    alignment: str | None  # of the causal mask
+    alignment: str | None  # of the causal mask or the window
     smooth_k: bool
     hadamard: bool
     scale: float | None
@@ -56,6 +56,7 @@ class Case:
     descales: tuple[str, str, str]
     lse: bool
     pick: float | None
+    window: tuple[int, int] | None = None  # (left, right) instead of a causal mask, -1 for all
 
     @property
     def half(self) -> bool:
@@ -70,15 +71,43 @@ class Case:
     @property
     def causal_offset(self) -> int | None:
         """Key j is visible to row i when j <= i + this; None without a mask."""
-        if self.alignment is None:
+        if self.alignment is None or (self.window and self.window[1] < 0):
             return None
+        return self._shift + (self.window[1] if self.window else 0)
+
+    @property
+    def window_offset(self) -> int | None:
+        """Key j is visible to row i when j >= i + this, too; None without a left end."""
+        return self._shift - self.window[0] if self.window and self.window[0] >= 0 else None
+
+    @property
+    def _shift(self) -> int:
         return self.seqlen_k - self.seqlen_q if self.alignment == "bottom_right" else 0
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """(Sq, Sk) bool: which keys a row sees."""
+        row, key = torch.arange(self.seqlen_q)[:, None], torch.arange(self.seqlen_k)[None]
+        last, first = self.causal_offset, self.window_offset
+        seen = torch.ones(self.seqlen_q, self.seqlen_k, dtype=torch.bool)
+        seen = seen if last is None else seen & (key <= row + last)
+        return seen if first is None else seen & (key >= row + first)
 
 
 def _bent(precision: str, seed: int, number: int) -> str:
     """``balanced`` instead of a third of ``fast``. Drawn apart, so that cases keep the rest of what they had before."""
     apart = random.Random(f"precision of {seed}/{number}")
     return "balanced" if precision == "fast" and apart.random() < 1 / 3 else precision
+
+
+def _windowed(case: Case) -> Case:
+    """With a window instead of the mask of a fifth of all cases. Drawn apart, so that cases keep the rest."""
+    apart = random.Random(f"window of {case.seed}/{case.number}")
+    if apart.random() >= 0.2:
+        return case
+    left, right = (apart.choice((-1, 0, 1, 63, 64, 127, 200, apart.randint(0, case.seqlen_k))) for _ in range(2))
+    alignment = case.alignment or apart.choice(("top_left", "bottom_right"))
+    return replace(case, window=(left, right), alignment=alignment)
 
 
 def draw(seed: int, number: int, cells: int) -> Case:
@@ -99,7 +128,7 @@ def draw(seed: int, number: int, cells: int) -> Case:
             seqlen_k = seqlen_k * 2 // 3
     source = r.choice(("bf16", "bf16", "bf16", "fp16", "e4m3", "e4m3", "e5m2"))
     half = source in HALF
-    return Case(
+    case = Case(
         seed=seed,
         number=number,
         batch=batch,
@@ -123,6 +152,7 @@ def draw(seed: int, number: int, cells: int) -> Case:
         lse=r.random() < 0.5,
         pick=r.random() if r.random() < 0.4 else None,
     )
+    return _windowed(case)
 
 
 def values_of(case: Case) -> list[torch.Tensor]:
@@ -226,7 +256,11 @@ def arguments(case: Case, inputs: Inputs, device: str) -> dict[str, Any]:
     options: dict[str, Any] = {"scaling": case.scaling, "precision": case.precision, "layout": case.layout}
     if case.heads != case.kv_heads:
         options["enable_gqa"] = True
-    if case.alignment is not None:
+    if case.window is not None:
+        options |= {"window_size": case.window}
+        if case.window != (-1, -1):
+            options["causal_alignment"] = case.alignment
+    elif case.alignment is not None:
         options |= {"is_causal": True, "causal_alignment": case.alignment}
     if case.scale is not None:
         options["scale"] = case.scale

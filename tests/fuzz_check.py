@@ -14,13 +14,14 @@ from gpu import is_emulated
 from layouts import on_card
 from reference import (
     Operands,
-    attention64,
+    masked64,
     operands_of,
 )
 from tensor_core import cut_products
 
 import fp8cutlass
 from fp8cutlass import UnsupportedError
+from fp8cutlass.call.call import FAR
 from fp8cutlass.choose.target import granularities, target
 from fp8cutlass.dtypes import DTYPE_NAMES, OUT_NAMES
 from fp8cutlass.emulator.emulate import Emulation, emulate
@@ -59,7 +60,7 @@ def _run(case: Case, device: str) -> Verdict:
 
     operands, mean = operands_for(case, inputs, variant)
     real = [x.to(device) for x in operands.real]
-    reference = attention64(*real, case.softmax_scale, case.causal_offset)
+    reference = masked64(*real, case.softmax_scale, case.seen.to(device))
     if case.out == "e4m3":
         options["out_descale"] = float(reference.out.abs().amax() / OUT_CODE) or 1.0
 
@@ -78,14 +79,18 @@ def _run(case: Case, device: str) -> Verdict:
     if device == "cuda":
         with nullcontext() if is_emulated(variant) else cut_products(two_terms=variant.softmax == "exp2x2"):
             emulated = _emulated(case, operands, variant, options, device)
-    missed += judge(case, variant, reference, real_out, lse, amax, out.dtype, emulated, options)
+    missed += judge(case, variant, reference, real_out, lse, amax, out.dtype, emulated, options, case.seen.any(-1))
     return Verdict("failed" if missed else "passed", variant.id, tuple(missed))
 
 
 def _pinned(case: Case, tensors: list[torch.Tensor], options: dict[str, Any]) -> str | None:
     """One of the kernels that serve a call, by the case's draw; None where there is none."""
     at = target(tensors[0].device)
-    wanted = {"kind": "fwd", "dtype": DTYPE_NAMES.get(tensors[0].dtype, "e4m3"), "causal": case.alignment is not None}
+    wanted: dict[str, Any] = {"dtype": DTYPE_NAMES.get(tensors[0].dtype, "e4m3")}
+    if case.window_offset is None:
+        wanted |= {"kind": "fwd", "causal": case.causal_offset is not None}
+    else:
+        wanted["kind"] = "window"
     wanted["out"] = OUT_NAMES[options.get("out_dtype", tensors[0].dtype if case.half else torch.bfloat16)]
     fitting = [
         v.id
@@ -163,7 +168,8 @@ def _emulated(case: Case, operands: Operands, variant: Variant, options: dict[st
             variant=variant,
             scale=abs(case.softmax_scale),
             scaling=case.scaling,
-            causal_offset=case.causal_offset or 0,
+            causal_offset=FAR if case.causal_offset is None else case.causal_offset,
+            window_offset=case.window_offset,
             out_descale=out_descale if variant.out == "e4m3" else None,
             emulated_mma=is_emulated(variant),
         )

@@ -16,9 +16,10 @@ from codegen.axes import Operand, Out, Scaling
 from codegen.cli import main
 from codegen.explain import explain
 from codegen.families import model_card
-from codegen.keys import Key, load_of, seqlen_bucket
+from codegen.keys import SOFTMAXES, Key, load_of, seqlen_bucket
+from codegen.profiles import of_profile
 from codegen.select import rivals, select
-from codegen.table import CRITERIA, decide
+from codegen.table import CRITERIA, built, decide
 from codegen.variant import parse_id
 
 
@@ -100,9 +101,13 @@ def test_explain_pads_head_dim_and_says_so(arch: str, head_dim: int, padded: int
 
 def test_explain_says_that_a_kernel_is_emulated() -> None:
     """In a profile where the family made for the target lacks what the problem needs."""
-    problem = ("--head-dim", "128", "--seqlen", "128", "--dtype", "e5m2", "--scaling", "head", "--profile", "ci")
+    v = next(v for v in built(of_profile(select().emitted, "ci"), ("sm90a",), False) if v.family == "sm89")
+    precision = next(name for name, softmaxes in SOFTMAXES.items() if v.softmax in softmaxes)
+    asked = {"head-dim": v.head_dim, "dtype": v.dtype, "out-dtype": v.out, "scaling": v.scaling, "precision": precision}
+    options = [x for name, value in asked.items() for x in (f"--{name}", str(value))]
+    problem = ("--seqlen", "128", "--causal" if v.causal else "--full", *options, "--profile", "ci")
     output = run("--arch", "sm90a", *problem).output
-    assert "family   sm89, emulated on sm90a" in output and "kernel   sm89_fwd_d128_" in output
+    assert "family   sm89, emulated on sm90a" in output and f"kernel   {v.id}" in output
     assert "emulated" not in run("--arch", "sm89", *problem).output
     assert "emulated" not in run("--arch", "sm90a", *problem[:-2]).output
 

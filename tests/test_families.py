@@ -19,7 +19,8 @@ from codegen.axes import Kind
 from codegen.families import FAMILIES, families_of, family_of, model_card
 from codegen.matrix import MATRICES, head_dims
 from codegen.outputs import Request, files
-from codegen.select import of_profile, select
+from codegen.profiles import of_profile
+from codegen.select import select
 from codegen.table import build, built
 from codegen.variant import parse_id
 

@@ -54,10 +54,10 @@ def test_the_emulator_that_a_card_is_compared_with(monkeypatch: pytest.MonkeyPat
     results: list[bool] = []
 
     def compared(case: Case, variant: Variant, reference: Any, out: torch.Tensor, *rest: Any) -> list[str]:
-        lse, amax, stored, _, options = rest
+        lse, amax, stored, _, options, seen = rest
         emulated = fuzz_check._emulated(case, operands[0], variant, options, "cpu")
         results.append(torch.equal(out, emulated.out) and torch.equal(amax, emulated.amax))
-        return judge(case, variant, reference, out, lse, amax, stored, emulated, options)
+        return judge(case, variant, reference, out, lse, amax, stored, emulated, options, seen)
 
     def kept(*args: Any) -> tuple[Operands, torch.Tensor | None]:
         operands[:] = operands_for(*args)
@@ -130,6 +130,8 @@ def test_everything_is_drawn() -> None:
     assert {c.source for c in cases} == set(SOURCES) and {c.values for c in cases} == set(VALUES)
     assert {order for c in cases for order in c.orders} == set(ORDERS)
     assert {c.alignment for c in cases} == {None, "top_left", "bottom_right"}
+    windows = [c.window for c in cases if c.window is not None]
+    assert {(left < 0, right < 0) for left, right in windows} == {(x, y) for x in (False, True) for y in (False, True)}
     assert {c.scaling for c in cases} == {"tensor", "head", "block", "token"}
     assert {c.precision for c in cases} == {"fast", "balanced", "accurate"}
     for flag in ("smooth_k", "hadamard", "lse", "half"):

@@ -26,7 +26,8 @@ from codegen.gates.sass import SassError, parse
 from codegen.gates.subject import Kernel, Listing, Measured, Resources
 from codegen.gates.toolbox import Toolbox, ToolboxError, open_toolbox
 from codegen.pack import Pack, Source, packs_of
-from codegen.select import of_profile, select
+from codegen.profiles import of_profile
+from codegen.select import select
 from codegen.table import built
 from scripts.cubins import ROOT, CompileError
 

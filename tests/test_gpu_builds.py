@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from gpu import ROOT, built_variants, card_arch, loop_form
+from sources import write_source
 
 from codegen.arch import TARGETS
 from codegen.gates.toolbox import ToolboxError, open_toolbox
@@ -130,11 +131,11 @@ def test_only_a_build_with_delays_has_them(tmp_path: Path) -> None:
     except ToolboxError as error:
         pytest.skip(str(error))
     variants = load_manifest(generated_dir()).variants
-    kernel = next(v for v in variants if v.family == "sm90a" and v.profile == "dev" and v.schedule == "serial")
+    kernel = next(v for v in variants if v.family == "sm90a" and v.kind == "fwd" and v.schedule == "serial")
     waits = {}
     for flags in ([], [DELAYS]):
         cubin = tmp_path / "kernel.cubin"
-        command = tools.command(TARGETS["sm90a"].gencode, generated_dir() / kernel.file, cubin)
+        command = tools.command(TARGETS["sm90a"].gencode, write_source(kernel.id, tmp_path), cubin)
         run_nvcc([*command, *flags], tools.environment)
         listing = subprocess.run([str(tools.nvdisasm), "-c", str(cubin)], capture_output=True, text=True, check=True)
         waits[len(flags)] = listing.stdout.count("NANOSLEEP")

@@ -16,7 +16,8 @@ from reference import randn
 
 import fp8cutlass
 from codegen.pack import packs_of
-from codegen.select import of_profile, select
+from codegen.profiles import of_profile
+from codegen.select import select
 from fp8cutlass.call import memo as eager
 from fp8cutlass.manifest import Variant, generated_dir, load_manifest
 from fp8cutlass.native import attend

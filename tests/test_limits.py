@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from reference import randn
+from sources import source_of, write_source
 
 from codegen.arch import TARGETS
 from codegen.families.warpgroup.view import MANY_KEYS, TRUNCATION
@@ -28,9 +29,9 @@ E4M3 = torch.float8_e4m3fn
 HOPPER = [v for v in load_manifest(generated_dir()).variants if v.family == "sm90a"]
 
 
-def source(file: str) -> str:
-    """A generated kernel without its comments."""
-    return re.sub(r"//[^\n]*", "", (generated_dir() / file).read_text(encoding="utf-8"))
+def source(variant_id: str) -> str:
+    """A kernel without its comments."""
+    return re.sub(r"//[^\n]*", "", source_of(variant_id))
 
 
 @pytest.mark.edge(19)
@@ -140,19 +141,19 @@ def one_lane(text: str, place: int) -> bool:
 def test_what_is_given_back_does_not_make_fp16_overflow() -> None:
     for variant in HOPPER:
         gives = variant.tile_n > MANY_KEYS and variant.out != "fp16"
-        assert f"kTruncation = {f'{TRUNCATION}f' if gives else '1.f'};" in source(variant.file)
+        assert f"kTruncation = {f'{TRUNCATION}f' if gives else '1.f'};" in source(variant.id)
 
 
 @pytest.mark.edge(45)
 def test_operands_that_are_stored_are_fenced() -> None:
     for variant in HOPPER:
-        check_fence(source(variant.file))
+        check_fence(source(variant.id))
 
 
 @pytest.mark.edge(46)
 def test_every_thread_arrives_for_itself() -> None:
     for variant in HOPPER:
-        check_arrivals(source(variant.file))
+        check_arrivals(source(variant.id))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_every_thread_arrives_for_itself() -> None:
     ],
 )
 def test_what_breaks_the_order_is_seen(check: Callable[[str], None], old: str, new: str) -> None:
-    text = source(HOPPER[0].file)
+    text = source(HOPPER[0].id)
     check(text)
     assert old in text
     with pytest.raises(AssertionError):
@@ -196,7 +197,7 @@ def test_the_machine_code_has_the_fence(tools: Toolbox, tmp_path: Path) -> None:
     """Between the last store of the rows of ones and the first copy or product: the fence, then a barrier."""
     variant = next(v for v in HOPPER if v.profile == "dev" and v.kind == "fwd")
     cubin = tmp_path / "kernel.cubin"
-    run_nvcc(tools.command(TARGETS["sm90a"].gencode, generated_dir() / variant.file, cubin), tools.environment)
+    run_nvcc(tools.command(TARGETS["sm90a"].gencode, write_source(variant.id, tmp_path), cubin), tools.environment)
     listing = subprocess.run([str(tools.nvdisasm), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
     opcodes = [m.group(1) for m in re.finditer(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", listing, re.M)]
     readers = [i for i, x in enumerate(opcodes) if x.startswith(("UTMALDG", "QGMMA"))]

@@ -33,9 +33,10 @@ from codegen.keys import (
 )
 from codegen.keys import seqlen_bucket as bucket
 from codegen.legal import check, served
-from codegen.matrix import HEAD_DIMS, MATRICES, PROFILES, head_dims, in_profile, profile_of
+from codegen.matrix import HEAD_DIMS, MATRICES, head_dims
+from codegen.profiles import PROFILES, in_profile, of_profile, profile_of
 from codegen.scaling import key_block
-from codegen.select import Timing, of_profile, order, problem_class, select, timing
+from codegen.select import Timing, order, problem_class, select, timing
 from codegen.table import CRITERIA, Decision, Table, build, built, decide, keys, targets_of
 from codegen.variant import Variant, axis_text, parse_id
 

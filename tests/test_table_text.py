@@ -14,8 +14,8 @@ import pytest
 
 from codegen.arch import TARGETS
 from codegen.keys import SEQLEN_BOUNDS
-from codegen.matrix import PROFILES
-from codegen.select import Timing, of_profile, select
+from codegen.profiles import PROFILES, of_profile
+from codegen.select import Timing, select
 from codegen.table import Table, build, keys
 from codegen.table_text import table_text, time_text, times_text
 from fp8cutlass.choose import table as reader

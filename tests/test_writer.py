@@ -22,11 +22,11 @@ import pytest
 from codegen.arch import TARGETS
 from codegen.axes import Cluster, Kind, Scaling, Walk
 from codegen.families import derive
-from codegen.matrix import PROFILES
 from codegen.outputs import Request, files, kernel_path
 from codegen.pack import packs_of
+from codegen.profiles import PROFILES, of_profile
 from codegen.scaling import key_block
-from codegen.select import of_profile, select
+from codegen.select import select
 from codegen.writer import DIFF_LINES, compare, is_ours, write
 
 ROOT = Path(__file__).resolve().parent.parent

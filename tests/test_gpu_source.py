@@ -195,7 +195,7 @@ class TestWhichWay:
             assert set(seen) == {(left, handed)}
             seen.clear()
             said = fp8cutlass.explain(q, q, q)
-            assert ("by the attention kernel" in said) is left and ("handed over" in said) is handed
+            assert ("by the attention kernel" in said) is left and ("packed head by head" in said) is handed
 
 
 class TestRule:

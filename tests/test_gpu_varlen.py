@@ -22,6 +22,7 @@ from fp8cutlass.call.launch import kernel_operands, quantised, score_amax
 from fp8cutlass.call.ragged import RaggedCall, blocks_of, by_torch, emulate_sequence, launch, launch_made
 from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import Variant
+from fp8cutlass.native import extension
 from fp8cutlass.quant.quantize import V_AMAX
 
 pytestmark = pytest.mark.gpu
@@ -145,6 +146,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("v", built_variants("ragged"), ids=lambda v: v.id)
 def test_every_byte_is_that_of_torch(v: Variant, layout: str) -> None:
     """Blocks, tails, gaps and descales, from tensors with strides of their own; a narrower head_dim."""
+    extension.load()
     rows, keys, used = LAYOUTS[layout]
     q, k, values, cu_q, cu_k = batch(v, rows, keys)
     head_dim = v.head_dim - (8 if layout == "many" else 0)

@@ -170,9 +170,11 @@ def test_windows_on_a_card(window: tuple[int, int], alignment: str, head_dim: in
     on_card = [x.cuda() for x in (q, k, v)]
     common: dict[str, Any] = {"enable_gqa": True, "window_size": window, "causal_alignment": alignment}
     needs(*on_card, **common)
+    needs(*on_card, enable_gqa=True)  # what keys are packed for
     packed = pack_kv(*on_card[1:], query_shape=q.shape)
     fp8, descales = zip(*(quantize(x, granularity="head") for x in on_card), strict=True)
     named: dict[str, Any] = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    needs(*fp8, **named, scaling="head", **common)
     ways: list[tuple[Any, dict[str, Any], float]] = [(on_card, {}, 0.06), (fp8, named | {"scaling": "head"}, 0.075)]
     if supports(on_card[0], packed, **common)[0]:
         ways.append(((on_card[0], packed), {}, 0.06))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import fuzz_check
+import fuzz_judge
 import pytest
 import torch
 from fuzz_cases import CELLS, arguments, draw, inputs_of
@@ -75,7 +76,7 @@ def test_a_row_that_a_card_had(monkeypatch: pytest.MonkeyPatch) -> None:
     for two_terms in (False, True):
         with cut_products(two_terms=two_terms):
             out = emulated().out
-        worst[two_terms] = fuzz_check._z_test(out, reference, variant, torch.bfloat16, 0.0).row_rms
+        worst[two_terms] = fuzz_judge._z_test(out, reference, variant, torch.bfloat16, 0.0).row_rms
     assert worst[True] == pytest.approx(2.04, abs=0.005) and worst[False] < 0.9
 
 

@@ -6,10 +6,10 @@ import torch
 
 from ..call.checks import NO_TANGENTS, forward_mode
 from ..call.operators import register
+from ..call.options import wrong_scale, wrong_window
 from ..call.ragged import PRECISIONS, RaggedCall, default_scale, run
 from ..dtypes import HALF_DTYPES
 from ..errors import NoKernelError, UnsupportedError
-from ..quant.descale import SCALE_MAX
 
 FP8 = torch.float8_e4m3fn
 DESCALES = ("q_descale", "k_descale", "v_descale")
@@ -178,19 +178,16 @@ def _wrong(
         sequences = count if sequences is None else sequences
     if not isinstance(causal, bool) or not isinstance(return_lse, bool):
         wrong.append(f"causal and return_lse must be True or False, got {causal!r} and {return_lse!r}")
-    ends = window if isinstance(window, (tuple, list)) else ()
-    if len(ends) != 2 or any(isinstance(x, bool) or not isinstance(x, int) or x < -1 for x in ends):
-        wrong.append(f"window_size must be (left, right), two integers from -1 up, got {window!r}")
+    if (reason := wrong_window("window_size", window)) is not None:
+        wrong.append(reason)
     if alignment not in ("bottom_right", "top_left"):
         wrong.append(f"causal_alignment must be bottom_right or top_left, got {alignment!r}")
     if precision not in PRECISIONS:
         wrong.append(f"precision must be one of {', '.join(PRECISIONS)} for a ragged batch, got {precision!r}")
     if out_dtype not in (None, *HALF_DTYPES):
         wrong.append(f"out_dtype must be bfloat16 or float16 for a ragged batch, got {out_dtype}")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-        wrong.append(f"softmax_scale must be a float or None, got {type(scale).__name__}")
-    elif scale is not None and not abs(scale) <= SCALE_MAX:
-        wrong.append(f"softmax_scale must be finite in float32, also times log2(e), got {scale}")
+    if (reason := wrong_scale("softmax_scale", scale)) is not None:
+        wrong.append(reason)
     return wrong + _wrong_descales(q, k, descales, sequences)
 
 

@@ -11,7 +11,7 @@ import torch
 from ..dtypes import OUT_DTYPES, OUT_NAMES
 from ..manifest import KEY_BLOCK
 
-FAR = 1 << 30  # keys after a row's own, of a window without an end there
+FAR = 1 << 30  # keys before or after a row's own, of a window without an end there
 
 
 class Tensors(NamedTuple):

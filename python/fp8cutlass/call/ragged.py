@@ -27,10 +27,9 @@ from ..native import extension
 from ..native.fused import readable
 from ..quant.quantize import V_AMAX, quantize
 from ..quant.v_layout import pack_v
-from .call import Call, Tensors
+from .call import FAR, Call, Tensors
 from .launch import quantised, score_amax
 
-FAR = 1 << 30  # keys before or after a row's own, of a window without an end
 SOFTMAXES = {"fast": ("linear", "exp2"), "accurate": ("exp2",)}  # what serves a precision, the preferred one first
 
 

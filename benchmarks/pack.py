@@ -132,7 +132,7 @@ def _tensors(made: Operands) -> list[torch.Tensor]:
 
 def check(ready: Ready, replay: Callable[[], object], synchronise: Callable[[], object]) -> str | None:
     """What is wrong with a replay: it must write what an eager launch writes, over bytes that are no result. The bits
-    themselves are held to the CPU's by tests/test_gpu_pack.py."""
+    themselves are held to the CPU's by tests/gpu/test_gpu_pack.py."""
     ready.launch()
     synchronise()
     expected = [x.clone() for x in _tensors(ready.made)]

@@ -152,7 +152,7 @@ def on_the_card(folder: Path) -> Iterator[Finding]:
 def _by_tests(fault: Fault, environment: dict[str, str]) -> tuple[bool, str]:
     of_the_walk = "_window_" in fault.kernel or fault.kernel.endswith("_ragged")
     file, test = ("test_gpu_varlen", "is_its_emulation") if of_the_walk else ("test_gpu_variants", "test_variant")
-    tests = [f"tests/{file}.py", "-k", f"{test} and {fault.kernel}"]
+    tests = [f"tests/gpu/{file}.py", "-k", f"{test} and {fault.kernel}"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TESTS_END)

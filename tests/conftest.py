@@ -11,7 +11,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-for folder in (ROOT / "tests", ROOT / "python", ROOT):
+SUBJECTS = sorted(path for path in (ROOT / "tests").iterdir() if any(path.glob("test_*.py")))
+for folder in (*SUBJECTS, ROOT / "tests", ROOT / "python", ROOT):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

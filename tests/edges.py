@@ -33,7 +33,7 @@ def declared(folder: Path = FOLDER) -> dict[int, set[str]]:
     """What claims each case in the sources, whatever was selected: ``test_x.py::test_y``, or ``test_x.py`` where a mark
     stands outside of functions, on a parameter or a module."""
     found: dict[int, set[str]] = {}
-    for path in sorted(folder.glob("test_*.py")):
+    for path in sorted(folder.rglob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             place = f"{path.name}::{node.name}" if isinstance(node, ast.FunctionDef) else path.name
             for call in ast.walk(node):

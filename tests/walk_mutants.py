@@ -1,7 +1,7 @@
 """Broken walks: what a kernel of ragged batches or windows would return if one thing in it were wrong, made from the
 emulator; and faults planted into the headers of ``include/fp8cutlass/walk``.
 
-Each names what has to notice it: a test of tests/test_varlen.py, or a property of tests/host/walk_test.cpp.
+Each names what has to notice it: a test of tests/api/test_varlen.py, or a property of tests/host/walk_test.cpp.
 """
 
 from __future__ import annotations

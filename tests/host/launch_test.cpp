@@ -1,5 +1,5 @@
 // What launches ask of the driver, and with what shapes and parameters they launch, with a stand-in for driver and
-// runtime. Prints one line a property; exits non-zero if any fails. Built by tests/test_launch_host.py with the sources
+// runtime. Prints one line a property; exits non-zero if any fails. Built by tests/native/test_launch_host.py with the sources
 // of csrc/ that launch, which puts files of cubins beside the program.
 #include "launch.h"
 

@@ -1,5 +1,5 @@
 // Proves on the host what the kernels take for granted. Prints one line a property; exits non-zero if any fails.
-// Built by tests/test_layout.py with g++ and the CuTe headers.
+// Built by tests/native/test_layout.py with g++ and the CuTe headers.
 #include "fp8cutlass/layout.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Which tiles an item visits, which of them need a mask, and which items there are, against plain loops over rows and
-// keys. Prints one line a property; exits non-zero if any fails. Built by tests/test_walk_host.py.
+// keys. Prints one line a property; exits non-zero if any fails. Built by tests/native/test_walk_host.py.
 #include <cstdio>
 #include <cstdlib>
 #include <map>

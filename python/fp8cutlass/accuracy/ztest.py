@@ -2,7 +2,8 @@
 standard deviation that the rounding of P and of the output give it.
 
 A relative L2 of the whole tensor cannot answer this. It passes one wrong fragment, or one dropped tile of many. Where
-the tolerance is a few percent of the largest value, it passes an output of zeros. tests/test_mutants.py has examples.
+the tolerance is a few percent of the largest value, it passes an output of zeros. tests/proof/test_mutants.py
+has examples.
 """
 
 from __future__ import annotations

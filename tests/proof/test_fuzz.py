@@ -32,7 +32,7 @@ from fp8cutlass.emulator.emulate import Emulation, emulate
 from fp8cutlass.manifest import Variant, generated_dir
 from tests import fuzz
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CARD_CASES, CARD_BATCHES = 25, 12
 
 

@@ -26,7 +26,7 @@ from codegen.render import environment, render_kernel
 from codegen.select import problem_class, select
 from codegen.variant import parse_id
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DEV = of_profile(select().emitted, "dev")
 FAILS = -1  # any exit status but 0
 HOPPER = "sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo"

@@ -20,7 +20,7 @@ import fp8cutlass
 from fp8cutlass.cli import group, main
 from fp8cutlass.cli.group import COMMANDS, Entry
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from fp8cutlass.accuracy.standard import COLUMNS, HIGH_ERROR, LARGE, MODES, RMSE
 from fp8cutlass.accuracy.ztest import FLOOR, LIMITS, ZTest
 from fp8cutlass.emulator.emulate import emulate
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TINY = (1, 2, 96, 64)
 PLAIN = [mode for mode in MODES if not mode.peer and not mode.transforms]
 GOOD = ZTest(elements=10**6, columns=64, rms=0.9, max=5.0, row_rms=1.3, mean=0.001)

@@ -24,7 +24,7 @@ from codegen.render import environment, render_kernel, render_pack, render_plan
 from codegen.select import select
 from codegen.variant import Variant, parse_id
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHOWN = sorted((ROOT / "generated" / "shown").glob("*.cu"))
 MOST = 40  # kernels; about 30 are read in a review, 700 are not
 

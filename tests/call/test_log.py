@@ -19,7 +19,7 @@ from fp8cutlass.choose.dispatch import decide
 from fp8cutlass.choose.problem import Problem
 from fp8cutlass.manifest import generated_dir
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROBLEM = Problem("sm90a", 64, 1, 777, 3, 5, "e4m3", "bf16", "block", True, "fast", quantised=True, sm_count=132)
 
 

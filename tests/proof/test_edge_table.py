@@ -112,7 +112,7 @@ def test_a_session_writes_what_it_ran(pytestconfig: pytest.Config, tmp_path: Pat
     plugin.target = str(tmp_path / "table.md")
     monkeypatch.setattr(plugin, "selects", lambda: False)
     report = SimpleNamespace(
-        nodeid="tests/test_edges.py::test_lengths[1]", user_properties=[("edge", 3)], longrepr=None
+        nodeid="tests/proof/test_edges.py::test_lengths[1]", user_properties=[("edge", 3)], longrepr=None
     )
     for status, expected in ((0, 1), (2, 0)):
         written: list[str] = []

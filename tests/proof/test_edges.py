@@ -22,7 +22,7 @@ from fp8cutlass.manifest import generated_dir, load_manifest
 from fp8cutlass.memory import aligned
 
 E4M3 = torch.float8_e4m3fn
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (1, 2, 3, 7, 9, 12, 31, 63, 64, 65, 127, 128, 129, 257, 1023)
 both = pytest.mark.parametrize("precision", ["fast", "accurate"])
 

@@ -38,7 +38,7 @@ from codegen.evidence import Class
 from codegen.legal import check
 from codegen.variant import parse_id
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LLM: Class = (128, True, Softmax.LINEAR)
 ONE = Shape(128, True, 4096, 4096, 1, 64, 8)  # heavy, like the next
 TWO = Shape(128, True, 3500, 3500, 1, 64, 8)

@@ -37,7 +37,7 @@ def test_the_gates_refuse_a_broken_walk(mutant: WalkMutant) -> None:
 
 @names
 def test_a_named_test_notices_a_broken_walk(mutant: WalkMutant) -> None:
-    """Unbroken, it passes as a test of tests/test_varlen.py."""
+    """Unbroken, it passes as a test of tests/api/test_varlen.py."""
     with mutant.plant(), pytest.raises(AssertionError):
         mutant.killer()
 
@@ -58,7 +58,7 @@ def broken(fault: HeaderFault, folder: Path) -> list[str]:
 
 
 def test_header_faults_are_noticed(tmp_path: Path) -> None:
-    """Each by the property that it names; the clean headers pass (tests/test_walk_host.py)."""
+    """Each by the property that it names; the clean headers pass (tests/native/test_walk_host.py)."""
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(lambda n: broken(HEADER_FAULTS[n], tmp_path / str(n)), range(len(HEADER_FAULTS))))
     for fault, lines in zip(HEADER_FAULTS, said, strict=True):

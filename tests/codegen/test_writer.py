@@ -29,7 +29,7 @@ from codegen.scaling import key_block
 from codegen.select import select
 from codegen.writer import DIFF_LINES, compare, is_ours, write
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     "manifest.json": "{}\n",
     "registry.cpp": "// registry\n",

@@ -296,6 +296,6 @@ def test_opcheck() -> None:
 
 def test_kernels_hold_the_same_constants() -> None:
     """Samples and signs stand in the header of the kernels as well."""
-    header = (Path(__file__).parent.parent / "include/fp8cutlass/transform.cuh").read_text()
+    header = (Path(__file__).parents[2] / "include/fp8cutlass/transform.cuh").read_text()
     assert f"kSamples = {SAMPLES};" in header
     assert ", ".join(f"0x{word:08x}" for word in SIGNS) in " ".join(header.split())

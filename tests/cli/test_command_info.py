@@ -19,7 +19,7 @@ from fp8cutlass.cli import driver, facts, loading, main
 from fp8cutlass.manifest import TABLES, Manifest, generated_dir
 from fp8cutlass.native import extension
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = {"directory", "profile", "targets", "kernels", "manifest_sha256", "agrees"}
 KEYS = {
     "": {

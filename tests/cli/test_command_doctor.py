@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from fp8cutlass.cli import checks, doctor, main, selftest, sources
 from fp8cutlass.cli.checks import FAILED, OK, WARNING, Check
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = {"directory": "/t", "profile": "release", "targets": ["sm89", "sm90a"], "kernels": 556, "agrees": True}
 CARD = {"index": 0, "name": "NVIDIA L4", "capability": "8.9", "arch": "sm89", "usable": True}
 # A machine with a card on which everything works.

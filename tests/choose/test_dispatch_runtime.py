@@ -284,7 +284,7 @@ def test_another_key_block_is_refused(tmp_path: Path) -> None:
     write_tables(tmp_path / "other", key_block=64)
     with pytest.raises(ValueError, match="key_block 64, this package quantises and packs by 128 keys"):
         load_manifest(tmp_path / "other")
-    homes = [path.name for path in PACKAGE_DIR.glob("*.py") if re.search(r"^KEY_BLOCK\b.*= ", path.read_text(), re.M)]
+    homes = [path.name for path in PACKAGE_DIR.rglob("*.py") if re.search(r"^KEY_BLOCK\b.*= ", path.read_text(), re.M)]
     assert homes == ["manifest.py"]
 
 

@@ -34,7 +34,7 @@ RULE = {family: {rule.name: rule for rule in rules} for family, rules in RULES.i
 LIMIT = FAMILIES["sm89"].smem_per_block
 HOPPER_LIMIT = FAMILIES["sm90a"].smem_per_block
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def tile(m: int, n: int, warps: int) -> Tile:

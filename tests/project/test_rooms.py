@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "python" / "fp8cutlass"
+PACKAGE = Path(__file__).resolve().parents[2] / "python" / "fp8cutlass"
 BASE = "base"  # modules beside the rooms: errors, log, manifest, memory, timing
 # Of each room, the rooms whose modules it may import; its own and the base are open to all.
 MAY_IMPORT: dict[str, set[str]] = {

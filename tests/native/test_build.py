@@ -24,7 +24,7 @@ import pytest
 from codegen.gates import machine
 from scripts import build_extension, cubins, kernel_file, toolchain
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PLACES = (ROOT / "build" / "test" / "fp8cutlass", ROOT / "python" / "fp8cutlass")
 
 COMMON = (

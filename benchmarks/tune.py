@@ -40,8 +40,8 @@ WORK = ROOT / "build" / "tune"
 GENERATED = ROOT / "generated"
 CARD = FAMILIES[measurements.FAMILY].card  # whose loads the table is made for
 
-# The kernels are held to 0.8% of the emulator (tests/gpu/test_gpu_variants.py). Beyond 128 columns every further step of
-# 32 products may round an f16 score the other way.
+# The kernels are held to 0.8% of the emulator (tests/gpu/test_gpu_variants.py). Beyond 128 columns every further step
+# of 32 products may round an f16 score the other way.
 EMULATOR_L2 = 8e-3
 SMALL = (1, 2, 300)  # batch, heads, tokens: a tail in both directions
 

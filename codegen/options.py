@@ -6,6 +6,7 @@ import click
 from click.core import ParameterSource
 
 from codegen.arch import TARGETS
+from codegen.decode import decodes_of
 from codegen.legal import check as check_rules
 from codegen.matrix import undeclared
 from codegen.outputs import Request
@@ -56,7 +57,8 @@ def choose(
             raise click.ClickException(
                 f"no emitted variant of profile {profile} matches {' '.join(filters)} ({values})"
             )
-    return Request(archs=targets, profile=name, variants=variants)
+    decodes = decodes_of(profile, targets) if name == profile else ()
+    return Request(archs=targets, profile=name, variants=variants, decodes=decodes)
 
 
 def given(parameter: str) -> bool:

@@ -10,13 +10,15 @@ from dataclasses import asdict, dataclass
 from codegen import registry
 from codegen.arch import TARGETS
 from codegen.axes import Scaling
+from codegen.decode import Decode
+from codegen.decode import profile_of as decode_profile
 from codegen.families import derive
 from codegen.ledger import render as render_ledger
 from codegen.legal import served
 from codegen.matrix import head_dims
 from codegen.pack import Pack, pack_targets, packs_of
 from codegen.profiles import pack_profile, profile_of
-from codegen.render import environment, render_kernel, render_pack, render_plan
+from codegen.render import environment, render_cut, render_decode, render_kernel, render_pack, render_plan
 from codegen.scaling import KEY_BLOCK, key_block
 from codegen.select import Selection
 from codegen.table import build, targets_of
@@ -26,15 +28,19 @@ from codegen.variant import Variant
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to generate: which targets, which emitted variants, and how the set is called in the manifest."""
+    """What to generate: which targets, which emitted variants and kernels of decode, and how the set is called in the
+    manifest."""
 
     archs: tuple[str, ...]
     profile: str
     variants: tuple[Variant, ...]
+    decodes: tuple[Decode, ...] = ()
 
 
 PLAN = "plan"  # the kernel that lists the row tiles of ragged batches
 PLAN_PATH = f"{PLAN}.cu"
+CUT = "cut"  # the kernel that cuts the work of decode
+CUT_PATH = f"{CUT}.cu"
 
 
 def kernel_path(v: Variant) -> str:
@@ -49,13 +55,18 @@ def files(request: Request, selection: Selection) -> dict[str, str]:
     ragged = tuple(v for v in request.variants if v.walk.tables)
     if ragged:
         kernels[PLAN_PATH] = render_plan(env)
+    kernels |= {d.path: render_decode(d, env) for d in request.decodes}
+    if request.decodes:
+        kernels[CUT_PATH] = render_cut(env)
     # The shipped table answers for every target, so that a laptop can ask about any card.
     table = build(request.variants, tuple(TARGETS))
     out = dict(kernels)
     out["manifest.json"] = _manifest(request, packs, ragged, kernels)
     out["table.txt"] = table_text(table)
     out["times.txt"] = times_text(table)
-    out["registry.cpp"] = registry.render(request.variants, packs, request.archs, _digest(out["manifest.json"]), env)
+    out["registry.cpp"] = registry.render(
+        request.variants, packs, request.decodes, request.archs, _digest(out["manifest.json"]), env
+    )
     out["ledger.txt"] = render_ledger(selection)
     return out
 
@@ -125,19 +136,41 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
         }
         for p in packs
     ]
-    plan_targets = {t for v in ragged for t in targets_of(v, request.archs)}
+    planned = {  # targets of the kernels that run before others: one for all that need it
+        PLAN: {t for v in ragged for t in targets_of(v, request.archs)},
+        CUT: {d.target for d in request.decodes},
+    }
     plan_entries = [
         {
-            "id": PLAN,
-            "targets": [a for a in request.archs if a in plan_targets],
-            "file": PLAN_PATH,
-            "sha256": _digest(kernels[PLAN_PATH]),
+            "id": name,
+            "targets": [a for a in request.archs if a in targets],
+            "file": f"{name}.cu",
+            "sha256": _digest(kernels[f"{name}.cu"]),
         }
-        for _ in ragged[:1]  # one for all that need it
+        for name, targets in planned.items()
+        if targets
+    ]
+    decode_entries = [
+        {
+            "id": d.id,
+            "head_dim": d.head_dim,
+            "rows": d.rows,
+            "tile": d.tile,
+            "threads": d.threads,
+            "ctas_per_sm": d.ctas_per_sm,
+            "smem_bytes": d.smem_bytes,
+            "part_floats": d.part_floats,
+            "profile": decode_profile(d),
+            "targets": [d.target],
+            "file": d.path,
+            "sha256": _digest(kernels[d.path]),
+        }
+        for d in request.decodes
     ]
     lists: dict[str, Sequence[Mapping[str, object]]] = {
         "plans": plan_entries,
         "packs": pack_entries,
+        "decodes": decode_entries,
         "variants": entries,
     }
     # One kernel a line, so that a diff shows which ones changed.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jinja2 import Environment
 
 from codegen.arch import TARGETS
+from codegen.decode import Decode
 from codegen.families import derive
 from codegen.legal import served
 from codegen.pack import Pack
@@ -88,6 +89,18 @@ def pack_row(p: Pack) -> Row:
     )
 
 
+def decode_row(d: Decode) -> Row:
+    """DecodeEntry."""
+    numbers = ("head_dim", "rows", "tile", "threads", "smem_bytes", "ctas_per_sm", "part_floats")
+    return Row(
+        fields={
+            "id": f'"{d.id}"',
+            "target": f'"{d.target}"',
+            **{name: str(getattr(d, name)) for name in numbers},
+        }
+    )
+
+
 def target_row(name: str) -> Row:
     """TargetEntry."""
     major, minor = TARGETS[name].capability
@@ -95,12 +108,18 @@ def target_row(name: str) -> Row:
 
 
 def render(
-    variants: tuple[Variant, ...], packs: tuple[Pack, ...], archs: tuple[str, ...], manifest: str, env: Environment
+    variants: tuple[Variant, ...],
+    packs: tuple[Pack, ...],
+    decodes: tuple[Decode, ...],
+    archs: tuple[str, ...],
+    manifest: str,
+    env: Environment,
 ) -> str:
     """registry.cpp. manifest: SHA-256 of the manifest of the same generation, in hex."""
     return env.get_template("registry.cpp.j2").render(
         variants=[variant_row(v) for v in variants],
         packs=[pack_row(p) for p in packs],
+        decodes=[decode_row(d) for d in decodes],
         targets=[target_row(name) for name in archs],
         manifest=manifest,
     )

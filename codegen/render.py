@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -11,6 +12,9 @@ from codegen.families import FAMILIES
 from codegen.legal import kernel_asserts
 from codegen.pack import Pack
 from codegen.variant import Variant
+
+if TYPE_CHECKING:
+    from codegen.decode import Decode  # which needs the profiles, and they this module
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
@@ -40,6 +44,14 @@ def render_kernel(v: Variant, env: Environment) -> str:
 
 def render_plan(env: Environment) -> str:
     return env.get_template("plan.cu.j2").render()
+
+
+def render_cut(env: Environment) -> str:
+    return env.get_template("cut.cu.j2").render()
+
+
+def render_decode(d: Decode, env: Environment) -> str:
+    return env.get_template("decode.cu.j2").render(d=d)
 
 
 def render_pack(pack: Pack, env: Environment) -> str:

@@ -1,15 +1,16 @@
 // The torch operators of the extension, through LibTorch's stable ABI: one library serves every torch from 2.10 on.
 //
 // `forward` and `diagnose` launch one variant, `pack` the kernel that makes its operands or some of them, `attend`
-// both, `forward_ragged` and `attend_ragged` the same of a ragged batch, on the current stream of the tensors' device.
-// They return without synchronising, so they can be captured into a CUDA graph. Outputs are written in place, but for
-// the results of `attend` and `attend_ragged`.
+// both, `forward_ragged` and `attend_ragged` the same of a ragged batch, `cut` and `decode` those of decode, on the
+// current stream of the tensors' device. They return without synchronising, so they can be captured into a CUDA graph.
+// Outputs are written in place, but for the results of `attend` and `attend_ragged`.
 #include <torch/csrc/stable/library.h>
 
 #include "arguments.h"
 #include "attend.h"
 #include "attend_ragged.h"
 #include "check.h"
+#include "decode.h"
 #include "device.h"
 #include "kernels.h"
 #include "launch.h"
@@ -108,6 +109,43 @@ int64_t ragged_plan_words(int64_t variant, int64_t tokens, int64_t sequences) {
   return plan_words(tokens, sequences, find_variant(variant, false));
 }
 
+const DecodeEntry& find_decode(int64_t decode) {
+  require(decode >= 0 && decode < kDecodeCount, "decode kernel ", decode, " is not in the registry of ", kDecodeCount);
+  return kDecodes[decode];
+}
+
+void cut(int64_t decode, const Tensor& lengths, const Tensor& cu_q, int64_t total_q, int64_t most_keys, int64_t heads,
+         int64_t kv_heads, int64_t left, int64_t right, int64_t overhead, bool share, const Tensor& cuts,
+         const Tensor& arrived) {
+  cut_decode(find_decode(decode), {lengths, cu_q, total_q, most_keys, heads, kv_heads, left, right}, {cuts, arrived},
+             overhead, share);
+}
+
+void decode_paged(int64_t decode_kernel, const Tensor& q, const Tensor& k, const Tensor& v,
+                  const std::optional<Tensor>& k_token, const std::optional<Tensor>& v_page, const Tensor& k_descale,
+                  const Tensor& v_descale, const Tensor& page_table, const Tensor& lengths, const Tensor& cu_q,
+                  const std::optional<Tensor>& sinks, const Tensor& out, const std::optional<Tensor>& lse,
+                  const Tensor& cuts, const Tensor& arrived, const Tensor& parts, double scale, double softcap,
+                  int64_t left, int64_t right) {
+  const View rows(q), keys(k), table(page_table);
+  require(rows.dim() == 3 && keys.dim() == 4 && table.dim() == 2,
+          "q must have 3 dimensions, the caches 4, page_table 2");
+  std::optional<View> token, page, sink, sums;
+  if (k_token) token = *k_token;
+  if (v_page) page = *v_page;
+  if (sinks) sink = *sinks;
+  if (lse) sums = *lse;
+  run_decode(find_decode(decode_kernel),
+             {lengths, cu_q, rows.size(0), table.size(1) * keys.size(1), rows.size(1), keys.size(2), left, right},
+             {cuts, arrived},
+             {rows, keys, v, token, page, k_descale, v_descale, table, sink, out, sums, parts, scale, softcap});
+}
+
+void load_decode(int64_t decode, int64_t device) {
+  const DeviceGuard guard(static_cast<int>(device));
+  load_kernels(find_decode(decode), static_cast<int>(device));
+}
+
 Tensor attend_half(const Tensor& constants, const Tensor& q, const Tensor& k, const Tensor& v,
                    const std::optional<Tensor>& k_mean, const std::optional<Tensor>& out_descale,
                    const std::optional<Tensor>& lse, const std::optional<Tensor>& amax) {
@@ -147,6 +185,15 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "Tensor(b!) out, Tensor(c!)? lse, float scale, int window_left, int window_right, bool bottom_right, "
       "bool keys_in_blocks) -> ()");
   m.def("ragged_plan_words(int variant, int tokens, int sequences) -> int");
+  m.def(
+      "cut(int decode, Tensor lengths, Tensor cu_seqlens_q, int total_q, int most_keys, int heads, int kv_heads, "
+      "int left, int right, int overhead, bool share, Tensor(a!) cuts, Tensor(b!) arrived) -> ()");
+  m.def(
+      "decode(int decode, Tensor q, Tensor k, Tensor v, Tensor? k_token_descale, Tensor? v_page_descale, "
+      "Tensor k_descale, Tensor v_descale, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, Tensor? sinks, "
+      "Tensor(a!) out, Tensor(b!)? lse, "
+      "Tensor cuts, Tensor(c!) arrived, Tensor(d!) parts, float scale, float softcap, int left, int right) -> ()");
+  m.def("load_decode(int decode, int device) -> ()");
   m.def("load(int variant, int device, int source=-1) -> ()");
   m.def(
       "attend_ragged(int variant, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
@@ -160,9 +207,12 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
 STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CompositeExplicitAutograd, m) {
   m.impl("ragged_plan_words", TORCH_BOX(&fp8cutlass::ragged_plan_words));
   m.impl("load", TORCH_BOX(&fp8cutlass::load));
+  m.impl("load_decode", TORCH_BOX(&fp8cutlass::load_decode));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {
+  m.impl("cut", TORCH_BOX(&fp8cutlass::cut));
+  m.impl("decode", TORCH_BOX(&fp8cutlass::decode_paged));
   m.impl("forward_ragged", TORCH_BOX(&fp8cutlass::forward_ragged));
   m.impl("forward", TORCH_BOX(&fp8cutlass::forward));
   m.impl("diagnose", TORCH_BOX(&fp8cutlass::diagnose));

@@ -23,18 +23,23 @@ namespace fp8cutlass {
 
 namespace {
 
-constexpr char kPlan[] = "plan";
+constexpr char kPlan[] = "plan", kCut[] = "cut";
 
-// Sources are numbered: variants, packs, the plan.
+// Sources are numbered: variants, packs, kernels of decode, the plan, the cut.
 int source_of(const VariantEntry& variant) { return static_cast<int>(&variant - kVariants); }
 int source_of(const PackEntry& pack) { return kVariantCount + static_cast<int>(&pack - kPacks); }
-int plan_source() { return kVariantCount + kPackCount; }
-int source_count() { return plan_source() + 1; }
+int source_of(const DecodeEntry& decode) { return kVariantCount + kPackCount + static_cast<int>(&decode - kDecodes); }
+int plan_source() { return kVariantCount + kPackCount + kDecodeCount; }
+int cut_source() { return plan_source() + 1; }
+int source_count() { return cut_source() + 1; }
 
 std::string id_of(int source) {
-  return source < kVariantCount   ? kVariants[source].id
-         : source < plan_source() ? kPacks[source - kVariantCount].id
-                                  : kPlan;
+  const int pack = source - kVariantCount, decode = pack - kPackCount;
+  return pack < 0                  ? kVariants[source].id
+         : decode < 0              ? kPacks[pack].id
+         : decode < kDecodeCount   ? kDecodes[decode].id
+         : source == plan_source() ? kPlan
+                                   : kCut;
 }
 
 // A function of this namespace as the compiler spells it. The names are those of C++, as nvcc makes other code of
@@ -47,6 +52,8 @@ std::string spelled(const std::string& name, const char* parameters) {
 std::string name_of(int source, int form) {
   const std::string id = id_of(source);
   if (source == plan_source()) return "_ZN10fp8cutlass8planning4planENS0_10PlanParamsE";
+  if (source == cut_source()) return spelled(id, "ENS_6decode9CutParamsE");
+  if (source >= kVariantCount + kPackCount) return spelled(id, "ENS_6decode12DecodeParamsE");
   if (source < kVariantCount) {
     const VariantEntry& variant = kVariants[source];
     const std::string name = form == 0 ? id : id + "_keys" + std::to_string(variant.unrolled[form - 1].most);
@@ -182,17 +189,21 @@ cudaKernel_t kernel_of(const VariantEntry& variant, int form, int device) {
 
 cudaKernel_t kernel_of(const PackEntry& pack, PackForm form, int device) { return find(source_of(pack), form, device); }
 
+cudaKernel_t kernel_of(const DecodeEntry& decode, int device) { return find(source_of(decode), 0, device); }
+
+cudaKernel_t cut_kernel(int device) { return find(cut_source(), 0, device); }
+
 cudaKernel_t plan_kernel(int device) { return find(plan_source(), 0, device); }
 
 bool has_kernel(int source, int form) {
   if (source < 0 || form < 0 || form >= kMostForms) return false;
   if (source < kVariantCount)
     return form == 0 || (form <= kMostUnrolled && kVariants[source].unrolled[form - 1].most > 0);
-  if (source < plan_source()) {
+  if (source < kVariantCount + kPackCount) {
     const PackEntry& pack = kPacks[source - kVariantCount];
     return form == kPackDeliver ? pack.delivers() : form == kPackRagged ? pack.ragged : true;
   }
-  return source == plan_source() && form == 0;
+  return source < source_count() && form == 0;
 }
 
 std::string kernel_name(int source, int form) { return name_of(source, form); }
@@ -200,6 +211,11 @@ std::string kernel_name(int source, int form) { return name_of(source, form); }
 void load_kernels(const VariantEntry& variant, int device) {
   load_forms(source_of(variant), device);
   if (variant.ragged) plan_kernel(device);
+}
+
+void load_kernels(const DecodeEntry& decode, int device) {
+  load_forms(source_of(decode), device);
+  cut_kernel(device);
 }
 
 void load_kernels(const PackEntry& pack, int device) { load_forms(source_of(pack), device); }

@@ -55,6 +55,17 @@ struct PackEntry {
   bool delivers() const { return delivery_threads > 0; }
 };
 
+// A kernel of decode, for one target.
+struct DecodeEntry {
+  const char* id;
+  const char* target;
+  int head_dim;
+  int rows;  // of a unit
+  int tile;  // keys of a CTA at a time
+  int threads, smem_bytes, ctas_per_sm;
+  int part_floats;  // of what a CTA leaves of a unit that it shares
+};
+
 // An architecture that kernels are compiled for, and the compute capability of the cards that run its code.
 struct TargetEntry {
   const char* name;
@@ -66,6 +77,8 @@ extern const VariantEntry kVariants[];
 extern const int kVariantCount;
 extern const PackEntry kPacks[];
 extern const int kPackCount;
+extern const DecodeEntry kDecodes[];
+extern const int kDecodeCount;
 extern const TargetEntry kTargets[];
 extern const int kTargetCount;
 extern const char kManifest[];  // SHA-256 of the manifest, in hex

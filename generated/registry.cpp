@@ -749,6 +749,37 @@ const PackEntry kPacks[] = {
 };
 const int kPackCount = 26;
 
+// id, target, head_dim, rows, tile, threads, smem_bytes, ctas_per_sm, part_floats
+const DecodeEntry kDecodes[] = {
+    {"decode_sm89_d64_r8", "sm89", 64, 8, 64, 128, 38656, 2, 528},
+    {"decode_sm89_d64_r16", "sm89", 64, 16, 64, 128, 42496, 2, 1056},
+    {"decode_sm89_d64_r32", "sm89", 64, 32, 64, 128, 50176, 2, 2112},
+    {"decode_sm89_d96_r8", "sm89", 96, 8, 64, 128, 35584, 2, 784},
+    {"decode_sm89_d96_r16", "sm89", 96, 16, 64, 128, 41472, 2, 1568},
+    {"decode_sm89_d96_r32", "sm89", 96, 32, 64, 128, 82944, 1, 3136},
+    {"decode_sm89_d128_r8", "sm89", 128, 8, 64, 128, 40704, 2, 1040},
+    {"decode_sm89_d128_r16", "sm89", 128, 16, 64, 128, 47616, 2, 2080},
+    {"decode_sm89_d128_r32", "sm89", 128, 32, 64, 128, 95232, 1, 4160},
+    {"decode_sm89_d192_r8", "sm89", 192, 8, 64, 128, 91392, 1, 1552},
+    {"decode_sm89_d192_r16", "sm89", 192, 16, 64, 128, 101376, 1, 3104},
+    {"decode_sm89_d256_r8", "sm89", 256, 8, 64, 128, 79616, 1, 2064},
+    {"decode_sm89_d256_r16", "sm89", 256, 16, 64, 128, 92672, 1, 4128},
+    {"decode_sm90a_d64_r8", "sm90a", 64, 8, 128, 128, 73472, 2, 528},
+    {"decode_sm90a_d64_r16", "sm90a", 64, 16, 128, 128, 77312, 2, 1056},
+    {"decode_sm90a_d64_r32", "sm90a", 64, 32, 64, 128, 50176, 2, 2112},
+    {"decode_sm90a_d96_r8", "sm90a", 96, 8, 128, 128, 94976, 2, 784},
+    {"decode_sm90a_d96_r16", "sm90a", 96, 16, 128, 128, 100864, 2, 1568},
+    {"decode_sm90a_d96_r32", "sm90a", 96, 32, 64, 128, 82944, 2, 3136},
+    {"decode_sm90a_d128_r8", "sm90a", 128, 8, 128, 128, 108288, 2, 1040},
+    {"decode_sm90a_d128_r16", "sm90a", 128, 16, 128, 128, 115200, 2, 2080},
+    {"decode_sm90a_d128_r32", "sm90a", 128, 32, 64, 128, 95232, 2, 4160},
+    {"decode_sm90a_d192_r8", "sm90a", 192, 8, 128, 128, 227072, 1, 1552},
+    {"decode_sm90a_d192_r16", "sm90a", 192, 16, 64, 128, 101376, 2, 3104},
+    {"decode_sm90a_d256_r8", "sm90a", 256, 8, 128, 128, 212736, 1, 2064},
+    {"decode_sm90a_d256_r16", "sm90a", 256, 16, 64, 128, 159232, 1, 4128},
+};
+const int kDecodeCount = 26;
+
 const TargetEntry kTargets[] = {
     {"sm89", 8, 9},
     {"sm90a", 9, 0},
@@ -756,6 +787,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "acc8447203dfe4d00b2fd6d945ad2c504d25e15b7b5582c052d1debfbbffadf4";
+const char kManifest[] = "2fbd581f4599cdb6c0b7dfe9facfa166ba297b2a84085c12c05423b4e7c69a70";
 
 }  // namespace fp8cutlass

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from codegen.decode import decodes_of
 from codegen.options import arch_option, choose, emulated_option, filter_option, only_option, profile_option
 from codegen.pack import packs_of
 from codegen.table import built
@@ -64,6 +65,7 @@ def gates(
         good = run(
             {} if packs_only else chosen,
             packs={a: packs_of(variants) for a, variants in chosen.items()} if packs_only or whole else {},
+            decodes={a: decodes_of(profile, (a,)) for a in request.archs} if whole and not packs_only else {},
             profile=request.profile,
             jobs=jobs or job_count(),
             out=out,

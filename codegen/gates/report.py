@@ -8,15 +8,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from codegen.gates.decodes import FAMILY as DECODE
 from codegen.gates.packs import FAMILY as PACK
 from codegen.gates.rules import applicable, check, occupancy, smem_bytes
 from codegen.gates.sass import MATRIX
 from codegen.gates.subject import Kernel, Measured
+from codegen.outputs import CUT
 from scripts.cubins import INCLUDE, code_of, digest_of, own_headers
 
 # The parts of a report, and how the first line of each begins.
-PARTS = {"attention": "# Compiled code of", PACK: "# Kernels that quantise and pack, of"}
+PARTS = {
+    "attention": "# Compiled code of",
+    PACK: "# Kernels that quantise and pack, of",
+    DECODE: "# Kernels of decode, of",
+}
 ATTENTION = ("sm89", "sm90a")
+LOOPS = (*ATTENTION, DECODE)
 CODE_TOLERANCE = 0.05  # of the code size; below it a change is scheduling and padding
 
 
@@ -34,7 +41,7 @@ class Column:
     better: int = -1
     tolerance: float = 0.0
     compared: bool = True
-    families: tuple[str, ...] = (*ATTENTION, PACK)
+    families: tuple[str, ...] = (*ATTENTION, PACK, DECODE, CUT)
 
 
 def _count(opcode: str) -> Callable[[Kernel, Measured], int]:
@@ -73,20 +80,20 @@ COLUMNS = (
     Column(name="code", value=lambda k, m: m.listing.code_bytes, tolerance=CODE_TOLERANCE),
     Column(name="machine", value=lambda k, m: m.code, better=0),
     Column(name="qmma", value=_count("QMMA"), better=0, families=("sm89",)),
-    Column(name="hmma", value=_count("HMMA"), families=("sm89",)),
+    Column(name="hmma", value=_count("HMMA"), families=("sm89", DECODE)),
     Column(name="qgmma", value=_count("QGMMA"), better=0, families=("sm90a",)),
     Column(name="tma", value=_count("UTMALDG"), better=0, families=("sm90a",)),
     Column(name="ldl+stl", value=lambda k, m: m.listing.counts.get("LDL", 0) + m.listing.counts.get("STL", 0)),
-    Column(name="loop", value=_whole_loop, families=ATTENTION),
+    Column(name="loop", value=_whole_loop, families=LOOPS),
     Column(name="l.qmma", value=_loop("QMMA"), better=0, families=("sm89",)),
-    Column(name="l.ldgsts", value=_loop("LDGSTS"), families=("sm89",)),
-    Column(name="l.ldsm", value=_loop("LDSM"), families=("sm89",)),
+    Column(name="l.ldgsts", value=_loop("LDGSTS"), families=("sm89", DECODE)),
+    Column(name="l.ldsm", value=_loop("LDSM"), families=("sm89", DECODE)),
     Column(name="l.qgmma", value=_loop("QGMMA"), better=0, families=("sm90a",)),
     Column(name="l.wait", value=_loop("WARPGROUP"), families=("sm90a",)),
     Column(name="l.mov", value=_loop("MOV"), families=("sm90a",)),
-    Column(name="l.mufu", value=_loop("MUFU"), families=ATTENTION),
-    Column(name="l.bar", value=_loop("BAR"), families=ATTENTION),
-    Column(name="path", value=_whole_path, families=ATTENTION),
+    Column(name="l.mufu", value=_loop("MUFU"), families=LOOPS),
+    Column(name="l.bar", value=_loop("BAR"), families=LOOPS),
+    Column(name="path", value=_whole_path, families=LOOPS),
     Column(name="p.mufu", value=_path("MUFU"), families=ATTENTION),
     Column(name="path/mma", value=_per_matrix, compared=False, families=ATTENTION),
     Column(name="ldg.128", value=lambda k, m: m.listing.wide_loads, families=(PACK,)),
@@ -124,6 +131,16 @@ PACK_LEGEND = """\
 """
 
 
+DECODE_LEGEND = """\
+# The same words. The loop is a slice of keys of one warp. hmma: products in f16, which e4m3 becomes in registers.
+"""
+
+
+def part_of(family: str) -> str:
+    """The part of a report that a kernel stands in."""
+    return DECODE if family == CUT else family if family in PARTS else "attention"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """A number that is not the baseline's.
@@ -155,7 +172,7 @@ def render(target: str, profile: str, compiler: str, measured: dict[Kernel, Meas
     """One part of a target's report. `compiler`: its version and options; numbers of another one cannot be compared."""
     kernels = sorted(measured, key=lambda k: k.id)
     families = {k.family for k in kernels}
-    part = PACK if PACK in families else "attention"
+    (part,) = {part_of(f) for f in families}
     columns = [c for c in COLUMNS if families & set(c.families)]
     rows = [["kernel", *(c.name for c in columns)]]
     rows += [[k.id, *(_cell(c.value(k, measured[k])) for c in columns)] for k in kernels]
@@ -174,7 +191,8 @@ def render(target: str, profile: str, compiler: str, measured: dict[Kernel, Meas
         lines.append(
             "# FP8 mma.sync is emulated on this target (F2FP and HMMA): registers and instruction mix are not held."
         )
-    legend = PACK_LEGEND if part == PACK else LEGEND + (SM90A_LEGEND if "sm90a" in families else "")
+    legends = {PACK: PACK_LEGEND, DECODE: LEGEND + DECODE_LEGEND}
+    legend = legends.get(part, LEGEND + (SM90A_LEGEND if "sm90a" in families else ""))
     lines += ["#", *legend.splitlines(), ""]
     for row in rows:
         lines.append(

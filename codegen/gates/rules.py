@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from codegen.arch import REGISTERS_PER_SM, REGISTERS_PER_THREAD
+from codegen.gates.decodes import FAMILY as DECODE
 from codegen.gates.occupancy import ctas_per_sm
 from codegen.gates.packs import FAMILY as PACK
 from codegen.gates.sass import MATRIX
 from codegen.gates.subject import Failure, Kernel, Measured
-from codegen.outputs import PLAN
+from codegen.outputs import CUT, PLAN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,13 +174,14 @@ GATES = (
         why="sizeof(SharedStorage) is the manifest's smem_bytes, fits a block, and nothing lies beside it",
         native_only=False,
         check=_smem,
+        families=("sm89", "sm90a", DECODE),
     ),
     Gate(
         name="CP-ASYNC",
         why="tiles are loaded by LDGSTS inside the main loop",
         native_only=False,
         check=_cp_async,
-        families=("sm89",),
+        families=("sm89", DECODE),
     ),
     Gate(
         name="OCCUPANCY",
@@ -242,14 +244,14 @@ GATES = (
         why="no register goes through local memory; a few words where rows are transformed (SPILLED)",
         native_only=True,
         check=_spill,
-        families=(PACK, PLAN),
+        families=(PACK, PLAN, DECODE, CUT),
     ),
     Gate(
         name="NO-LOCAL",
         why="no stack, no LDL, no STL beyond these words",
         native_only=True,
         check=_local,
-        families=(PACK, PLAN),
+        families=(PACK, PLAN, DECODE, CUT),
     ),
     Gate(
         name="SMEM",
@@ -264,6 +266,20 @@ GATES = (
         native_only=True,
         check=_pack_occupancy,
         families=(PACK,),
+    ),
+    Gate(
+        name="OCCUPANCY",
+        why="as many CTAs an SM as the manifest says",
+        native_only=True,
+        check=_pack_occupancy,
+        families=(DECODE,),
+    ),
+    Gate(
+        name="HMMA-COUNT",
+        why="the main loop has exactly the matrix instructions that the generator counts for a slice",
+        native_only=True,
+        check=_count("HMMA"),
+        families=(DECODE,),
     ),
     Gate(
         name="LOADS",

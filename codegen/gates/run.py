@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from codegen.decode import Decode
+from codegen.gates import decodes as decoding
 from codegen.gates import packs as packing
 from codegen.gates import report
 from codegen.gates.compile import measure_all
@@ -86,6 +88,7 @@ def run(
     chosen: Mapping[str, tuple[Variant, ...]],
     *,
     packs: Mapping[str, tuple[Pack, ...]],
+    decodes: Mapping[str, tuple[Decode, ...]],
     profile: str,
     jobs: int,
     out: Path,
@@ -94,9 +97,10 @@ def run(
     check_only: bool,
     say: Callable[[str], None],
 ) -> bool:
-    """Measures variants and packs, chosen for each target, and returns whether every gate, and the baseline, holds.
+    """Measures variants, packs and kernels of decode, chosen for each target, and returns whether every gate, and the
+    baseline, holds.
 
-    A report has a part about each of these two; what is not measured keeps its part.
+    A report has a part about each of these; what is not measured keeps its part.
     check_only: compare with the committed report, the baseline, instead of writing it.
     built: work files of a build, whose cubins are read; None compiles.
     out: work files, and `<out>/gates_<arch>_<profile>.txt`, the fresh report in any case.
@@ -107,6 +111,7 @@ def run(
     tools = open_toolbox()
     out = out.resolve()
     kernels = render(chosen, out / "generated") + packing.render(packs, out / "generated")
+    kernels += decoding.render(decodes, out / "generated")
     cubins = None if built is None else built / "cubins"
     results, failures = measure_all(kernels, tools, out, jobs, say, built=cubins)
     for kernel in sorted(results, key=lambda k: (k.target, k.id)):
@@ -116,7 +121,7 @@ def run(
 
     good = not failures
     compiler = f"nvcc {tools.version} {' '.join(tools.options)}"
-    for arch in dict.fromkeys([*chosen, *packs]):
+    for arch in dict.fromkeys([*chosen, *packs, *decodes]):
         of_arch = {k: m for k, m in results.items() if k.target == arch}
         if not of_arch:
             continue
@@ -124,7 +129,7 @@ def run(
         say(f"{arch}: gates passed: {gate_counts(of_arch, failures)}")
         parts: dict[str, str] = {}
         for part in report.PARTS:
-            if mine := {k: m for k, m in of_arch.items() if (k.family == packing.FAMILY) == (part == packing.FAMILY)}:
+            if mine := {k: m for k, m in of_arch.items() if report.part_of(k.family) == part}:
                 parts[part] = report.render(arch, profile, compiler, mine)
         fresh = out / f"gates_{arch}_{profile}.txt"
         fresh.write_text(report.join(parts))

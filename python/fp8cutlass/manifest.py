@@ -75,6 +75,25 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Decode:
+    """A kernel of decode. Its position in ``Manifest.decodes`` is its number in an extension built from it.
+
+    A unit is ``rows`` pairs of a query and a head of a group; a CTA takes ``tile`` keys at a time, and leaves
+    ``part_floats`` of a unit that it shares with others.
+    """
+
+    id: str
+    arch: str
+    head_dim: int
+    rows: int
+    tile: int
+    threads: int
+    ctas_per_sm: int
+    smem_bytes: int
+    part_floats: int
+
+
+@dataclass(frozen=True)
 class Manifest:
     """``manifest.json``; the position of a variant in ``variants`` is its number in an extension built from it."""
 
@@ -86,6 +105,7 @@ class Manifest:
     scaling: dict[str, dict[str, str]]
     head_dims: dict[str, tuple[int, ...]]  # of each architecture, ascending: a caller's is padded up to the next
     variants: tuple[Variant, ...]
+    decodes: tuple[Decode, ...]
     index: dict[str, int]
 
     def find(self, variant_id: str) -> Variant:
@@ -103,6 +123,11 @@ class Manifest:
 def _variant(row: dict[str, Any]) -> Variant:
     values: dict[str, Any] = {field.name: row[field.name] for field in fields(Variant)}
     return Variant(**{name: _frozen(value) for name, value in values.items()})
+
+
+def _decode(row: dict[str, Any]) -> Decode:
+    (arch,) = row["targets"]
+    return Decode(arch=arch, **{field.name: row[field.name] for field in fields(Decode) if field.name != "arch"})
 
 
 def _frozen(value: Any) -> Any:
@@ -166,6 +191,7 @@ def load_manifest(directory: Path) -> Manifest:
         )
     try:
         variants = tuple(_variant(row) for row in data["variants"])
+        decodes = tuple(_decode(row) for row in data["decodes"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{directory / 'manifest.json'} lacks {error}: {REMEDY}") from error
     return Manifest(
@@ -177,6 +203,7 @@ def load_manifest(directory: Path) -> Manifest:
         scaling=data["scaling"],
         head_dims={arch: tuple(dims) for arch, dims in data["head_dims"].items()},
         variants=variants,
+        decodes=decodes,
         index={variant.id: number for number, variant in enumerate(variants)},
     )
 

@@ -1,6 +1,6 @@
 // What launches ask of the driver, and with what shapes and parameters they launch, with a stand-in for driver and
-// runtime. Prints one line a property; exits non-zero if any fails. Built by tests/native/test_launch_host.py with the sources
-// of csrc/ that launch, which puts files of cubins beside the program.
+// runtime. Prints one line a property; exits non-zero if any fails. Built by tests/native/test_launch_host.py with the
+// sources of csrc/ that launch, which puts files of cubins beside the program.
 #include "launch.h"
 
 #include <cstdint>

@@ -1,0 +1,134 @@
+"""The kernels of decode: attention of few queries over long caches, read where they lie. Which there are, and what
+follows from their shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from codegen.arch import SMEM_RESERVED_PER_CTA, TARGETS
+from codegen.cover import cover
+from codegen.profiles import PROFILES
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+ROWS = (8, 16, 32)  # of a unit
+WARPS = 4
+MOST_OUTPUTS = 4096  # rows times head_dim of a unit, whose float32 sums are in the registers of a warp
+SLICES = {"sm89": 16, "sm90a": 32}  # keys that a warp takes at a time
+MOST_STAGES = 4
+# Slices of a warp on their way while one is worked on. What an Ada card's memory delivers in its latency is in one.
+FEWEST_STAGES = {"sm89": 2, "sm90a": 3}
+
+
+def _up(x: int, to: int) -> int:
+    return -(-x // to) * to
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Decode:
+    """One kernel. ``rows`` are those of a unit: pairs of a query and a head of the group."""
+
+    target: str
+    head_dim: int
+    rows: int
+
+    @property
+    def id(self) -> str:
+        return f"decode_{self.target}_d{self.head_dim}_r{self.rows}"
+
+    @property
+    def path(self) -> str:
+        return f"decode/{self.id}.cu"
+
+    @property
+    def warps(self) -> int:
+        return WARPS
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def slice(self) -> int:
+        """Keys that a warp takes at a time: 16 where scores of 32 rows, or O, leave registers for no more."""
+        large = self.rows == ROWS[-1] or self.outputs > MOST_OUTPUTS // 2
+        return 16 if large else SLICES[self.target]
+
+    @property
+    def outputs(self) -> int:
+        return self.rows * self.head_dim
+
+    @property
+    def products(self) -> int:
+        """Matrix instructions, of 16 x 8 x 16, for a slice: of K Q^T and of V^T P^T."""
+        return 2 * (self.slice // 16) * (self.head_dim // 16) * (self.rows // 8)
+
+    @property
+    def tile(self) -> int:
+        """Keys that a CTA takes at a time."""
+        return self.slice * self.warps
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a slice of K and V in shared memory: rows with a power of two of 16-byte chunks are swizzled, others
+        padded."""
+        chunks = self.head_dim // 16
+        pitch = 16 * (chunks if chunks & (chunks - 1) == 0 else chunks | 1)
+        return _up(2 * _up(self.slice * pitch, 128) + 2 * 4 * self.slice, 128)
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Of Q in f16, the result in float32, and what the warps tell one another."""
+        queries, result = self.rows * (_up(2 * self.head_dim, 128) + 32), 4 * self.rows * (self.head_dim + 4)
+        return _up(queries + result + 4 * self.rows * (3 + 2 * self.warps) + 4, 16)
+
+    def smem_with(self, stages: int) -> int:
+        return _up(self.warps * stages * self.slot_bytes + self.exchange_bytes, 128)
+
+    def _stages_with(self, ctas: int) -> int:
+        target = TARGETS[self.target]
+        room = min(target.smem_per_sm // ctas - SMEM_RESERVED_PER_CTA, target.smem_per_block)
+        return max(s for s in range(MOST_STAGES + 1) if s == 0 or self.smem_with(s) <= room)
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """Two, so that one loads while the other ends a unit, where both have stages enough."""
+        return 2 if self._stages_with(2) >= FEWEST_STAGES[self.target] else 1
+
+    @property
+    def stages(self) -> int:
+        return self._stages_with(self.ctas_per_sm)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.smem_with(self.stages)
+
+    @property
+    def part_floats(self) -> int:
+        """Of what a CTA leaves of a unit that it shares."""
+        return self.rows * (self.head_dim + 2)
+
+    @property
+    def summary(self) -> str:
+        return f"head_dim {self.head_dim}, {self.rows} rows a unit, {self.tile} keys a tile"
+
+
+ALL = tuple(
+    Decode(target=a, head_dim=d, rows=r) for a in TARGETS for d in HEAD_DIMS for r in ROWS if r * d <= MOST_OUTPUTS
+)  # in the order of the registry
+
+
+@cache
+def profile_of(d: Decode) -> str:
+    """The smallest profile that has the kernel: `ci` has each head_dim and each number of rows, `dev` one kernel."""
+    if (d.head_dim, d.rows) == (HEAD_DIMS[0], ROWS[0]):
+        return "dev"
+    parts = {x.id: frozenset({x.head_dim, -x.rows}) for x in ALL if x.target == d.target}
+    first = next(x.id for x in ALL if x.target == d.target)
+    return "ci" if d.id in cover(parts, given=(first,)) else "release"
+
+
+def decodes_of(profile: str, archs: tuple[str, ...]) -> tuple[Decode, ...]:
+    """Of a build, in the order of the manifest and the registry."""
+    rank = PROFILES.index(profile)
+    return tuple(d for d in ALL if d.target in archs and PROFILES.index(profile_of(d)) <= rank)

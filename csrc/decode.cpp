@@ -1,0 +1,189 @@
+#include "decode.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "check.h"
+#include "device.h"
+#include "fp8cutlass/decode/params.h"
+#include "kernels.h"
+#include "start.h"
+
+namespace fp8cutlass {
+
+namespace {
+
+constexpr int64_t kCutWords = sizeof(decode::Cut) / sizeof(int);
+
+int* int_pointer(const View& tensor, const char* name, const View& like, std::initializer_list<int64_t> shape) {
+  require_shape(tensor, name, shape);
+  return static_cast<int*>(dense_pointer(tensor, name, like, ScalarType::Int, "int32"));
+}
+
+// A window's end, so far that adding it to any position stays within 32 bits.
+int window_end(int64_t keys) { return static_cast<int>(std::clamp<int64_t>(keys, 0, decode::kFar)); }
+
+decode::Batch batch_of(const DecodeBatch& b) {
+  decode::Batch batch{};
+  require(b.lengths.is_cuda(), "cache_seqlens is not on a card");
+  const int64_t sequences = b.lengths.numel();
+  batch.lengths = int_pointer(b.lengths, "cache_seqlens", b.lengths, {sequences});
+  require(b.kv_heads > 0 && b.heads > 0 && b.heads % b.kv_heads == 0, "q has ", b.heads,
+          " heads, which is no multiple of the cache's ", b.kv_heads);
+  require(sequences > 0, "cache_seqlens has no sequence");
+  batch.cu_q = int_pointer(b.cu_q, "cu_seqlens_q", b.lengths, {sequences + 1});
+  batch.total_q = to_int(b.total_q, "the queries"), batch.sequences = to_int(sequences, "the number of sequences");
+  require(b.most_keys >= 0 && b.most_keys < decode::kFar, "the page table has room for ", b.most_keys, " keys");
+  require(b.total_q * b.heads < decode::kFar, "q has ", b.total_q, " rows of ", b.heads, " heads: too many");
+  batch.most_keys = static_cast<int>(b.most_keys);
+  batch.heads = to_int(b.heads, "the number of heads"), batch.kv_heads = to_int(b.kv_heads, "that of the cache");
+  batch.left = window_end(b.left), batch.right = window_end(b.right);
+  return batch;
+}
+
+int set_work(const DecodeWork& work, const View& like, decode::Cut*& cuts, unsigned*& arrived) {
+  const int64_t ctas = work.arrived.numel();
+  require(ctas > 0, "arrived has no entry");
+  arrived = reinterpret_cast<unsigned*>(int_pointer(work.arrived, "arrived", like, {ctas}));
+  cuts = reinterpret_cast<decode::Cut*>(int_pointer(work.cuts, "cuts", like, {ctas + 1, kCutWords}));
+  require_aligned(cuts, "cuts");
+  return to_int(ctas, "the CTAs");
+}
+
+decode::Cache cache_of(const View& tensor, const char* name, const View& q) {
+  require(tensor.scalar_type() == ScalarType::Byte, name, " must be a uint8 view of FP8 data");
+  require_same_device(tensor, name, q);
+  require_aligned(tensor.data(), name);
+  require(tensor.stride(3) == 1, name, " must be contiguous in its last dimension");
+  for (int i = 0; i < 3; ++i)
+    require(tensor.size(i) == 1 || (tensor.stride(i) >= 0 && tensor.stride(i) % kAlignment == 0), name,
+            " must have strides of whole ", kAlignment, " bytes");
+  return {static_cast<const uint8_t*>(tensor.data()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+decode::HeadDescale descale_of(const View& tensor, const char* name, const View& q, int64_t sequences,
+                               int64_t kv_heads) {
+  const float* const base = float_pointer(tensor, name, q);
+  if (tensor.numel() == 1) return {base, 0, 0};
+  if (tensor.dim() == 1) {
+    require_shape(tensor, name, {kv_heads});
+    return {base, 0, 1};
+  }
+  require_shape(tensor, name, {sequences, kv_heads});
+  return {base, to_int(kv_heads, name), 1};
+}
+
+const uint8_t* strided_floats(const View& tensor, const char* name, const View& q) {
+  require(tensor.scalar_type() == ScalarType::Float, name, " must be float32");
+  require_same_device(tensor, name, q);
+  return static_cast<const uint8_t*>(tensor.data());
+}
+
+// Strides of (tokens, heads, D) in elements, for accesses of so many bytes.
+void row_steps(const View& tensor, const char* name, int64_t bytes, int64_t& row, int64_t& head) {
+  require(tensor.stride(2) == 1, name, " must be contiguous in its last dimension");
+  row = tensor.size(0) == 1 ? 0 : tensor.stride(0), head = tensor.size(1) == 1 ? 0 : tensor.stride(1);
+  const bool whole = row * tensor.element_size() % bytes == 0 && head * tensor.element_size() % bytes == 0;
+  require(row >= 0 && head >= 0 && whole && reinterpret_cast<uintptr_t>(tensor.data()) % bytes == 0, name,
+          " must have rows that begin on multiples of ", bytes, " bytes");
+}
+
+}  // namespace
+
+void cut_decode(const DecodeEntry& entry, const DecodeBatch& b, const DecodeWork& work, int64_t overhead, bool share) {
+  decode::CutParams p{};
+  p.batch = batch_of(b);
+  p.ctas = set_work(work, b.lengths, p.cuts, p.arrived);
+  p.rows = entry.rows, p.tile = entry.tile, p.whole = share ? 0 : 1;
+  require(overhead > 0, "a unit's overhead must be positive, got ", overhead);
+  p.overhead = to_int(overhead, "the overhead");
+  const int device = static_cast<int>(b.lengths.device());
+  const DeviceGuard guard(device);
+  void* arguments[] = {&p};
+  const LaunchShape shape{1, decode::kCutThreads, decode::kCutThreads / 32 * int(sizeof(int64_t))};
+  check_launch(start(cut_kernel(device), shape, arguments, current_stream(device), context_id()), "cut", device);
+}
+
+void run_decode(const DecodeEntry& entry, const DecodeBatch& b, const DecodeWork& work, const DecodeArguments& a) {
+  decode::DecodeParams p{};
+  p.batch = batch_of(b);
+  decode::Cut* cuts = nullptr;
+  const int ctas = set_work(work, a.q, cuts, p.arrived);
+  p.cuts = cuts, p.ctas = ctas;
+  const int64_t sequences = b.lengths.numel(), head_dim = entry.head_dim;
+  const bool bf16 = a.q.scalar_type() == ScalarType::BFloat16;
+  require(bf16 || a.q.scalar_type() == ScalarType::Half, "q must be bfloat16 or float16");
+  require_same_device(a.q, "q", b.lengths);
+  require_shape(a.q, "q", {b.total_q, b.heads, head_dim});
+  p.q = a.q.data(), p.q_bf16 = bf16 ? 1 : 0;
+  row_steps(a.q, "q", 8, p.q_row, p.q_head);
+
+  require(a.k.dim() == 4, "k_cache must have 4 dimensions, got shape ", shape_text(a.k));
+  const int64_t pages = a.k.size(0), page_size = a.k.size(1);
+  require(pages > 0 && page_size > 0, "k_cache has no page");
+  require_shape(a.k, "k_cache", {pages, page_size, b.kv_heads, head_dim});
+  require_shape(a.v, "v_cache", {pages, page_size, b.kv_heads, head_dim});
+  p.k = cache_of(a.k, "k_cache", a.q), p.v = cache_of(a.v, "v_cache", a.q);
+  constexpr int64_t kBytes = sizeof(float);
+  if (a.k_token) {
+    const View& t = *a.k_token;
+    require_shape(t, "k_token_descale", {pages, page_size, b.kv_heads});
+    const uint8_t* const base = strided_floats(t, "k_token_descale", a.q);
+    p.k_token = {base, kBytes * t.stride(0), kBytes * t.stride(1), kBytes * t.stride(2)};
+  }
+  if (a.v_page) {
+    const View& t = *a.v_page;
+    require_shape(t, "v_page_descale", {pages, b.kv_heads});
+    p.v_token = {strided_floats(t, "v_page_descale", a.q), kBytes * t.stride(0), 0, kBytes * t.stride(1)};
+  }
+  p.k_descale = descale_of(a.k_descale, "k_descale", a.q, sequences, b.kv_heads);
+  p.v_descale = descale_of(a.v_descale, "v_descale", a.q, sequences, b.kv_heads);
+
+  require(a.page_table.dim() == 2, "page_table must have 2 dimensions, got shape ", shape_text(a.page_table));
+  const int64_t entries = a.page_table.size(1);
+  require_shape(a.page_table, "page_table", {sequences, entries});
+  require(a.page_table.scalar_type() == ScalarType::Int, "page_table must be int32");
+  require_same_device(a.page_table, "page_table", a.q);
+  require(a.page_table.stride(1) == 1 || entries == 1, "page_table must be contiguous in its last dimension");
+  require(entries > 0 && b.most_keys == entries * page_size, "the page table has room for ", entries * page_size,
+          " keys, the work was cut for ", b.most_keys);
+  p.page_table = static_cast<const int*>(a.page_table.data()), p.table_row = a.page_table.stride(0);
+  p.page_size = to_int(page_size, "the tokens of a page"), p.pages = to_int(pages, "the pages");
+
+  if (a.sinks) {
+    p.sinks = float_pointer(*a.sinks, "sinks", a.q);
+    if (a.sinks->dim() == 1) {
+      require_shape(*a.sinks, "sinks", {b.heads});
+      p.sink_head = 1;
+    } else {
+      require_shape(*a.sinks, "sinks", {b.heads, b.total_q});
+      p.sink_head = b.total_q, p.sink_token = 1;
+    }
+  }
+  p.scale = static_cast<float>(a.scale), p.softcap = static_cast<float>(a.softcap);
+  require(std::isfinite(p.scale), "scale must be finite in float32, got ", a.scale);
+  require(std::isfinite(p.softcap) && p.softcap >= 0, "softcap must be finite and at least 0, got ", a.softcap);
+  require(a.out.scalar_type() == a.q.scalar_type(), "out must have q's type");
+  require_same_device(a.out, "out", a.q);
+  require_shape(a.out, "out", {b.total_q, b.heads, head_dim});
+  p.o = a.out.data();
+  row_steps(a.out, "out", 16, p.o_row, p.o_head);
+  if (a.lse) {
+    require_shape(*a.lse, "lse", {b.heads, b.total_q});
+    p.lse = float_pointer(*a.lse, "lse", a.q);
+  }
+  require_shape(a.parts, "parts", {ctas, 2, entry.part_floats});
+  p.parts = float_pointer(a.parts, "parts", a.q);
+  require_aligned(p.parts, "parts");
+
+  const int device = static_cast<int>(a.q.device());
+  const DeviceGuard guard(device);
+  void* arguments[] = {&p};
+  cudaLaunchAttribute beside = runs_beside();
+  const int attributes = capability_of(device).major >= 9 ? 1 : 0;
+  check_launch(start(kernel_of(entry, device), {ctas, entry.threads, entry.smem_bytes}, arguments,
+                     current_stream(device), context_id(), &beside, attributes),
+               entry.id, device);
+}
+
+}  // namespace fp8cutlass

@@ -1,0 +1,87 @@
+// Cuts the work of a decode call into equal shares, one for each CTA. All units lie on a line, one after the other,
+// each as long as what it costs. CTA c works from position c / ctas of the line on. A cut inside a unit falls between
+// two tiles. Cuts depend on lengths alone, so that equal calls give equal bits.
+#pragma once
+
+#include "fp8cutlass/decode/instructions.cuh"
+#include "fp8cutlass/decode/units.h"
+
+namespace fp8cutlass::decode {
+
+CUTE_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The cut at position `at` of the line, in a sequence that begins at `begin`, each of whose units costs `cost`.
+CUTE_HOST_DEVICE Cut cut_at(const CutParams& p, int64_t ctas, int64_t line, int64_t at, int sequence, int64_t begin,
+                            int64_t cost) {
+  Cut cut{};
+  cut.sequence = sequence;
+  cut.unit = int((at - begin) / cost);
+  const int64_t unit = begin + cut.unit * cost;
+  const int64_t within = at - unit;
+  if (p.whole || within <= p.overhead) return cut;  // it begins there
+  cut.tile = int(within - p.overhead);
+  // Cut k is at line * k / ctas, rounded down. These are the first and last k in this unit's tiles.
+  cut.first = int(ceil_div((unit + p.overhead + 1) * ctas, line)) - 1;
+  cut.last = int(ceil_div((unit + cost) * ctas, line)) - 1;
+  return cut;
+}
+
+// One CTA of kCutThreads.
+__device__ __forceinline__ void cut_work(const CutParams& p, int64_t* sums) {
+  dependents_may_begin();  // they wait for the cuts
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  // The sum of `x` over the threads before this one; `total` is that of all.
+  const auto sum_before = [&](int64_t x, int64_t& total) {
+    int64_t sum = x;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int64_t other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
+    }
+    if (lane == 31) sums[warp] = sum;
+    __syncthreads();
+    int64_t before = 0;
+    total = 0;
+    for (int w = 0; w < kCutThreads / 32; ++w) {
+      if (w < warp) before += sums[w];
+      total += sums[w];
+    }
+    __syncthreads();
+    return before + sum - x;
+  };
+  const auto length_of = [&](int s, int64_t& cost) {
+    cost = 0;
+    if (s >= p.batch.sequences) return int64_t{0};
+    const Sequence of = sequence_at(p.batch, s);
+    cost = cost_of(tiles_of(p.batch, of, p.tile), p.overhead);
+    return cost * units_of(p.batch, of, p.rows);
+  };
+
+  int64_t own = 0, cost, line;
+  for (int s = thread; s < p.batch.sequences; s += kCutThreads) own += length_of(s, cost);
+  sum_before(own, line);
+  // At least one position of the line for each CTA that works, so that whoever shares a unit has a tile of it.
+  const int ctas = int(min(int64_t{p.ctas}, line));
+  for (int c = thread; c <= p.ctas; c += kCutThreads) {
+    if (c < p.ctas) p.arrived[c] = 0;
+    if (c >= ctas) p.cuts[c] = Cut{p.batch.sequences, 0, 0, 0, 0, {}};
+  }
+  if (line == 0) return;
+  int64_t passed = 0;
+  for (int base = 0; base < p.batch.sequences; base += kCutThreads) {
+    int64_t all;
+    const int64_t length = length_of(base + thread, cost), begin = passed + sum_before(length, all);
+    passed += all;
+    // A warp takes its 32 sequences one after the other, so that all lanes write the cuts of a long one.
+    for (int i = 0; i < 32; ++i) {
+      const int64_t from = __shfl_sync(~0u, begin, i), many = __shfl_sync(~0u, length, i);
+      const int64_t each = __shfl_sync(~0u, cost, i);
+      if (many == 0) continue;
+      const int64_t past = ceil_div((from + many) * ctas, line);
+      for (int64_t c = ceil_div(from * ctas, line) + lane; c < past; c += 32)
+        p.cuts[c] = cut_at(p, ctas, line, line * c / ctas, base + warp * 32 + i, from, each);
+    }
+  }
+}
+
+}  // namespace fp8cutlass::decode

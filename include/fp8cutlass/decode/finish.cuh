@@ -1,0 +1,193 @@
+// The end of a share: the states of the warps become one, in a fixed order. Where a CTA has all of a unit, it writes
+// the rows. Where CTAs share one, each leaves its part in memory, and the last to arrive puts the parts together, in
+// the order of the CTAs.
+#pragma once
+
+#include "fp8cutlass/decode/softmax.cuh"
+
+namespace fp8cutlass::decode {
+
+// What all warps of a CTA share, beside the slots.
+template <int kHeadDim, int kRows, int kWarps>
+struct Exchange {
+  alignas(16) uint8_t queries[kRows * kQueryPitch<kHeadDim>];
+  alignas(16) float o[kRows * kResultPitch<kHeadDim>];
+  alignas(16) float slope[kRows];
+  float most[kWarps][kRows], sum[kWarps][kRows];
+  float row_most[kRows], row_sum[kRows];
+  int is_last;
+};
+
+// A part: O of all rows, their largest scores, their sums.
+template <int kHeadDim, int kRows>
+constexpr int kPartFloats = kRows * (kHeadDim + 2);
+
+__device__ __forceinline__ float weight(float most, float of_all) {
+  return most == -INFINITY ? 0.f : exp2_approx(most - of_all);
+}
+
+// Adds up the warps: afterwards exchange.o, row_most and row_sum have the share's result. O is relative to row_most.
+template <int kHeadDim, int kRows, int kWarps>
+__device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& exchange,
+                                           const State<kHeadDim, kRows>& state) {
+  constexpr int kPitch = kResultPitch<kHeadDim>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float sum = state.sum[n][c];
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+      if (g == 0) {
+        exchange.most[warp][8 * n + 2 * t + c] = state.most[n][c];
+        exchange.sum[warp][8 * n + 2 * t + c] = sum;
+      }
+    }
+  __syncthreads();
+  delay_point(21);
+  float factor[kRows / 8][2];
+#pragma unroll
+  for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int row = 8 * n + 2 * t + c;
+      float most = exchange.most[0][row];
+#pragma unroll
+      for (int w = 1; w < kWarps; ++w) most = fmaxf(most, exchange.most[w][row]);
+      factor[n][c] = weight(state.most[n][c], most) * state.v_descale;
+      if (warp == 0 && g == 0) {
+        float sum = 0.f;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) sum += exchange.sum[w][row] * weight(exchange.most[w][row], most);
+        exchange.row_most[row] = most, exchange.row_sum[row] = sum;
+      }
+    }
+#pragma unroll 1
+  for (int w = 0; w < kWarps; ++w) {
+    if (warp == w) {
+#pragma unroll
+      for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+        for (int j = 0; j < kHeadDim / 16; ++j)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float2* const to = reinterpret_cast<float2*>(exchange.o + (8 * n + 2 * t + c) * kPitch + 16 * j + 2 * g);
+            float2 x = w == 0 ? make_float2(0.f, 0.f) : *to;
+            x.x += factor[n][c] * state.o[j][n][c], x.y += factor[n][c] * state.o[j][n][2 + c];
+            *to = x;
+          }
+    }
+    __syncthreads();
+  }
+}
+
+// Writes the rows of a unit: `o` (row, column) is relative to exchange.row_most, as is exchange.row_sum.
+template <int kHeadDim, int kRows, int kWarps>
+__device__ __forceinline__ void store_rows(const DecodeParams& p, const Share& share,
+                                           const Exchange<kHeadDim, kRows, kWarps>& exchange) {
+  constexpr int kChunks = kHeadDim / 8;
+  const int group = p.batch.heads / p.batch.kv_heads;
+  const float v_descale = p.v_descale.base[share.sequence * p.v_descale.sequence + share.kv_head * p.v_descale.head];
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kRows * kChunks; i += 32 * kWarps) {
+    const int row = i / kChunks, chunk = i % kChunks, at = share.row + row;
+    const int query = at / group, head = share.kv_head * group + at % group;
+    if (query >= share.of.queries) break;
+    const int64_t token = share.of.query + query;
+    float most = exchange.row_most[row], sum = exchange.row_sum[row], shrink = 1.f;
+    const bool none = most == -INFINITY;
+    if (p.sinks != nullptr) {
+      const float sink = p.sinks[head * p.sink_head + token * p.sink_token] * 1.4426950408889634f,
+                  larger = fmaxf(most, sink);
+      shrink = weight(most, larger);
+      sum = sum * shrink + weight(sink, larger) * exp2_approx(kBias);
+      most = larger;
+    }
+    const float factor = none ? 0.f : shrink * v_descale / sum;
+    const float* const o = exchange.o + row * kResultPitch<kHeadDim> + 8 * chunk;
+    uint32_t words[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float low = none ? 0.f : o[2 * w] * factor, high = none ? 0.f : o[2 * w + 1] * factor;
+      words[w] = p.q_bf16 ? bf16x2(low, high) : fp16x2(low, high);
+    }
+    uint8_t* const to = static_cast<uint8_t*>(p.o) + 2 * (token * p.o_row + head * p.o_head + 8 * chunk);
+    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    if (p.lse != nullptr && chunk == 0)
+      p.lse[int64_t(head) * p.batch.total_q + token] =
+          none ? -INFINITY : (most - kBias) * 0.6931471805599453f + logf(sum);
+  }
+}
+
+// Rows of queries that belong to no sequence: before the first one's and past the last one's.
+template <int kHeadDim, int kThreads>
+__device__ __forceinline__ void clear_others(const DecodeParams& p) {
+  const int first = clamped(p.batch.cu_q[0], 0, p.batch.total_q);
+  const int end = clamped(p.batch.cu_q[p.batch.sequences], first, p.batch.total_q);
+  const int rows = (first + p.batch.total_q - end) * p.batch.heads;
+  for (int row = blockIdx.x; row < rows; row += p.ctas) {
+    const int at = row / p.batch.heads, head = row % p.batch.heads;
+    const int64_t token = at < first ? at : end + at - first;
+    uint8_t* const to = static_cast<uint8_t*>(p.o) + 2 * (token * p.o_row + head * p.o_head);
+    for (int i = threadIdx.x; i < kHeadDim / 8; i += kThreads) reinterpret_cast<uint4*>(to)[i] = make_uint4(0, 0, 0, 0);
+    if (p.lse != nullptr && threadIdx.x == 0) p.lse[int64_t(head) * p.batch.total_q + token] = -INFINITY;
+  }
+}
+
+// Leaves this CTA's part of a unit in memory. Returns whether it is the last of `count` to do so.
+template <int kHeadDim, int kRows, int kWarps>
+__device__ __forceinline__ bool leave_part(const DecodeParams& p, int slot, int first, int count,
+                                           Exchange<kHeadDim, kRows, kWarps>& exchange) {
+  float* const part = p.parts + int64_t(slot) * kPartFloats<kHeadDim, kRows>;
+  for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += 32 * kWarps) {
+    const int row = i / (kHeadDim / 4), column = 4 * (i % (kHeadDim / 4));
+    *reinterpret_cast<float4*>(part + row * kHeadDim + column) =
+        *reinterpret_cast<const float4*>(exchange.o + row * kResultPitch<kHeadDim> + column);
+  }
+  if (threadIdx.x < kRows) {
+    part[kRows * kHeadDim + threadIdx.x] = exchange.row_most[threadIdx.x];
+    part[kRows * kHeadDim + kRows + threadIdx.x] = exchange.row_sum[threadIdx.x];
+  }
+  __threadfence();
+  __syncthreads();
+  delay_point(22);
+  if (threadIdx.x == 0) {
+    exchange.is_last = atomicAdd(&p.arrived[first], 1u) == unsigned(count - 1);
+    if (exchange.is_last) p.arrived[first] = 0;
+    __threadfence();
+  }
+  __syncthreads();
+  return exchange.is_last != 0;
+}
+
+// Where CTA `c` leaves its part of a unit that `first` begins.
+__device__ __forceinline__ int slot_of(int c, int first) { return 2 * c + (c == first ? 1 : 0); }
+
+// Puts the parts of the CTAs from `first` to `last` together: afterwards exchange.o, row_most and row_sum have the
+// unit's.
+template <int kHeadDim, int kRows, int kWarps>
+__device__ __forceinline__ void join_parts(const DecodeParams& p, int first, int last,
+                                           Exchange<kHeadDim, kRows, kWarps>& exchange) {
+  const auto part = [&](int c) { return p.parts + int64_t(slot_of(c, first)) * kPartFloats<kHeadDim, kRows>; };
+  for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += 32 * kWarps) {
+    const int row = i / (kHeadDim / 4), column = 4 * (i % (kHeadDim / 4));
+    float most = -INFINITY, sum = 0.f;
+#pragma unroll 4
+    for (int c = first; c <= last; ++c) most = fmaxf(most, load_result(part(c) + kRows * kHeadDim + row));
+    float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+    for (int c = first; c <= last; ++c) {
+      const float* const from = part(c);
+      const float factor = weight(load_result(from + kRows * kHeadDim + row), most);
+      const float4 x = load_results(from + row * kHeadDim + column);
+      sum += factor * load_result(from + kRows * kHeadDim + kRows + row);
+      o.x += factor * x.x, o.y += factor * x.y, o.z += factor * x.z, o.w += factor * x.w;
+    }
+    *reinterpret_cast<float4*>(exchange.o + row * kResultPitch<kHeadDim> + column) = o;
+    if (column == 0) exchange.row_most[row] = most, exchange.row_sum[row] = sum;
+  }
+  __syncthreads();
+}
+
+}  // namespace fp8cutlass::decode

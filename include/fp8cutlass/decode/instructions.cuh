@@ -1,0 +1,88 @@
+// Single instructions of the decode kernels. Host tests replace this file by one that does the same on the CPU.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "fp8cutlass/numeric.cuh"
+
+namespace fp8cutlass::decode {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Copies 16 bytes to shared memory, of which `bytes` are read and the rest are zeros.
+__device__ __forceinline__ void copy16(uint8_t* to, const uint8_t* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void copy4(void* to, const uint8_t* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
+               : "memory");
+}
+// What this thread copied since the last call is a group; then waits until `kPending` groups are on their way at most.
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four matrices of 8 rows of 16 bytes; lane i has the address of row i % 8 of matrix i / 8. Lane (g, t) gets bytes 4t
+// to 4t + 3 of row g of each.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const uint8_t* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row)));
+}
+// Transposed, by pairs of bytes: lane (g, t) gets pair g of rows 2t and 2t + 1.
+__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], const uint8_t* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row)));
+}
+// A matrix of 8 x 8 halves in registers, transposed.
+__device__ __forceinline__ uint32_t transposed(uint32_t x) {
+  uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// d += a b, 16 x 8 x 16, f16 in, float32 out.
+__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four e4m3 bytes to two pairs of halves, exactly.
+__device__ __forceinline__ void to_halves(uint32_t& low, uint32_t& high, uint32_t bytes) {
+  asm("{\n.reg .b16 lo, hi;\n"
+      "mov.b32 {lo, hi}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, lo;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, hi;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(bytes));
+}
+
+// The next kernel in the stream may begin, which waits for this one.
+__device__ __forceinline__ void dependents_may_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// What the kernel before this one wrote is there from here on.
+__device__ __forceinline__ void begin_after_cuts() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Values that other CTAs wrote, past the L1 cache.
+__device__ __forceinline__ float load_result(const float* p) { return __ldcg(p); }
+__device__ __forceinline__ float4 load_results(const float* p) { return __ldcg(reinterpret_cast<const float4*>(p)); }
+
+}  // namespace fp8cutlass::decode

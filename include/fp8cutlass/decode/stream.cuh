@@ -1,0 +1,71 @@
+// What a CTA works on, unit after unit, and the slices of keys in it that one of its warps takes. A warp has two
+// streams: one says what it loads, the other, some slices behind, what it computes.
+#pragma once
+
+#include "fp8cutlass/decode/units.h"
+
+namespace fp8cutlass::decode {
+
+// The share of a unit that a CTA works on.
+struct Share {
+  Sequence of;
+  int sequence, kv_head;
+  int row;              // the first row of the unit, of the sequence's rows of this head
+  int first_key;        // of the first tile
+  int tiles;            // of the share; 0 where none of its keys is seen by one of its rows
+  int unit, tile, end;  // the share goes from one tile of the unit to another, `tiles_of` counts them
+  int all;              // tiles of the unit
+};
+
+// The shares of a CTA, in their order.
+template <int kRows, int kTile>
+struct Shares {
+  int sequence, unit, tile;  // where the next share begins
+  int last_sequence, last_unit, last_tile;
+
+  __device__ __forceinline__ Shares(const Cut& from, const Cut& to)
+      : sequence(from.sequence),
+        unit(from.unit),
+        tile(from.tile),
+        last_sequence(to.sequence),
+        last_unit(to.unit),
+        last_tile(to.tile) {}
+
+  // The next one; false where there is none.
+  __device__ __forceinline__ bool next(const Batch& b, Share& share) {
+    for (; sequence < b.sequences; ++sequence, unit = 0) {
+      const bool last = sequence == last_sequence && unit == last_unit;
+      if (sequence > last_sequence || (last && tile >= last_tile)) return false;
+      if (unit == 0 || share.sequence != sequence) share.of = sequence_at(b, sequence), share.sequence = sequence;
+      if (unit >= units_of(b, share.of, kRows)) continue;
+      find(b, share, last ? last_tile : kFar);
+      if (last) {
+        tile = last_tile;
+      } else {
+        ++unit, tile = 0;
+      }
+      return true;
+    }
+    return false;
+  }
+
+ private:
+  __device__ __forceinline__ void find(const Batch& b, Share& share, int until) const {
+    const int row_tile = unit / b.kv_heads, group = b.heads / b.kv_heads, rows = share.of.queries * group;
+    const Tiles tiles = tiles_of(b, share.of, kTile);
+    share.kv_head = unit - row_tile * b.kv_heads;
+    share.row = row_tile * kRows;
+    share.unit = unit, share.tile = tile, share.all = tiles.count;
+    share.end = until < tiles.count ? until : tiles.count;
+    // Of these tiles, those that the rows of this unit see.
+    const int past = share.row + kRows < rows ? share.row + kRows : rows;
+    const int first_key = seen_by(b, share.of, share.row / group).first,
+              end_key = seen_by(b, share.of, (past - 1) / group).end;
+    const int begin = max(tiles.first + share.tile, first_key / kTile);
+    const int end = min(tiles.first + share.end, (end_key + kTile - 1) / kTile);
+    share.first_key = begin * kTile;
+    share.tiles = max(end - begin, 0);
+  }
+};
+
+}  // namespace fp8cutlass::decode

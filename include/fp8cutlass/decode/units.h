@@ -1,0 +1,58 @@
+// The units of work of a decode call: some rows of a sequence that share a head of K and V, with the tiles of keys that
+// the sequence's queries see. Rows are pairs of a query and a head of the group. Lengths are not trusted: whatever they
+// are, a unit lies inside the tensors.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include "fp8cutlass/decode/params.h"
+
+namespace fp8cutlass::decode {
+
+CUTE_HOST_DEVICE int clamped(int x, int least, int most) { return x < least ? least : x > most ? most : x; }
+
+struct Sequence {
+  int query, queries, keys;  // the first query, how many; keys in the cache
+};
+
+CUTE_HOST_DEVICE Sequence sequence_at(const Batch& b, int s) {
+  Sequence of;
+  of.keys = clamped(b.lengths[s], 0, b.most_keys);
+  of.query = clamped(b.cu_q[s], 0, b.total_q);
+  of.queries = clamped(b.cu_q[s + 1], of.query, b.total_q) - of.query;
+  return of;
+}
+
+// Keys from `first` on, before `end`.
+struct Keys {
+  int first, end;
+};
+
+// What query number `query` of a sequence sees. The last query stands at the last key.
+CUTE_HOST_DEVICE Keys seen_by(const Batch& b, const Sequence& of, int query) {
+  const int own = of.keys - of.queries + query;
+  return {b.left >= kFar ? 0 : clamped(own - b.left, 0, of.keys),
+          b.right >= kFar ? of.keys : clamped(own + b.right + 1, 0, of.keys)};
+}
+
+// Tiles of keys, of all that a sequence's queries see: `first` counts from the sequence's first key.
+struct Tiles {
+  int first, count;
+};
+
+CUTE_HOST_DEVICE Tiles tiles_of(const Batch& b, const Sequence& of, int tile) {
+  if (of.queries == 0) return {0, 0};
+  const int first = seen_by(b, of, 0).first / tile, end = seen_by(b, of, of.queries - 1).end;
+  const int past = end / tile + (end % tile != 0);
+  return {first, past > first ? past - first : 0};
+}
+
+// Units of a sequence: every head of K and V has the same row tiles, and number `row_tile * kv_heads + head`.
+CUTE_HOST_DEVICE int units_of(const Batch& b, const Sequence& of, int rows) {
+  return (of.queries * (b.heads / b.kv_heads) + rows - 1) / rows * b.kv_heads;
+}
+
+// What a unit costs, in tiles.
+CUTE_HOST_DEVICE int64_t cost_of(const Tiles& tiles, int overhead) { return int64_t{tiles.count} + overhead; }
+
+}  // namespace fp8cutlass::decode

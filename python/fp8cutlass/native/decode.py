@@ -1,0 +1,93 @@
+"""The kernels of decode: which one serves a call, its work, its launch. Lengths stay on the device: no number is waited
+for, and what is launched can be captured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ..errors import NoKernelError
+from ..manifest import Decode, load_manifest
+from . import extension
+
+FAR = 1 << 30  # a window's end that no length reaches
+OVERHEAD = 4  # what a unit costs beside its tiles, in tiles; a guess that no card has judged
+CUT_WORDS = 8  # of decode::Cut
+
+
+@cache
+def kernel_for(directory: Path, arch: str, head_dim: int, rows: int) -> tuple[Decode, int]:
+    """The kernel with the fewest rows a unit that holds ``rows``, else the one with the most, and its number.
+
+    NoKernelError lists the head_dims of the architecture.
+    """
+    manifest = load_manifest(directory)
+    there = [(d.rows, number) for number, d in enumerate(manifest.decodes) if (arch, head_dim) == (d.arch, d.head_dim)]
+    if not there:
+        served = sorted({d.head_dim for d in manifest.decodes if d.arch == arch})
+        raise NoKernelError(
+            f"decode on {arch} in profile {manifest.profile!r} has head_dim {', '.join(map(str, served)) or 'none'}, "
+            f"got {head_dim}"
+        )
+    enough = [x for x in there if x[0] >= rows]
+    number = min(enough)[1] if enough else max(there)[1]
+    return manifest.decodes[number], number
+
+
+@dataclass(frozen=True)
+class Work:
+    """How the units of a batch are cut into shares, one a CTA. Good for every layer of a step whose calls have the same
+    lengths, heads, window and page size. Calls that share it must not run at the same time."""
+
+    kernel: Decode
+    number: int
+    cuts: torch.Tensor  # (CTAs + 1, 8) int32
+    arrived: torch.Tensor  # (CTAs,) int32, zero between calls
+    parts: torch.Tensor  # (CTAs, 2, part_floats) float32
+
+
+def cut(
+    kernel: Decode,
+    number: int,
+    sm_count: int,
+    lengths: torch.Tensor,
+    cu_q: torch.Tensor,
+    *,
+    tokens: int,
+    most_keys: int,
+    heads: int,
+    kv_heads: int,
+    left: int,
+    right: int,
+    share: bool,
+) -> Work:
+    """Launch the kernel that cuts the work. ``share``: whether CTAs may share a unit; else results of a sequence do not
+    depend on the others."""
+    extension.load()
+    ctas, device = sm_count * kernel.ctas_per_sm, lengths.device
+    cuts = torch.empty(ctas + 1, CUT_WORDS, dtype=torch.int32, device=device)
+    arrived = torch.empty(ctas, dtype=torch.int32, device=device)
+    parts = torch.empty(ctas, 2, kernel.part_floats, device=device)
+    torch.ops.fp8cutlass_C.cut(
+        number,
+        lengths,
+        cu_q,
+        tokens,
+        most_keys,
+        heads,
+        kv_heads,
+        _end(left),
+        _end(right),
+        OVERHEAD,
+        share,
+        cuts,
+        arrived,
+    )
+    return Work(kernel, number, cuts, arrived, parts)
+
+
+def _end(keys: int) -> int:
+    return FAR if keys < 0 else min(keys, FAR)

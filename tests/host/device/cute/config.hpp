@@ -1,0 +1,3 @@
+#pragma once
+
+#define CUTE_HOST_DEVICE inline

@@ -1,0 +1,174 @@
+// A CTA on the CPU: each CUDA thread is a fiber, and the threads of a warp meet where instructions need all of them.
+// Between these places any fiber may run: a seed decides which. Copies to shared memory arrive as late as the program
+// allows, or at once. So a missing barrier or wait is a wrong result here, always or for some seed.
+#pragma once
+
+#include <ucontext.h>
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <utility>
+#include <vector>
+
+namespace device {
+
+struct Index {
+  unsigned x;
+};
+
+struct Copy {
+  uint8_t* to;
+  const uint8_t* from;
+  int bytes, size;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  Index thread;
+  std::vector<std::vector<Copy>> groups;  // that are on their way, the oldest first
+  std::vector<Copy> open;                 // not committed
+};
+
+// Where `size` fibers meet. What they bring lies in `words` until they meet for the second time after.
+struct Meeting {
+  int size = 0, arrived = 0;
+  unsigned round = 0;
+  std::vector<Fiber*> waiting;
+  std::array<std::array<uint64_t, 8>, 32> words[2];
+};
+
+struct Cta {
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<Meeting> warps;
+  Meeting all;
+  std::vector<Fiber*> ready;
+  std::mt19937 random;
+  ucontext_t scheduler;
+  bool late = true;
+  std::vector<std::pair<const uint8_t*, const uint8_t*>> readable;  // what copies may read
+  const char* failure = nullptr;
+  unsigned block = 0;
+};
+
+inline Cta* cta = nullptr;
+inline Fiber* self = nullptr;
+
+// Ends the run: nobody goes on.
+inline void stop(const char* what) {
+  cta->failure = what;
+  swapcontext(&self->context, &cta->scheduler);
+}
+
+inline void yield_to_scheduler() {
+  Fiber* const me = self;
+  swapcontext(&me->context, &cta->scheduler);
+}
+
+inline void pause() {  // any other may run first
+  cta->ready.push_back(self);
+  yield_to_scheduler();
+}
+
+// Returns the round whose words all have brought.
+inline unsigned meet(Meeting& m) {
+  const unsigned round = m.round;
+  if (++m.arrived == m.size) {
+    m.arrived = 0, ++m.round;
+    for (Fiber* f : m.waiting) cta->ready.push_back(f);
+    m.waiting.clear();
+    if (cta->random() % 4 == 0) pause();
+  } else {
+    m.waiting.push_back(self);
+    yield_to_scheduler();
+  }
+  return round;
+}
+
+inline Meeting& own_warp() { return cta->warps[self->thread.x / 32]; }
+inline int lane() { return int(self->thread.x % 32); }
+
+// What each lane brings, for all of them.
+template <class T>
+std::array<T, 32> gathered(const T& own) {
+  static_assert(sizeof(T) <= 64);
+  Meeting& m = own_warp();
+  std::memcpy(&m.words[m.round % 2][lane()], &own, sizeof(T));
+  const unsigned round = meet(m);
+  std::array<T, 32> all;
+  for (int i = 0; i < 32; ++i) std::memcpy(&all[i], &m.words[round % 2][i], sizeof(T));
+  return all;
+}
+
+inline void perform(const Copy& c) {
+  bool known = c.bytes == 0;
+  for (const auto& [begin, end] : cta->readable) known |= c.from >= begin && c.from + c.size <= end;
+  if (!known) stop("a copy reads outside of the tensors");
+  if (reinterpret_cast<uintptr_t>(c.to) % c.size != 0 ||
+      (c.bytes > 0 && reinterpret_cast<uintptr_t>(c.from) % c.size != 0))
+    stop("a copy is not aligned");
+  std::memset(c.to, 0, c.size);
+  if (c.bytes > 0) std::memcpy(c.to, c.from, c.bytes);
+}
+
+inline void copy(uint8_t* to, const uint8_t* from, int bytes, int size) {
+  const Copy c{to, from, bytes, size};
+  if (cta->late) {
+    self->open.push_back(c);
+  } else {
+    perform(c);
+  }
+}
+
+inline void wait_for(int pending) {
+  while (int(self->groups.size()) > pending) {
+    for (const Copy& c : self->groups.front()) perform(c);
+    self->groups.erase(self->groups.begin());
+  }
+}
+
+inline void enter(unsigned high, unsigned low) {
+  auto* const program = reinterpret_cast<std::function<void()>*>(uintptr_t(high) << 32 | low);
+  (*program)();
+  Fiber* const me = self;
+  me->thread.x = ~0u;
+  swapcontext(&me->context, &cta->scheduler);
+}
+
+// Runs one CTA to its end; what went wrong, or null.
+inline const char* run(Cta& c, int threads, std::function<void()> program) {
+  cta = &c;
+  c.fibers.clear(), c.ready.clear();
+  c.warps.assign(threads / 32, Meeting());
+  for (Meeting& m : c.warps) m.size = 32;
+  c.all = Meeting();
+  c.all.size = threads;
+  constexpr size_t kStack = 256 * 1024;
+  const auto address = reinterpret_cast<uintptr_t>(&program);
+  for (int i = 0; i < threads; ++i) {
+    auto fiber = std::make_unique<Fiber>();
+    fiber->stack = std::make_unique<char[]>(kStack);
+    fiber->thread.x = unsigned(i);
+    getcontext(&fiber->context);
+    fiber->context.uc_stack.ss_sp = fiber->stack.get(), fiber->context.uc_stack.ss_size = kStack;
+    fiber->context.uc_link = nullptr;
+    makecontext(&fiber->context, reinterpret_cast<void (*)()>(enter), 2, unsigned(address >> 32), unsigned(address));
+    c.ready.push_back(fiber.get());
+    c.fibers.push_back(std::move(fiber));
+  }
+  while (!c.ready.empty() && c.failure == nullptr) {
+    std::swap(c.ready[c.random() % c.ready.size()], c.ready.back());
+    self = c.ready.back();
+    c.ready.pop_back();
+    swapcontext(&c.scheduler, &self->context);
+  }
+  for (const auto& fiber : c.fibers)
+    if (fiber->thread.x != ~0u && c.failure == nullptr) c.failure = "a thread waits for ever";
+  return c.failure;
+}
+
+}  // namespace device

@@ -1,0 +1,43 @@
+// The numbers of single instructions, on the CPU.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace fp8cutlass {
+
+inline float half_value(uint16_t bits) {
+  _Float16 x;
+  std::memcpy(&x, &bits, 2);
+  return float(x);
+}
+inline uint16_t half_bits(float value) {
+  const _Float16 x = _Float16(value);
+  uint16_t bits;
+  std::memcpy(&bits, &x, 2);
+  return bits;
+}
+inline uint16_t bf16_bits(float value) {
+  const uint32_t x = __float_as_uint(value);
+  if (value != value) return 0x7fff;
+  return uint16_t((x + 0x7fff + (x >> 16 & 1)) >> 16);
+}
+inline float half_low(uint32_t x) { return half_value(uint16_t(x)); }
+inline float half_high(uint32_t x) { return half_value(uint16_t(x >> 16)); }
+inline uint32_t fp16x2(float low, float high) { return uint32_t(half_bits(high)) << 16 | half_bits(low); }
+inline uint32_t bf16x2(float low, float high) { return uint32_t(bf16_bits(high)) << 16 | bf16_bits(low); }
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline float reciprocal_approx(float x) { return 1.f / x; }
+
+// An e4m3 byte.
+inline float e4m3_value(uint8_t byte) {
+  const int exponent = byte >> 3 & 15, fraction = byte & 7;
+  const float sign = byte & 0x80 ? -1.f : 1.f;
+  if (exponent == 15 && fraction == 7) return NAN;
+  return sign * (exponent == 0 ? std::ldexp(float(fraction), -9) : std::ldexp(float(8 + fraction), exponent - 10));
+}
+
+}  // namespace fp8cutlass

@@ -1,0 +1,188 @@
+"""The decode kernels on the host, from the sources that nvcc compiles: against float64, with copies that arrive late or
+at once and warps in any order, and with planted faults.
+
+Instructions that a whole warp executes are meetings of its threads here. So a missing __syncwarp beside one is not
+seen: only the memory model of a card asks for it.
+
+Regressions these catch: a fragment that lies elsewhere, a missing wait or barrier, a key of another sequence, a share
+of work that nobody takes or two take, parts that are added in the order of arrival, stale bytes that reach a result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decode_host import FAR, Batch, Kernel, batch, exact, wrong
+
+KERNELS = ("decode_sm90a_d64_r8", "decode_sm89_d96_r32", "decode_sm90a_d128_r16")
+LENGTHS = (140, 0, 17, 330, 64)
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    return Kernel(request.param, tmp_path_factory.mktemp("decode"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    return Kernel(KERNELS[0], tmp_path_factory.mktemp("decode"))
+
+
+def cases(head_dim: int) -> dict[str, Batch]:
+    """Of each kind of call one, with one to five queries a sequence."""
+    one, some = [1] * 5, [1, 2, 0, 5, 3]
+
+    def of(queries: list[int], page_size: int = 16, **rest: Any) -> Batch:
+        return batch(LENGTHS, queries, (4, 2), head_dim, page_size, **rest)
+
+    plain = of(one)
+    pages = plain.k.shape[0]
+    random = torch.Generator().manual_seed(9)
+    hit = of(some, seed=3)
+    page, token = divmod(LENGTHS[3] - 1, 16)
+    hit.v[int(hit.table[3, page]), token, 0, 5] = (
+        0x7F  # the last key of sequence 3, which the last of its 5 queries sees
+    )
+    return {
+        "plain": plain,
+        "queries": of(some),
+        "pages of 64": of(some, 64),
+        "pages of 1": batch((30, 0, 40), [1, 2, 1], (4, 2), head_dim, 1),
+        "window": of(some, left=70),
+        "two-sided window": of(some, left=40, right=1),
+        "no mask": of(some, right=FAR),
+        "softcap": of(one, softcap=2.0),
+        "sinks": of(some, sinks=torch.tensor([-1.0, 0.5, 3.0, 9.0])),
+        "fp16": of(one, dtype=torch.float16),
+        "descales of tokens and pages": replace(
+            of(some),
+            k_token=torch.rand(pages, 16, 2, generator=random) + 0.5,
+            v_page=2.0 ** torch.randint(-9, 12, (pages, 2), generator=random).float(),
+        ),
+        "a NaN that one query sees": hit,
+    }
+
+
+@pytest.mark.parametrize("name", cases(64))
+def test_a_kernel_is_exact_but_for_rounding(kernel: Kernel, name: str) -> None:
+    b = cases(kernel.spec.head_dim)[name]
+    result = kernel.run(b, ctas=9)
+    assert wrong(b, result) == ""
+    if name == "a NaN that one query sees":
+        assert result.out.isnan().sum() == 2  # of the two heads that share it
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_order_of_warps_and_no_arrival_of_copies_changes_a_bit(small: Kernel, seed: int) -> None:
+    b = cases(64)["queries"]
+    want = small.run(b, ctas=9)
+    got = small.run(b, ctas=9, seed=seed + 1, late=seed % 2 == 0)
+    assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 3, 13, 60])
+def test_any_number_of_ctas_takes_all_work_once(small: Kernel, ctas: int) -> None:
+    b = cases(64)["queries"]
+    assert wrong(b, small.run(b, ctas=ctas)) == ""
+
+
+def test_shares_are_equal(small: Kernel) -> None:
+    """Tiles of a CTA: within two of the mean, where one sequence has nearly all keys."""
+    b = batch((3000, 40, 40, 40), [1] * 4, (2, 2), 64)
+    cuts = small.run(b, ctas=12, overhead=1).cuts
+    tile = small.spec.tile
+    tiles = [-(-n // tile) for n in b.lengths.tolist()]
+    line = []
+    for sequence, unit, at, *_ in cuts.tolist():
+        before = sum(2 * t for t in tiles[:sequence]) if sequence < 4 else sum(2 * t for t in tiles)
+        line.append(before + (unit * tiles[sequence] + at if sequence < 4 else 0))
+    shares = [b - a for a, b in zip(line, line[1:], strict=False)]
+    assert sum(shares) == 2 * sum(tiles) and max(shares) <= sum(shares) / 12 + 2
+
+
+def test_without_sharing_a_sequence_does_not_depend_on_the_others(small: Kernel) -> None:
+    b = batch((300, 700, 90), [1] * 3, (4, 2), 64)
+    alone = replace(
+        b, q=b.q[1:2], table=b.table[1:2], lengths=b.lengths[1:2], cu_q=torch.tensor([0, 1], dtype=torch.int32),
+        k_descale=b.k_descale[1:2].contiguous(), v_descale=b.v_descale[1:2].contiguous(),
+    )  # fmt: skip
+    together, single = small.run(b, ctas=20, whole=True), small.run(alone, ctas=3, whole=True)
+    assert torch.equal(together.out[1:2], single.out)
+
+
+def test_keys_past_the_end_and_lying_tables_reach_nothing(small: Kernel) -> None:
+    b = batch((100, 37), [1, 1], (4, 2), 64)
+    zeroed = replace(b, k=b.k.clone(), v=b.v.clone())
+    for x in (zeroed.k, zeroed.v):
+        x[x == 0x7F] = 0
+    assert torch.equal(small.run(b).out, small.run(zeroed).out)
+    lying = replace(b, lengths=torch.tensor([10**9, -4], dtype=torch.int32), table=b.table.clone().fill_(10**9))
+    assert small.run(lying).out.shape == b.q.shape  # a copy from elsewhere raises
+
+
+def test_queries_of_no_sequence_are_zero(small: Kernel) -> None:
+    b = batch((50, 60), [2, 1], (4, 2), 64)
+    b = replace(b, q=torch.cat([b.q[:1], b.q, b.q[:2]]), cu_q=b.cu_q + 1)
+    result = small.run(b)
+    assert wrong(b, result) == "" and not result.out[0].any() and bool(result.lse[:, -2:].isinf().all())
+
+
+def test_one_far_key_of_many_is_found(small: Kernel) -> None:
+    """The row of a needle: its key outweighs thousands whose P is small, and those still count together."""
+    b = batch((6000,), [1], (2, 1), 64, right=FAR)
+    b.k.fill_(0)
+    b.k[int(b.table[0, 200]), 3] = 0x50  # 8.0
+    b.q.fill_(1.0)
+    b.k_descale.fill_(0.16), b.v_descale.fill_(1.0)
+    out, lse = exact(b)
+    result = small.run(b, ctas=3)
+    assert wrong(b, result) == "" and 1e-2 < 1 - torch.exp(torch.tensor(8 * 0.16 * 8.0) - lse[0, 0]) < 0.5
+
+
+# The case that notices it, whether its copies arrive late, and the edit.
+FAULTS = {
+    "a slice is used before it arrives": (
+        "plain", True, ("kernel.cu", "decode::wait<kStages - 2>()", "decode::wait<kStages - 1>()")),
+    "a slice goes into a slot that is in use": (
+        "plain", False,
+        ("kernel.cu", "slots[slot == 0 ? kStages - 1 : slot - 1]", "slots[slot == kStages - 1 ? 0 : slot + 1]")),
+    "Q is read before all of it is there": (
+        "queries", True, ("kernel.cu", "shared.exchange.slope);\n    __syncthreads();", "shared.exchange.slope);")),
+    "a window ends one key late": ("two-sided window", True, ("units.h", "own + b.right + 1", "own + b.right + 2")),
+    "a window begins one key late": ("window", True, ("units.h", "own - b.left, 0", "own - b.left + 1, 0")),
+    "a NaN of V reaches rows that do not see it": (
+        "a NaN that one query sees", True, ("softmax.cuh", "if (edge && has_nan", "if (false && has_nan")),
+    "keys past the end are seen": ("plain", True, ("units.h", "b.right >= kFar ? of.keys :", "true ? of.keys + 16 :")),
+    "a page of another key": ("plain", True, ("fetch.cuh", "% kSlice) / p.page_size", "% kSlice + 1) / p.page_size")),
+    "a tile is worked on twice": (
+        "plain", True, ("stream.cuh", "max(tiles.first + share.tile,", "max(tiles.first + share.tile - 1,")),
+    "a part is left out": ("plain", True, ("finish.cuh", "c <= last; ++c) {", "c < last; ++c) {")),
+    "the counter of arrivals is left as it is": (
+        "plain", True, ("finish.cuh", "if (exchange.is_last) p.arrived[first] = 0;", "")),
+    "a warp's sum is left out": (
+        "plain", True,
+        ("finish.cuh", "for (int w = 0; w < kWarps; ++w) sum +=", "for (int w = 1; w < kWarps; ++w) sum +=")),
+    "the sink of another head": ("sinks", True, ("finish.cuh", "p.sinks[head * p.sink", "p.sinks[0 * p.sink")),
+    "V's descale of a page is ignored": (
+        "descales of tokens and pages", True, ("softmax.cuh", "slot.v_descale[16 * m + g + i / 2 * 8] * per", "per")),
+    "K's descale of a token is that of another": (
+        "descales of tokens and pages", True,
+        ("softmax.cuh", "slot.k_descale[16 * m + g + i / 2 * 8]", "slot.k_descale[16 * m + g]")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(fault: str, tmp_path: Path) -> None:
+    name, late, edit = FAULTS[fault]
+    b, kernel = cases(64)[name], Kernel(KERNELS[0], tmp_path / "kernel", [edit])
+    found = ""
+    for ctas in (9, 2):  # units that CTAs share, and warps with more slices than slots
+        try:
+            found = found or wrong(b, kernel.run(b, ctas=ctas, late=late))
+        except AssertionError as error:
+            found = str(error)
+    assert found

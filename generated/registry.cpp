@@ -787,6 +787,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "2fbd581f4599cdb6c0b7dfe9facfa166ba297b2a84085c12c05423b4e7c69a70";
+const char kManifest[] = "20463034bd733bf860592a0ff3c449c07133030d02ec6bb4858af658799148cf";
 
 }  // namespace fp8cutlass

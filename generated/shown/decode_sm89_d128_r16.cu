@@ -3,7 +3,7 @@
 //
 // Attention of few queries over long caches: head_dim 128, 16 rows a unit, 64 keys a tile.
 // A unit is 16 rows of one sequence and head of K and V, with the tiles of 64 keys that they see. The kernel before this
-// one cut all units into equal shares, one for each CTA. 128 threads in 4 warps; an SM has 2 such CTAs.
+// one cut all units into equal shares, one for each CTA. 128 threads in 4 warps; CTAs an SM: 2.
 // Of each tile a warp has a slice of 16 keys, and no warp waits for another until the unit's share ends.
 //
 //   from              what: where it lies                          until                 to

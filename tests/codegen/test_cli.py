@@ -18,11 +18,12 @@ from click.testing import CliRunner, Result
 from codegen.arch import TARGETS
 from codegen.axes import Kind, Mask, Softmax
 from codegen.cli import main
+from codegen.decode import ALL, decodes_of
 from codegen.families import FAMILIES
 from codegen.ledger import counts, render
 from codegen.pack import packs_of
 from codegen.profiles import PROFILES, of_profile, profile_of
-from codegen.render import environment, render_kernel
+from codegen.render import environment, render_decode, render_kernel
 from codegen.select import problem_class, select
 from codegen.variant import parse_id
 
@@ -219,7 +220,9 @@ def test_a_template_edit_fails_the_check(
     kernels = sum(template.startswith(f"{v.family}_") for v in DEV)
     if template == "pack.cu.j2":
         kernels = len(packs_of(DEV))
-    elif template == "plan.cu.j2":
+    elif template == "decode.cu.j2":
+        kernels = len(decodes_of("dev", tuple(TARGETS)))
+    elif template in ("plan.cu.j2", "cut.cu.j2"):
         kernels = 1
     assert len(changed) == (kernels + 2 if template.endswith(".cu.j2") else 1)
     assert "+// an edit" in result.output or "more lines" in result.output
@@ -234,6 +237,9 @@ def test_every_part_of_a_template_is_in_some_kernel_of_its_family(part: Path, tm
     with (edited / part).open("a") as file:
         file.write("// an edit\n")
     before, after = environment(), environment(edited)
+    if part.parent.name == "decode":
+        assert "// an edit" in render_decode(ALL[0], after).splitlines()
+        return
     members = [v for v in select().emitted if v.family == part.parent.name]
     changed = next(v for v in members if render_kernel(v, after) != render_kernel(v, before))
     assert "// an edit" in render_kernel(changed, after).splitlines()

@@ -106,7 +106,7 @@ def test_the_manifest_lists_the_files(generated: tuple[Path, Path]) -> None:
     manifest = json.loads((root / "manifest.json").read_text())
     variants = manifest["variants"]
     assert [v["id"] for v in variants] == sorted(v["id"] for v in variants) == [v.id for v in select().emitted]
-    kernels = [*variants, *manifest["packs"], *manifest["plans"]]
+    kernels = [*variants, *manifest["packs"], *manifest["decodes"], *manifest["plans"]]
     assert {k["file"] for k in kernels} == {p.relative_to(root).as_posix() for p in root.rglob("*.cu")}
     digests = {k["file"]: hashlib.sha256((root / k["file"]).read_bytes()).hexdigest() for k in kernels}
     assert {k["file"]: k["sha256"] for k in kernels} == digests
@@ -246,8 +246,9 @@ def test_the_registry_names_its_manifest_and_targets(generated: tuple[Path, Path
 
 def test_the_plan_is_compiled_once_where_there_are_ragged_batches(generated: tuple[Path, Path]) -> None:
     manifest = json.loads((generated[0] / "manifest.json").read_text())
-    (plan,) = manifest["plans"]
+    plan, cut = manifest["plans"]
     assert (plan["id"], plan["file"], plan["targets"]) == ("plan", "plan.cu", ["sm90a"])
+    assert (cut["id"], cut["file"], cut["targets"]) == ("cut", "cut.cu", ["sm89", "sm90a"])
     holds = [p.name for p in generated[0].rglob("*.cu") if "walk/plan.cuh" in p.read_text()]
     assert holds == ["plan.cu"]
 

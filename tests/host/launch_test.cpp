@@ -279,6 +279,8 @@ const PackEntry kPacks[] = {{"pack", 64, 128, SourceType::bf16, 128, 1, 8000, 25
                             {"halved", 256, 256, SourceType::bf16, 128, 2, 33000, 0, 0, 0, true},
                             {"narrow", 32, 128, SourceType::bf16, 128, 1, 4000, 0, 0, 0, false}};
 const int kPackCount = 3;
+const DecodeEntry kDecodes[] = {{"decode_d64", "sm90a", 64, 8, 128, 128, 70000, 2, 528}};
+const int kDecodeCount = 1;
 // The last three have files that are not what they should be.
 const TargetEntry kTargets[] = {{"sm90a", 9, 0}, {"other", 9, 1}, {"stale", 9, 2}, {"missing", 9, 3}, {"short", 9, 4}};
 const int kTargetCount = 5;

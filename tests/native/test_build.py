@@ -55,6 +55,17 @@ RAGGED = (
     "bool keys_in_blocks"
 )
 
+CUT = (
+    "int decode, Tensor lengths, Tensor cu_seqlens_q, int total_q, int most_keys, int heads, int kv_heads, int left, "
+    "int right, int overhead, bool share, Tensor(a!) cuts, Tensor(b!) arrived"
+)
+DECODE = (
+    "int decode, Tensor q, Tensor k, Tensor v, Tensor? k_token_descale, Tensor? v_page_descale, Tensor k_descale, "
+    "Tensor v_descale, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, Tensor? sinks, Tensor(a!) out, "
+    "Tensor(b!)? lse, Tensor cuts, Tensor(c!) arrived, Tensor(d!) parts, float scale, float softcap, int left, "
+    "int right"
+)
+
 # Run in its own process: the operators can be registered once, and the package may have loaded another copy.
 INSPECT = """
 import ctypes, json, sys, torch
@@ -81,10 +92,11 @@ print(json.dumps({
     "schemas": [str(ops.forward.default._schema), str(ops.diagnose.default._schema),
                 str(ops.pack.default._schema), str(ops.attend.default._schema),
                 str(ops.forward_ragged.default._schema), str(ops.ragged_plan_words.default._schema),
-                str(ops.attend_ragged.default._schema), str(ops.load.default._schema)],
+                str(ops.attend_ragged.default._schema), str(ops.load.default._schema),
+                str(ops.cut.default._schema), str(ops.decode.default._schema), str(ops.load_decode.default._schema)],
     "ids": [c.fp8cutlass_variant_id(i).decode() for i in range(count)],
     "outside": [c.fp8cutlass_variant_id(-1), c.fp8cutlass_variant_id(count), c.fp8cutlass_kernel_name(-1, 0)],
-    "names": [names(source) for source in range(count + int(sys.argv[2]) + 2)],
+    "names": [names(source) for source in range(count + int(sys.argv[2]) + 3)],
     "manifest": c.fp8cutlass_manifest().decode(),
     "refusal": refusal,
 }))
@@ -101,7 +113,13 @@ class Built:
     def inspect(self) -> dict[str, Any]:
         """What the library says about itself in a fresh process."""
         result = subprocess.run(
-            [sys.executable, "-c", INSPECT, str(self.library), str(len(self.manifest["packs"]))],
+            [
+                sys.executable,
+                "-c",
+                INSPECT,
+                str(self.library),
+                str(len(self.manifest["packs"]) + len(self.manifest["decodes"])),
+            ],
             capture_output=True,
             text=True,
             check=False,
@@ -135,6 +153,9 @@ def test_schemas(answers: dict[str, Any]) -> None:
         "fp8cutlass_C::ragged_plan_words(int variant, int tokens, int sequences) -> int",
         f"fp8cutlass_C::attend_ragged({ATTEND_RAGGED}) -> Tensor",
         "fp8cutlass_C::load(int variant, int device, int source=-1) -> ()",
+        f"fp8cutlass_C::cut({CUT}) -> ()",
+        f"fp8cutlass_C::decode({DECODE}) -> ()",
+        "fp8cutlass_C::load_decode(int decode, int device) -> ()",
     ]
 
 
@@ -174,9 +195,16 @@ def kernel_files(built: Built) -> dict[str, kernel_file.KernelFile]:
     return {arch: kernel_file.read(folder / kernel_file.name_of(arch)) for arch in built.manifest["archs"]}
 
 
+def sources_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the library numbers, in its order; what its profile does not have, without targets."""
+    plans = {plan["id"]: plan for plan in manifest["plans"]}
+    last = [plans.get(name, {"id": name, "targets": []}) for name in ("plan", "cut")]
+    return [*manifest["variants"], *manifest["packs"], *manifest["decodes"], *last]
+
+
 def test_every_kernel_is_compiled_for_its_targets(built: Built) -> None:
     promised: dict[str, set[str]] = {arch: set() for arch in built.manifest["archs"]}
-    for kernel in (*built.manifest["variants"], *built.manifest["packs"], *built.manifest["plans"]):
+    for kernel in sources_of(built.manifest):
         for arch in kernel["targets"]:
             promised[arch].add(kernel["id"])
     files = kernel_files(built)
@@ -190,7 +218,7 @@ def test_every_kernel_is_compiled_for_its_targets(built: Built) -> None:
 
 def test_the_library_asks_for_kernels_by_their_names(built: Built, answers: dict[str, Any]) -> None:
     """All functions of every cubin, and no others: a name that is spelled otherwise would be found out by a launch."""
-    sources = [*built.manifest["variants"], *built.manifest["packs"], *(built.manifest["plans"] or [{"targets": []}])]
+    sources = sources_of(built.manifest)
     assert answers["names"][len(sources) :] == [[]]
     files = kernel_files(built)
     for source, names in zip(sources, answers["names"], strict=False):

@@ -21,6 +21,7 @@ import pytest
 
 from codegen.arch import TARGETS
 from codegen.axes import Cluster, Kind, Scaling, Walk
+from codegen.decode import ALL, decodes_of
 from codegen.families import derive
 from codegen.outputs import Request, files, kernel_path
 from codegen.pack import packs_of
@@ -88,7 +89,8 @@ def test_the_same_bytes_everywhere(generated: tuple[Path, Path]) -> None:
 
 def test_generating_again_touches_nothing(generated: tuple[Path, Path]) -> None:
     root, selection = generated[1], select()
-    rendered = files(Request(archs=tuple(TARGETS), profile="release", variants=selection.emitted), selection)
+    request = Request(archs=tuple(TARGETS), profile="release", variants=selection.emitted, decodes=ALL)
+    rendered = files(request, selection)
     assert {name: text.encode() for name, text in rendered.items()} == tree(root)
     age(root)
     result = write(root, rendered)
@@ -382,7 +384,8 @@ def test_jinja2_and_click_are_enough(tmp_path: Path) -> None:
     loaded = set(result.stdout.rsplit("LOADED ", 1)[1].split())
     assert {"codegen", "click", "jinja2"} <= loaded <= {"codegen", "click", "jinja2", "markupsafe"}
     emitted = of_profile(select().emitted, "dev")
-    assert len(list(out.glob("*/*.cu"))) == len(emitted) + len(packs_of(emitted))
+    decodes = decodes_of("dev", tuple(TARGETS))
+    assert len(list(out.glob("*/*.cu"))) == len(emitted) + len(packs_of(emitted)) + len(decodes)
 
 
 def test_only_a_manifest_of_the_generator_makes_a_folder_ours(tmp_path: Path) -> None:

@@ -91,3 +91,44 @@ def cut(
 
 def _end(keys: int) -> int:
     return FAR if keys < 0 else min(keys, FAR)
+
+
+@dataclass(frozen=True)
+class Caches:
+    """K and V as they lie, and their descales."""
+
+    k: torch.Tensor  # (pages, page_size, Hkv, D) uint8, the bytes of e4m3, strides of whole 16 bytes
+    v: torch.Tensor
+    k_descale: torch.Tensor  # (1,), (Hkv,) or (sequences, Hkv) float32
+    v_descale: torch.Tensor
+    k_token: torch.Tensor | None  # (pages, page_size, Hkv) float32, any strides: of each token and head
+    v_page: torch.Tensor | None  # (pages, Hkv) float32, any strides: of each page and head
+
+
+def attend(
+    work: Work,
+    q: torch.Tensor,
+    caches: Caches,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    cu_q: torch.Tensor,
+    *,
+    scale: float,
+    left: int,
+    right: int,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Launch the kernel: out (tokens, H, D) of q's dtype, and the natural LSE (H, tokens).
+
+    ``work`` was cut for these lengths, heads, window and page table. ``sinks``: (H,) or (H, tokens) float32.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[1], q.shape[0], device=q.device) if return_lse else None
+    torch.ops.fp8cutlass_C.decode(
+        work.number, q, caches.k, caches.v, caches.k_token, caches.v_page, caches.k_descale, caches.v_descale,
+        page_table, lengths, cu_q, sinks, out, lse, work.cuts, work.arrived, work.parts, scale, softcap, _end(left),
+        _end(right),
+    )  # fmt: skip
+    return out, lse

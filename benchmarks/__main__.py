@@ -15,6 +15,7 @@ from codegen.keys import PRECISIONS
 from . import plot as plotting
 from . import report
 from .commands import accuracy, overhead, pack, regret, tune, ways
+from .decode_commands import decode
 from .options import Wanted, commit_option, need_card, out_option, read_csv, results_folder, shape_options, stop
 from .results import FAILED, WRONG
 from .walk_commands import varlen, windows
@@ -173,7 +174,7 @@ def machine() -> None:
     click.echo(json.dumps(stamp(), indent=2))
 
 
-for command in (accuracy, regret, overhead, pack, tune, varlen, ways, windows):
+for command in (accuracy, regret, overhead, pack, tune, decode, varlen, ways, windows):
     cli.add_command(command)
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from .options import commit_option, need_card, out_option, results_folder, stop
 from .results import FAILED, WRONG, write_records
 
 if TYPE_CHECKING:
-    from .decode import DecodeTime
+    from .decode import DecodeTime, Source
 
 
 def markdown(stamp: Mapping[str, str], rows: Sequence[DecodeTime]) -> str:
@@ -65,7 +65,7 @@ def decode(no_peers: bool, quick: bool, budget: float, out: Path | None, commit:
 
     if (reason := Own().available()) is not None:
         stop(reason)
-    sources = {"ours": ours}
+    sources: dict[str, Source] = {"ours": ours}
     if not no_peers:
         sources |= {f"fa3_{precision}": fa3(precision) for precision in ("fp8", "bf16")}
     stamp = machine.stamp(commit)

@@ -34,6 +34,11 @@ class Band:
         """Whether sequences have lengths of their own."""
         return self.ends_q is not None
 
+    @property
+    def limited(self) -> bool:
+        """Whether a row does not see all keys of its sequence."""
+        return self.left >= 0 or self.right >= 0
+
     def dense(self, batch: int, rows: int, keys: int, device: torch.device) -> torch.Tensor:
         """The mask as torch's attention takes it, (batch, 1, rows, keys) bool, True for what is seen."""
         row = torch.arange(rows, device=device)[None, :, None]
@@ -41,11 +46,12 @@ class Band:
         seen = torch.ones(batch, rows, keys, dtype=torch.bool, device=device)
         own = row + self.shift
         if self.ends_q is not None and self.ends_k is not None:
-            at_q, within_q, rows_of = _place(self.ends_q, self.used_q, batch, rows)
-            at_k, within_k, keys_of = _place(self.ends_k, self.used_k, batch, keys)
+            lengths_q, lengths_k = _lengths(self.ends_q, self.used_q), _lengths(self.ends_k, self.used_k)
+            at_q, row = _place(self.ends_q, lengths_q, batch, rows)
+            at_k, place = _place(self.ends_k, lengths_k, batch, keys)
             seen = (at_q[:, :, None] == at_k[:, None, :]) & (at_q >= 0)[:, :, None]
-            own = (within_q + keys_of - rows_of)[:, :, None]
-            key = within_k[:, None, :]
+            own = (row + (lengths_k - lengths_q)[at_q])[:, :, None]
+            key = place[:, None, :]
         if self.left >= 0:
             seen = seen & (key >= own - self.left)
         if self.right >= 0:
@@ -53,18 +59,17 @@ class Band:
         return seen[:, None]
 
 
-def _place(
-    ends: torch.Tensor, used: torch.Tensor | None, batch: int, tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each token, (batch, tokens): its sequence or -1, its place in it, and the length of that sequence."""
-    ends = ends.long()
+def _lengths(ends: torch.Tensor, used: torch.Tensor | None) -> torch.Tensor:
+    return ends.diff().long() if used is None else torch.minimum(used, ends.diff()).long()
+
+
+def _place(ends: torch.Tensor, lengths: torch.Tensor, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token, (batch, tokens): its sequence, -1 for none, and its place in it."""
     token = torch.arange(batch * tokens, device=ends.device)
-    at = (torch.searchsorted(ends, token, right=True) - 1).clamp(0, ends.shape[0] - 2)
-    length = (ends.diff() if used is None else torch.minimum(used.long(), ends.diff()))[at]
-    within = token - ends[at]
-    there = (within >= 0) & (within < length)
-    found = torch.where(there, at, -1), within, length
-    return found[0].view(batch, tokens), found[1].view(batch, tokens), found[2].view(batch, tokens)
+    at = (torch.searchsorted(ends.long(), token, right=True) - 1).clamp(0, lengths.shape[0] - 1)
+    within = token - ends.long()[at]
+    there = (within >= 0) & (within < lengths[at])
+    return torch.where(there, at, -1).view(batch, tokens), within.view(batch, tokens)
 
 
 def cut(band: Band, rows: int, keys: int) -> tuple[Band, int, int] | None:
@@ -78,7 +83,7 @@ def cut(band: Band, rows: int, keys: int) -> tuple[Band, int, int] | None:
     if band.left >= 0:
         first = max(0, min(end, shift - band.left))
     shift -= first
-    if band.left < 0 and band.right < 0:
+    if not band.limited:
         return replace(band, shift=0), first, end
     if shift not in (0, end - first - rows):
         return None
@@ -101,7 +106,7 @@ def padded(band: Band, valid: torch.Tensor, rows: int, keys: int) -> Band | None
     if not joined:
         return None
     begins = torch.arange(batch + 1, dtype=torch.int32, device=valid.device)
-    if band.left < 0 and band.right < 0:
+    if not band.limited:
         ends_q, used_q = begins * rows, None
     else:
         begin = (first - band.shift).clamp(0, rows)
@@ -136,7 +141,7 @@ def of_sequences(band: Band, index: torch.Tensor) -> Band:
 
 def tag(mask: torch.Tensor, band: Band) -> torch.Tensor:
     """Note on a mask which band it is. Slices and copies of it are masks like any other."""
-    setattr(mask, TAG, (band, _version(mask)))
+    setattr(mask, TAG, (band, version_of(mask)))
     return mask
 
 
@@ -146,9 +151,9 @@ def tagged(mask: torch.Tensor) -> Band | None:
     if found is None:
         return None
     band, version = found
-    return band if torch.compiler.is_compiling() or version == _version(mask) else None
+    return band if torch.compiler.is_compiling() or version == version_of(mask) else None
 
 
-def _version(mask: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """How often it was written to; -1 where torch does not count."""
-    return -1 if torch.compiler.is_compiling() or mask.is_inference() else mask._version
+    return -1 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version

@@ -25,7 +25,7 @@ _REMAP = mu.remap_positions_for_packed_sequence(mu.causal_mask_function, torch.z
 _PACKED = mu.packed_sequence_mask_function(torch.zeros(1, 1)).__code__
 
 
-def recognise(function: Callable[..., Any]) -> tuple[Band, torch.Tensor | None] | None:
+def recognise(function: Callable[..., Any] | None) -> tuple[Band, torch.Tensor | None] | None:
     """The band that a mask function describes, and for packed sequences to which each token belongs; None if neither.
 
     The band is that of row i and key i at one place; who builds the mask knows offsets and padding.
@@ -55,8 +55,8 @@ def recognise(function: Callable[..., Any]) -> tuple[Band, torch.Tensor | None] 
 
 def _held(function: Any) -> dict[str, Any]:
     """What a function made inside another one has kept, by name."""
-    cells = getattr(function, "__closure__", None) or ()
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if code and cells else {}
 
 
 def _known() -> bool:
@@ -66,9 +66,7 @@ def _known() -> bool:
     functions: list[Callable[..., Any]] = [mu.causal_mask_function, mu.bidirectional_mask_function]
     functions += [mu.sliding_window_causal_mask_function(3), mu.sliding_window_bidirectional_mask_function(2)]
     functions += [
-        mu.and_masks(
-            mu.remap_positions_for_packed_sequence(function, place), mu.packed_sequence_mask_function(index)
-        )
+        mu.and_masks(mu.remap_positions_for_packed_sequence(function, place), mu.packed_sequence_mask_function(index))
         for function in functions[::2]
     ]
     for function in functions:
@@ -84,24 +82,45 @@ def _known() -> bool:
 KNOWN = _known()
 
 
+def _traced(function: Any, arguments: dict[str, Any]) -> Band | None:
+    """The same while torch.compile traces, which cannot look into functions.
+
+    transformers may leave a causal mask out where ``allow_is_causal_skip`` is set, if there are fewer keys than
+    ``local_size``. So such a mask is causal, with a window of that many keys or in chunks of as many.
+    """
+    local, config = arguments.get("local_size"), arguments.get("config")
+    if local is None:
+        simple = {mu.causal_mask_function: CAUSAL, mu.bidirectional_mask_function: Band()}
+        return simple.get(function)
+    if config is None or local != getattr(config, "sliding_window", None):
+        return None
+    if arguments.get("allow_is_causal_skip", True) and getattr(config, "attention_chunk_size", None) is None:
+        return Band(left=local - 1, right=0)
+    return None
+
+
 def band_of(
-    function: Callable[..., Any] | None,
+    function: Callable[..., Any],
     attention_mask: torch.Tensor | None,
     rows: int,
     keys: int,
     q_offset: int | torch.Tensor,
     kv_offset: int,
+    arguments: dict[str, Any],
 ) -> Band | None:
     """The band of a mask that transformers is about to build, or None. Waits for the device once, twice with a
     StaticCache; under torch.compile, where it cannot wait, it knows neither padding nor such a cache."""
-    found = recognise(mu.causal_mask_function if function is None else function)
-    tracing = torch.compiler.is_compiling()
-    if found is None or (tracing and (attention_mask is not None or isinstance(q_offset, torch.Tensor))):
+    if torch.compiler.is_compiling():
+        if attention_mask is not None or isinstance(q_offset, torch.Tensor):
+            return None
+        found = _traced(function, arguments)
+        return None if found is None else Band(found.left, found.right, q_offset - kv_offset)
+    recognised = recognise(function)
+    if recognised is None:
         return None
-    band, index = found
+    band, index = recognised
     if index is not None:
-        usable = not tracing and attention_mask is None and index.shape[1] == rows == keys
-        return of_sequences(band, index) if usable else None
+        return of_sequences(band, index) if attention_mask is None and index.shape[1] == rows == keys else None
     band = Band(band.left, band.right, int(q_offset) - kv_offset)
     if attention_mask is None or attention_mask.dim() != 2:
         return band if attention_mask is None else None
@@ -121,17 +140,11 @@ def full_mask(
     attention_mask: torch.Tensor | None = None,
     **rest: Any,
 ) -> torch.Tensor | None:
-    """The mask of transformers for ``sdpa``, (batch, 1, rows, keys) bool or None, with a note of what it is.
-
-    While torch.compile traces a prefill without padding there is none, as in eager mode.
-    """
+    """The mask of transformers for ``sdpa``, (batch, 1, rows, keys) bool or None, with a note of what it is."""
     function = mu.causal_mask_function if mask_function is None else mask_function
     band = None
     if KNOWN:
-        band = band_of(function, attention_mask, q_length, kv_length, q_offset, kv_offset)
-    plain = band is not None and not band.ragged and band.left < 0 and band.right == 0 == band.shift
-    if plain and torch.compiler.is_compiling() and q_length == kv_length and rest.get("allow_is_causal_skip", True):
-        return None
+        band = band_of(function, attention_mask, q_length, kv_length, q_offset, kv_offset, rest)
     mask = mu.sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -142,7 +155,11 @@ def full_mask(
         attention_mask=attention_mask,
         **rest,
     )
-    return mask if mask is None or band is None else tag(mask, band)
+    if mask is None or band is None:
+        return mask
+    if q_length == 1 and not torch.compiler.is_compiling():
+        mask = mask.contiguous()  # which `generate` makes of it, and the copy would be a mask like any other
+    return tag(mask, band)
 
 
 def flash_mask(
@@ -168,10 +185,15 @@ def flash_mask(
         "attention_mask": attention_mask,
         **rest,
     }
-    if not KNOWN or recognise(function) is None:
+    tracing = torch.compiler.is_compiling()
+    if tracing and attention_mask is None and not isinstance(q_offset, torch.Tensor):
+        known = _traced(function, rest) is not None
+    else:
+        known = not tracing and recognise(function) is not None
+    if not KNOWN or not known:
         return mu.sdpa_mask(**{**given, "allow_is_causal_skip": False})
     mask = mu.flash_attention_mask(**given)
-    if mask is None and not torch.compiler.is_compiling():
+    if mask is None and not tracing:
         written = int(q_offset) + q_length - kv_offset
         if written < kv_length:  # of a StaticCache
             return torch.ones(batch_size, written, dtype=torch.bool, device=rest.get("device", "cpu"))

@@ -106,7 +106,7 @@ def flash(
         found = _of_padding(plain, attention_mask, rows)
         if found is None:
             mask = plain.dense(query.shape[0], rows, keys, query.device) & attention_mask.bool()[:, None, None, :]
-            why = Refusal(Reason.MASK, "padding between the tokens of a sequence")
+            why = Refusal(Reason.MASK, "padding that torch.compile cannot read, or between the tokens of a sequence")
             return _run(module, operands, None, why, lambda: mask, features, scaling, False)
         plain = found
     elif cu_seq_lens_q is not None and cu_seq_lens_k is not None:
@@ -149,7 +149,7 @@ def _run(
 def _dense(band: Band, operands: Operands) -> Mask:
     """The mask of a band for ``sdpa``; none where nothing is hidden."""
     query, key, _ = operands
-    if band.left < 0 and band.right < 0 and not band.ragged:
+    if not band.limited and not band.ragged:
         return lambda: None
     return lambda: band.dense(query.shape[0], query.shape[2], key.shape[2], query.device)
 
@@ -171,16 +171,16 @@ def _of_lengths(
 
 
 def _of_padding(band: Band, mask: torch.Tensor, rows: int) -> Band | None:
-    """Found once for all layers, as it waits for the device; noted on the mask."""
+    """Found once for all layers, as it waits for the device; noted on the mask. None where a sequence has a hole."""
+    if torch.compiler.is_compiling():
+        return None
     noted = tagged(mask)
-    if noted is None:
+    if noted is None or noted.shift != band.shift or noted.limited != band.limited:
         noted = padded(band, mask.bool(), rows, mask.shape[1])
         if noted is None:
             return None
         tag(mask, noted)
-    elif (noted.left, noted.right, noted.shift) != (band.left, band.right, band.shift):
-        return padded(band, mask.bool(), rows, mask.shape[1])
-    return noted
+    return replace(noted, left=band.left, right=band.right)
 
 
 def _of_positions(band: Band, position_ids: torch.Tensor, batch: int, rows: int) -> Band:

@@ -14,10 +14,10 @@ from ...cache.packed import PackedKV
 from ...errors import NoKernelError, UnsupportedError
 from ...stats import Reason
 from .. import minimum_length
-from .band import Band, cut
+from .band import Band, cut, version_of
 
 DOOR = "transformers"
-PACKED = "_fp8cutlass_packed"  # the attribute of a tensor of keys that holds keys and values as a PackedKV
+PACKED = "_fp8cutlass_packed"  # the attribute of a tensor of keys that ``note_packed`` sets
 WIDEST = 256  # head_dim
 # Keywords that models pass on and that change nothing in attention. Any other one that is not None is not served.
 HARMLESS = frozenset(
@@ -39,7 +39,7 @@ class Features(NamedTuple):
     position_bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None  # (H,): a score of a key whose value is 0
     paged: bool = False
-    rest: dict[str, Any] = {}  # noqa: RUF012
+    rest: dict[str, Any] = {}
 
 
 class Refusal(NamedTuple):
@@ -49,13 +49,14 @@ class Refusal(NamedTuple):
     text: str = ""
 
 
-def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As torch's attention casts under autocast; rotary embeddings leave float32."""
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
-    return tensors
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (x.to(dtype) if x.dtype == torch.float32 else x for x in (q, k, v))
+    return q, k, v
 
 
 def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: Features) -> Refusal | None:
@@ -101,7 +102,7 @@ def serve(
     A sink is a key whose value is 0: it multiplies each row by one factor, which the LSE of the row gives.
     """
     causal = band.right == 0
-    packed = None if band.ragged else getattr(k, PACKED, None)
+    packed = None if band.ragged else _packed_of(k, v)
     rows = band.longest_q if band.ragged else q.shape[2]
     if packed is None and rows < (least := minimum_length(q.shape[3], causal, q.device.type == "cuda")):
         return Refusal(Reason.SHORT, f"less than {least} rows")
@@ -123,6 +124,19 @@ def serve(
         factor = torch.sigmoid(lse - sinks.float()[None, :, None])  # 0 where a row sees no key
         out = out * factor.transpose(1, 2)[..., None].to(out.dtype)
     return out[..., :width].contiguous()
+
+
+def note_packed(k: torch.Tensor, v: torch.Tensor, packed: PackedKV) -> None:
+    """Note on keys what they and their values are when packed. Slices and copies are tensors like any other."""
+    setattr(k, PACKED, (packed, version_of(k), v.data_ptr(), version_of(v)))
+
+
+def _packed_of(k: torch.Tensor, v: torch.Tensor) -> PackedKV | None:
+    """What ``note_packed`` noted, unless a tensor was written to since. Not seen by torch.compile."""
+    if torch.compiler.is_compiling() or (found := getattr(k, PACKED, None)) is None:
+        return None
+    packed, *noted = found
+    return packed if noted == [version_of(k), v.data_ptr(), version_of(v)] else None
 
 
 class _Unaligned(Exception):
@@ -185,11 +199,23 @@ def _ragged(
     batch, heads, rows, head_dim = q.shape
     if v.shape[3] < head_dim:
         v = F.pad(v, (0, head_dim - v.shape[3]))
-    tokens = [x.transpose(1, 2).reshape(-1, x.shape[1], head_dim) for x in (q, k, v)]
+    if band.ends_q is None or band.ends_k is None:
+        raise AssertionError("a ragged band has both ends")
+    q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], head_dim) for x in (q, k, v))
     found = attention_varlen(
-        *tokens, band.ends_q, band.ends_k, band.longest_q, band.longest_k, band.used_q, band.used_k,  # type: ignore[arg-type]
-        scale, window_size=(band.left, band.right), return_lse=return_lse,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        band.ends_q,
+        band.ends_k,
+        band.longest_q,
+        band.longest_k,
+        band.used_q,
+        band.used_k,
+        scale,
+        window_size=(band.left, band.right),
+        return_lse=return_lse,
+    )
     out, lse = _both(found, return_lse)
     if lse is not None:
         lse = lse.view(heads, batch, rows).transpose(0, 1)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import tiny
 import torch
@@ -168,6 +172,14 @@ def test_refusals() -> None:
     assert reason(q=q.detach()[:, :3]) is Reason.HEADS
     assert reason(v=torch.cat((v, v), 3)) is Reason.HEAD_DIM and reason(k=k[..., :16]) is Reason.HEAD_DIM
     assert reason(k=k.to("meta")) is Reason.DEVICE
+
+
+def test_adapters_are_imported_when_asked_for() -> None:
+    """And this one needs its library only when it registers."""
+    code = "import sys, fp8cutlass; assert not [m for m in sys.modules if m.startswith('fp8cutlass.integrations')]"
+    code += "; import fp8cutlass.integrations.transformers; assert 'transformers' not in sys.modules"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
 
 
 def test_minimum_length() -> None:

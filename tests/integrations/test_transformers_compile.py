@@ -70,3 +70,23 @@ def test_a_layer_compiled_alone_sees_the_note_on_its_mask() -> None:
         got = made(tiny.tokens()).logits
     assert (seen.result().served.calls, seen.result().fallback.calls) == (2, 0)
     assert tiny.relative(got, want) < 0.06
+
+
+def test_a_missing_kernel_is_found_while_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As windows on Ada: the graph holds what torch does instead."""
+    from fp8cutlass.errors import NoKernelError
+    from fp8cutlass.integrations.transformers import serve
+
+    def attention(*given: Any, **more: Any) -> Any:
+        raise NoKernelError("no kernel for this card", "another reason")
+
+    made = tiny.make(tiny.CAUSAL["mistral_8"])
+    made.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        want = made(tiny.tokens()).logits
+    monkeypatch.setattr(serve, "attention", attention)
+    made.set_attn_implementation(FULL)
+    compiled = torch.compile(lambda ids: made(ids).logits, backend="aot_eager", fullgraph=True)
+    with torch.no_grad(), stats.collect() as seen:
+        assert torch.equal(compiled(tiny.tokens()), want)
+    assert {key.what for key in seen.result().counts} == {"window"} and seen.result().fallback.calls == 2

@@ -21,7 +21,8 @@ CAUSAL = Band(right=0)
 _AND = mu.and_masks(mu.causal_mask_function).__code__
 _WINDOW = mu.sliding_window_overlay(1).__code__
 _TWO_SIDED = mu.sliding_window_bidirectional_overlay(1).__code__
-_REMAP = mu.remap_positions_for_packed_sequence(mu.causal_mask_function, torch.zeros(1, 1)).__code__
+_remap = getattr(mu, "remap_positions_for_packed_sequence", None)  # not in 5.20
+_REMAP = None if _remap is None else _remap(mu.causal_mask_function, torch.zeros(1, 1)).__code__
 _PACKED = mu.packed_sequence_mask_function(torch.zeros(1, 1)).__code__
 
 
@@ -46,10 +47,12 @@ def recognise(function: Callable[..., Any] | None) -> tuple[Band, torch.Tensor |
     if code is _TWO_SIDED and parts[1] is mu.bidirectional_mask_function:
         width = held.get("sliding_window")
         return (Band(left=width, right=width), None) if isinstance(width, int) and width >= 0 else None
-    if code is _REMAP and getattr(parts[1], "__code__", None) is _PACKED:
-        within, index = recognise(held.get("mask_function", None)), _held(parts[1]).get("packed_sequence_mask")
-        if within is not None and within[1] is None and isinstance(index, torch.Tensor):
-            return within[0], index
+    if getattr(parts[1], "__code__", None) is _PACKED:
+        remapped = code is not None and code is _REMAP
+        within, index = recognise(held.get("mask_function") if remapped else parts[0]), _held(parts[1])
+        sequence = index.get("packed_sequence_mask")
+        if within is not None and within[1] is None and isinstance(sequence, torch.Tensor):
+            return within[0], sequence
     return None
 
 
@@ -65,10 +68,8 @@ def _known() -> bool:
     place = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
     functions: list[Callable[..., Any]] = [mu.causal_mask_function, mu.bidirectional_mask_function]
     functions += [mu.sliding_window_causal_mask_function(3), mu.sliding_window_bidirectional_mask_function(2)]
-    functions += [
-        mu.and_masks(mu.remap_positions_for_packed_sequence(function, place), mu.packed_sequence_mask_function(index))
-        for function in functions[::2]
-    ]
+    within = functions[::2] + ([] if _remap is None else [_remap(function, place) for function in functions[::2]])
+    functions += [mu.and_masks(function, mu.packed_sequence_mask_function(index)) for function in within]
     for function in functions:
         built = mu.sdpa_mask(1, 8, 8, mask_function=function, allow_is_causal_skip=False)
         if (found := recognise(function)) is None:

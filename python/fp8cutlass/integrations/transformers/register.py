@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,14 @@ def register(name: str = NAME) -> tuple[str, str]:
 
     Raises:
         ValueError: for a name that transformers gives another meaning: with "flash", "sdpa", "flex", "/", ":" or "|".
-        ImportError: where transformers is not installed, or is older than 5.
+        ImportError: where transformers is not installed, or does not build masks as 5.20 does.
     """
     if wrong := [part for part in ("flash", "sdpa", "flex", "/", ":", "|") if part in name] or not name:
         raise ValueError(f"transformers gives another meaning to names with {wrong or 'nothing'}, got {name!r}")
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
+    if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+        raise ImportError("fp8cutlass needs transformers 5.20 or newer")
     from . import masks, route
 
     AttentionInterface.register(name, route.full)

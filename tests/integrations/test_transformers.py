@@ -14,6 +14,9 @@ from fp8cutlass.stats import Served
 
 transformers = pytest.importorskip("transformers")
 ft = pytest.importorskip("fp8cutlass.integrations.transformers")
+
+from fp8cutlass.integrations.transformers import route  # noqa: E402
+
 BOUND = 0.06  # relative L2 of logits or hidden states; a wrong mask gives 0.2 and more (test_transformers_mutants.py)
 FULL, FLASH = ft.register()
 Function = Callable[[Any], torch.Tensor]
@@ -134,11 +137,19 @@ def test_generate(name: str, cache: str | None) -> None:
 
 
 def test_autocast_is_seen() -> None:
-    """Rotary embeddings hand over float32 queries and keys."""
+    """Rotary embeddings hand over float32 queries and keys. Inside, nothing is cast: the emulator is float32."""
     model = llama(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         compare(model, FULL, tiny.WAYS["prefill"], "sdpa", 2, set())
     compare(model, FULL, tiny.WAYS["prefill"], "sdpa", 2, {"dtype"})
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, tiny.TOKENS, 32, generator=draw).bfloat16() for _ in range(3))
+    module = model.model.layers[0].self_attn
+    found = []
+    for enabled in (False, True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(route.full(module, q, k, v, None)[0])
+    assert torch.equal(*found)
 
 
 def test_gradients_run_as_before() -> None:

@@ -255,6 +255,10 @@ def test_names() -> None:
     model = tiny.make(LLAMA)
     for name in ("fp8mine", "fp8mine_flash"):
         model.set_attn_implementation(name)
+    for name in (FULL, FLASH):  # also from the start
+        config = transformers.LlamaConfig(**tiny.DECODER)
+        made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
+        assert made.config._attn_implementation == name
     transformers.AttentionInterface.register("their_flash", lambda *given, **more: None)
     with pytest.raises(ValueError, match="Could not find"):
         model.set_attn_implementation("their_flash")

@@ -22,10 +22,9 @@ WIDEST = 256  # head_dim
 # Keywords that models pass on and that change nothing in attention. Any other one that is not None is not served.
 HARMLESS = frozenset(
     {
-        "attention_bias_mask", "cache_position", "cross_attn_layer_idx", "deterministic", "encoder_hidden_states",
-        "labels", "layer_idx", "logits_indices", "logits_processor_args", "logits_to_keep", "num_items_in_batch",
-        "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids", "read_index",
-        "return_dict", "token_type_ids", "use_cache", "write_index",
+        "cache_position", "deterministic", "encoder_hidden_states", "layer_idx", "logits_indices",
+        "logits_processor_args", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+        "position_ids", "read_index", "return_dict", "token_type_ids", "use_cache", "write_index",
     }
 )  # fmt: skip
 HARMLESS_IF_FALSE = frozenset({"output_attentions"})
@@ -108,12 +107,13 @@ def serve(
         return Refusal(Reason.SHORT, f"less than {least} rows")
     width = v.shape[3]
     try:
-        if band.ragged:
-            out, lse = _ragged(q, k, v, band, scale, sinks is not None)
-        elif packed is not None:
-            out, lse = _on_packed(q, packed, k.shape[2], band, scale, sinks is not None)
-        else:
-            out, lse = _dense(q, k, v, band, scale, sinks is not None)
+        with torch.autocast(q.device.type, enabled=False):  # operations of the emulator are none of the model
+            if band.ragged:
+                out, lse = _ragged(q, k, v, band, scale, sinks is not None)
+            elif packed is not None:
+                out, lse = _on_packed(q, packed, k.shape[2], band, scale, sinks is not None)
+            else:
+                out, lse = _dense(q, k, v, band, scale, sinks is not None)
     except _Unaligned:
         return Refusal(Reason.MASK, "rows end neither with the first keys nor with the last")
     except NoKernelError as error:

@@ -59,6 +59,9 @@ class Band:
         return seen[:, None]
 
 
+FULL, CAUSAL = Band(), Band(right=0)
+
+
 def _lengths(ends: torch.Tensor, used: torch.Tensor | None) -> torch.Tensor:
     return ends.diff().long() if used is None else torch.minimum(used, ends.diff()).long()
 
@@ -83,11 +86,9 @@ def cut(band: Band, rows: int, keys: int) -> tuple[Band, int, int] | None:
     if band.left >= 0:
         first = max(0, min(end, shift - band.left))
     shift -= first
-    if not band.limited:
-        return replace(band, shift=0), first, end
-    if shift not in (0, end - first - rows):
+    if band.limited and shift not in (0, end - first - rows):
         return None
-    return replace(band, shift=shift), first, end
+    return (replace(band, shift=shift) if first else band), first, end
 
 
 def padded(band: Band, valid: torch.Tensor, rows: int, keys: int) -> Band | None:

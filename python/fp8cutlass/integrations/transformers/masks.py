@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from transformers import masking_utils as mu
 
-from .band import Band, of_sequences, padded, tag
-
-CAUSAL = Band(right=0)
-
+from .band import CAUSAL, FULL, Band, of_sequences, padded, tag
 
 # The code of the functions that each of these makes.
 _AND = mu.and_masks(mu.causal_mask_function).__code__
@@ -34,7 +31,7 @@ def recognise(function: Callable[..., Any] | None) -> tuple[Band, torch.Tensor |
     if function is mu.causal_mask_function:
         return CAUSAL, None
     if function is mu.bidirectional_mask_function:
-        return Band(), None
+        return FULL, None
     if getattr(function, "__code__", None) is not _AND:
         return None
     parts = _held(function).get("mask_functions", ())
@@ -91,7 +88,7 @@ def _traced(function: Any, arguments: dict[str, Any]) -> Band | None:
     """
     local, config = arguments.get("local_size"), arguments.get("config")
     if local is None:
-        simple = {mu.causal_mask_function: CAUSAL, mu.bidirectional_mask_function: Band()}
+        simple = {mu.causal_mask_function: CAUSAL, mu.bidirectional_mask_function: FULL}
         return simple.get(function)
     if config is None or local != getattr(config, "sliding_window", None):
         return None

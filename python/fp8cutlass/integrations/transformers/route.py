@@ -13,7 +13,7 @@ import torch
 
 from ... import stats
 from ...stats import Reason
-from .band import Band, of_sequences, padded, tag, tagged
+from .band import CAUSAL, FULL, Band, of_sequences, padded, tag, tagged
 from .fallback import fall_back
 from .serve import DOOR, Features, Refusal, autocast, refusal, serve, work_of
 
@@ -55,12 +55,12 @@ def full(
         band, why = _of_mask(attention_mask, rows, keys)
         return _run(module, operands, band, why, lambda: attention_mask, features, scaling, is_causal)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        band = _of_lengths(Band(right=0 if causal else -1), operands, cu_seq_lens_q, cu_seq_lens_k, max_length_q)
+        band = _of_lengths(CAUSAL if causal else FULL, operands, cu_seq_lens_q, cu_seq_lens_k, max_length_q)
         return _run(module, operands, band, None, _dense(band, operands), features, scaling, False)
     why = None
     if sliding_window is not None and keys > sliding_window:
         why = Refusal(Reason.WINDOW, "a window without its mask")
-    band = Band(right=0 if rows > 1 and causal else -1)  # the shape first, for torch.compile
+    band = CAUSAL if rows > 1 and causal else FULL  # the shape first, for torch.compile
     return _run(module, operands, band, why, lambda: None, features, scaling, is_causal)
 
 
@@ -190,7 +190,7 @@ def _of_positions(band: Band, position_ids: torch.Tensor, batch: int, rows: int)
     noted = tagged(position_ids)
     if noted is None:
         first = position_ids.min()
-        noted = Band()
+        noted = FULL
         if bool((position_ids - first != torch.arange(rows, device=position_ids.device)).any()):
             noted = of_sequences(noted, (position_ids == first).cumsum(1))
         tag(position_ids, noted)

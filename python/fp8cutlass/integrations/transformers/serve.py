@@ -107,13 +107,11 @@ def serve(
         return Refusal(Reason.SHORT, f"less than {least} rows")
     width = v.shape[3]
     try:
-        with torch.autocast(q.device.type, enabled=False):  # operations of the emulator are none of the model
-            if band.ragged:
-                out, lse = _ragged(q, k, v, band, scale, sinks is not None)
-            elif packed is not None:
-                out, lse = _on_packed(q, packed, k.shape[2], band, scale, sinks is not None)
-            else:
-                out, lse = _dense(q, k, v, band, scale, sinks is not None)
+        if torch.is_autocast_enabled(q.device.type):
+            with torch.autocast(q.device.type, enabled=False):  # the emulator's own operations are none of the model
+                out, lse = _attend(q, k, v, packed, band, scale, sinks is not None)
+        else:
+            out, lse = _attend(q, k, v, packed, band, scale, sinks is not None)
     except _Unaligned:
         return Refusal(Reason.MASK, "rows end neither with the first keys nor with the last")
     except NoKernelError as error:
@@ -141,6 +139,22 @@ def _packed_of(k: torch.Tensor, v: torch.Tensor) -> PackedKV | None:
 
 class _Unaligned(Exception):
     """No alignment of ``attention`` is that of the band."""
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packed: PackedKV | None,
+    band: Band,
+    scale: float | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if band.ragged:
+        return _ragged(q, k, v, band, scale, return_lse)
+    if packed is not None:
+        return _on_packed(q, packed, k.shape[2], band, scale, return_lse)
+    return _dense(q, k, v, band, scale, return_lse)
 
 
 def _both(found: Any, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

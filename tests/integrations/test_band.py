@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fp8cutlass import integrations, pack_kv
 from fp8cutlass.integrations.transformers import band as bands
+from fp8cutlass.integrations.transformers import route
 from fp8cutlass.integrations.transformers.band import Band
 from fp8cutlass.integrations.transformers.serve import Features, Refusal, note_packed, refusal, serve
 from fp8cutlass.stats import Reason
@@ -98,6 +99,20 @@ def test_a_note_on_a_mask_ends_when_the_mask_is_written_to_or_copied() -> None:
     assert bands.tagged(mask[:, :, 1:]) is None and bands.tagged(mask.clone()) is None
     mask[0, 0, 0, 0] = False
     assert bands.tagged(mask) is None
+
+
+def test_lengths_are_for_one_batch() -> None:
+    """A mask that torch would broadcast over the batch does not say where the other sequences lie."""
+    one = bands.padded(Band(right=0), VALID[:1], 9, 9)
+    assert one is not None
+    mask = bands.tag(one.dense(1, 9, 9, DEVICE), one)
+    q = torch.zeros(1, 4, 9, 32)
+    assert route._of_mask(mask, q, 9) == (one, None)
+    for other, keys in ((q.expand(3, -1, -1, -1), 9), (q, 8), (q[:, :, 1:], 9)):
+        band, why = route._of_mask(mask, other, keys)
+        assert band is None and why is not None and why.reason is Reason.MASK
+    plain = bands.tag(torch.ones(1, 1, 9, 9, dtype=torch.bool).tril(), Band(right=0))
+    assert route._of_mask(plain, q.expand(3, -1, -1, -1), 9) == (Band(right=0), None)
 
 
 def operands(rows: int, keys: int, width: int = 32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

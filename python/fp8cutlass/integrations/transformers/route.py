@@ -52,7 +52,7 @@ def full(
     rows, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None:
-        band, why = _of_mask(attention_mask, rows, keys)
+        band, why = _of_mask(attention_mask, query, keys)
         return _run(module, operands, band, why, lambda: attention_mask, features, scaling, is_causal)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         band = _of_lengths(CAUSAL if causal else FULL, operands, cu_seq_lens_q, cu_seq_lens_k, max_length_q)
@@ -97,13 +97,13 @@ def flash(
         key, value = key[:, :, :written], value[:, :, :written]
     operands, rows, keys = (query, key, value), query.shape[2], key.shape[2]
     if attention_mask is not None and attention_mask.dim() != 2:
-        band, why = _of_mask(attention_mask, rows, keys)
+        band, why = _of_mask(attention_mask, query, keys)
         return _run(module, operands, band, why, lambda: attention_mask, features, scaling, False)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     side = sliding_window - 1 if sliding_window is not None and keys > sliding_window else -1
     plain = Band(side, 0 if causal else side, keys - rows)
     if attention_mask is not None:
-        found = _of_padding(plain, attention_mask, rows)
+        found = _of_padding(plain, attention_mask, rows) if attention_mask.shape[0] == query.shape[0] else None
         if found is None:
             mask = plain.dense(query.shape[0], rows, keys, query.device) & attention_mask.bool()[:, None, None, :]
             why = Refusal(Reason.MASK, "padding that torch.compile cannot read, or between the tokens of a sequence")
@@ -154,8 +154,11 @@ def _dense(band: Band, operands: Operands) -> Mask:
     return lambda: band.dense(query.shape[0], query.shape[2], key.shape[2], query.device)
 
 
-def _of_mask(mask: torch.Tensor, rows: int, keys: int) -> tuple[Band | None, Refusal | None]:
-    band = tagged(mask) if tuple(mask.shape[2:]) == (rows, keys) else None
+def _of_mask(mask: torch.Tensor, query: torch.Tensor, keys: int) -> tuple[Band | None, Refusal | None]:
+    """What is noted on a mask, if that is one for these sizes; lengths of sequences are for one batch."""
+    band = tagged(mask) if tuple(mask.shape[2:]) == (query.shape[2], keys) else None
+    if band is not None and band.ragged and mask.shape[0] != query.shape[0]:
+        band = None
     return band, Refusal(Reason.MASK) if band is None else None
 
 

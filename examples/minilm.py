@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-import fp8cutlass
+from fp8cutlass.integrations import set_minimum_length
+from fp8cutlass.integrations.transformers import register
 
 SENTENCES = (
     "The kernel was twice as fast once the copies ran under the products.",
@@ -26,10 +27,6 @@ SENTENCES = (
     "Cook the pulses slowly with spices and citrus.",
     "The committee postponed its decision on the bridge until the spring.",
 )
-
-
-# What models pass beside a mask that changes results, and that the function below does not do.
-CHANGE_RESULTS = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
 class ModelMissing(RuntimeError):
@@ -77,39 +74,6 @@ class Encoder:
         return torch.nn.functional.normalize(torch.stack(means), dim=-1).cpu()
 
 
-def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    cu_seq_lens_k: torch.Tensor | None = None,
-    max_length_q: int = 0,
-    max_length_k: int = 0,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """The signature that transformers calls: (B, H, S, D) in, (B, S, H, D) out. With ``cu_seq_lens_q`` one row holds a
-    ragged batch."""
-    if refused := [name for name in CHANGE_RESULTS if others.get(name) is not None]:
-        raise fp8cutlass.UnsupportedError(f"the model asks for {', '.join(refused)}")
-    causal = module.is_causal if is_causal is None else is_causal
-    if cu_seq_lens_q is None or cu_seq_lens_k is None:
-        causal = causal and attention_mask is None and query.shape[2] > 1
-        out = fp8cutlass.attention(
-            query, key, value, attn_mask=attention_mask, dropout_p=dropout, is_causal=causal, scale=scaling
-        )
-        return out.transpose(1, 2).contiguous(), None
-    if attention_mask is not None or dropout:
-        raise fp8cutlass.UnsupportedError("a ragged batch takes neither a mask nor dropout")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    ends = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-    return fp8cutlass.attention_varlen(q, k, v, *ends, softmax_scale=scaling, causal=causal)[None], None
-
-
 def model_directory() -> Path:
     """Where the weights lie. Raises ModelMissing."""
     override = os.environ.get("FP8CUTLASS_MINILM")
@@ -125,11 +89,10 @@ def load(device: torch.device) -> Encoder:
     """The encoder with "fp8cutlass" registered as an attention implementation. Raises ModelMissing."""
     directory = model_directory()
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoTokenizer
-        from transformers.masking_utils import sdpa_mask
+        from transformers import AutoModel, AutoTokenizer
     except ImportError as error:
         raise ModelMissing(f"pip install transformers ({error})") from error
-    AttentionInterface.register("fp8cutlass", _attention)
-    AttentionMaskInterface.register("fp8cutlass", sdpa_mask)
+    register("fp8cutlass")
+    set_minimum_length(0)  # sentences are short, and this is about results
     model = AutoModel.from_pretrained(directory, dtype=torch.bfloat16, local_files_only=True).to(device).eval()
     return Encoder(model, AutoTokenizer.from_pretrained(directory, local_files_only=True), device)

@@ -7,6 +7,7 @@
   before the tensor is.
 * ``supports`` and ``explain`` say whether a kernel serves a call, and which. ``tune`` measures which one is the fastest
   on this card.
+* ``served`` says how many calls of a model ran in FP8 and why the others did not (``stats``).
 
 CPU tensors run an emulator of the kernels.
 """
@@ -28,6 +29,7 @@ __all__ = [
     "explain",
     "pack_kv",
     "quantize",
+    "served",
     "supports",
     "tune",
 ]
@@ -42,6 +44,7 @@ HOMES = (
     "errors",
     "quant.quantize",
     "quant.scaling",
+    "stats",
 )  # modules of the public names
 
 
@@ -64,6 +67,7 @@ if TYPE_CHECKING or not _is_command():
     from .errors import UnsupportedError
     from .quant.quantize import quantize
     from .quant.scaling import DelayedScale, StaticScale
+    from .stats import served
 else:
 
     def __getattr__(name: str) -> object:

@@ -1,8 +1,12 @@
 """The environment variable ``FP8CUTLASS_LOG``: subjects to log, separated by commas or blanks.
 
-The one subject is ``dispatch``: each new decision of the dispatch table, a line at INFO of the logger
-``fp8cutlass.dispatch``. The variable is read once, when the module that has something to say is imported. Where the
-program has set up no handler, lines go to standard error.
+A subject is the last part of a logger's name; its lines are at INFO.
+
+* ``fp8cutlass.dispatch``: each new decision of the dispatch table.
+* ``fp8cutlass.fallback``: the first call that a door does not serve, for each module class and reason.
+
+The variable is read once, when the module that has something to say is imported. Where the program has set up no
+handler, lines go to standard error.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import warnings
 from functools import cache
 
 VARIABLE = "FP8CUTLASS_LOG"
-SUBJECTS = ("dispatch",)
+SUBJECTS = ("dispatch", "fallback")
 
 
 class _LastResort(logging.StreamHandler):

@@ -308,5 +308,5 @@ def test_a_library_without_its_manifest(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_variable_for_logging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FP8CUTLASS_LOG", "dispatch,launches")
     found = info()
-    assert found["log"] == {"subjects": ["dispatch"], "active": ["dispatch"]}
+    assert found["log"] == {"subjects": ["dispatch", "fallback"], "active": ["dispatch"]}
     assert "'launches'" in said(found, "log")

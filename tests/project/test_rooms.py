@@ -17,6 +17,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": {"choose"},
     "call": {"quant", "emulator", "native", "choose", "cache"},
     "api": {"quant", "choose", "cache", "call"},
+    "integrations": {"api", "cache"},
     "accuracy": {"quant", "emulator", "choose", "call", "api"},
     "cli": {"emulator", "native", "choose", "call", "api", "accuracy"},
 }

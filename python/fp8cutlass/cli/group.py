@@ -84,5 +84,6 @@ class LazyGroup(click.Group):
 def main() -> None:
     """FP8 attention for PyTorch on Ada and Hopper.
 
-    FP8CUTLASS_LOG=dispatch in the environment logs which kernel each new problem gets.
+    FP8CUTLASS_LOG=dispatch in the environment logs which kernel each new problem gets, FP8CUTLASS_LOG=fallback which
+    attention calls of a model are not served.
     """

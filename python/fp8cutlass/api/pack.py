@@ -17,6 +17,7 @@ from ..call.settle import settle
 from ..choose.target import device_of
 from ..dtypes import HALF_DTYPES
 from ..errors import UnsupportedError
+from ..tracing import constant
 
 
 def pack_kv(
@@ -118,7 +119,7 @@ def _check_tensors(key: object, value: object) -> None:
         raise UnsupportedError(*wrong)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _choose(
     kind: str, index: int | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...], text: str, right: int | None
 ) -> tuple[str, int, float]:

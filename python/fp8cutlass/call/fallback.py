@@ -7,16 +7,17 @@ import math
 import warnings
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention  # as it was, whatever a program puts into its place
 
 from ..choose.target import granularities
 from ..dtypes import DTYPE_NAMES
 from ..errors import UnsupportedError
 from ..quant.descale import to_canonical
 from ..quant.quantize import dequantize
+from ..tracing import constant
 from .request import Request, opened
 from .settle import visible
 
+_sdpa = torch._C._nn.scaled_dot_product_attention  # torch.nn.functional's may have been replaced by `attention`
 _warned: set[str] = set()
 
 
@@ -58,13 +59,11 @@ def sdpa(request: Request, cause: UnsupportedError) -> torch.Tensor:
         mask = mask if left is None else mask.triu(shift - left)
         causal = False
     scale = 1.0 / math.sqrt(q.shape[3]) if options.scale is None else options.scale
-    out = scaled_dot_product_attention(
-        q, k, v, mask, options.dropout_p, causal, scale=scale, enable_gqa=options.enable_gqa
-    ).to(out_dtype)
+    out = _sdpa(q, k, v, mask, options.dropout_p, causal, scale=scale, enable_gqa=options.enable_gqa).to(out_dtype)
     return out if options.layout == "bhsd" else out.transpose(1, 2)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _warn(text: str) -> None:
     """Once for each set of reasons in a process; the warning filters of the program apply."""
     if text in _warned:

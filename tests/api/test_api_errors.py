@@ -66,17 +66,20 @@ REFUSED = [
     (call(scale=math.nan), ["scale", "finite", "nan"]),
     (call(scale=-math.inf), ["scale", "finite", "inf"]),
     (call(scale=1e39), ["scale", "float32", "1e+39"]),
-    (call(scale=torch.tensor(0.1)), ["scale", "float", "Tensor"]),
+    (call(scale=torch.tensor([0.1])), ["scale", "float", "Tensor"]),
     (call(scale=True), ["scale", "bool"]),
     # shapes
-    (call(query=bf16(4, 16, 64)), ["query", "4 dimensions", "(4, 16, 64)"]),
-    (call(value=bf16(1, 1, 4, 16, 64)), ["value", "4 dimensions"]),
+    (fp8_call(query=fp8(4, 16, 64)), ["query", "4 dimensions", "(4, 16, 64)"]),
+    (fp8_call(value=fp8(1, 1, 4, 16, 64)), ["value", "4 dimensions"]),
+    (call(value=bf16(64)), ["value", "4 dimensions"]),
     (call(key=[1.0]), ["key", "torch.Tensor", "list"]),
     pytest.param(
-        call(key=bf16(2, 4, 16, 64)), ["query and key", "batch size", "1 and 2", "key (2, 4, 16, 64)"], marks=MISMATCH
+        call(query=bf16(3, 4, 16, 64), key=bf16(2, 4, 16, 64)),
+        ["query and key", "batch size", "3 and 2", "key (2, 4, 16, 64)"],
+        marks=MISMATCH,
     ),
     pytest.param(call(key=bf16(1, 4, 16, 32)), ["query and key", "head_dim", "64 and 32"], marks=MISMATCH),
-    pytest.param(call(value=bf16(1, 4, 16, 32)), ["query and value", "head_dim", "64 and 32"], marks=MISMATCH),
+    pytest.param(fp8_call(value=fp8(1, 4, 16, 32)), ["query and value", "head_dim", "64 and 32"], marks=MISMATCH),
     pytest.param(call(value=bf16(1, 4, 17, 64)), ["key and value", "tokens", "16 and 17"], marks=MISMATCH),
     pytest.param(call(value=bf16(1, 2, 16, 64)), ["key and value", "heads", "4 and 2"], marks=MISMATCH),
     (call(key=bf16(1, 2, 16, 64), value=bf16(1, 2, 16, 64)), ["enable_gqa=True", "4 heads", "2"]),
@@ -103,9 +106,12 @@ REFUSED = [
     ),
     # dtypes
     pytest.param(
-        call(query=bf16().float()), ["query", "torch.float32", "torch.bfloat16", "torch.float8_e5m2"], marks=DTYPE
+        call(**{n: bf16().float() for n in ("query", "key", "value")}),
+        ["query", "torch.float32", "torch.bfloat16", "torch.float8_e5m2"],
+        marks=DTYPE,
     ),
-    pytest.param(call(query=bf16().double()), ["query", "torch.float64"], marks=DTYPE),
+    pytest.param(call(query=bf16().float()), ["one dtype", "query torch.float32", "key torch.bfloat16"], marks=DTYPE),
+    pytest.param(call(query=bf16().int()), ["query", "torch.int32", "torch.bfloat16"], marks=DTYPE),
     pytest.param(call(value=bf16().half()), ["one dtype", "value torch.float16"], marks=DTYPE),
     pytest.param(
         fp8_call(key=fp8(dtype=E5M2)), ["one dtype", "query torch.float8_e4m3fn", "key torch.float8_e5m2"], marks=DTYPE

@@ -77,7 +77,7 @@ def test_fallback_does_not_touch_what_a_kernel_serves() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (call(key=randn(2, 4, 16, 64, seed=2)), "batch size"),
+        (call(query=randn(3, 4, 16, 64, seed=1), key=randn(2, 4, 16, 64, seed=2)), "batch size"),
         (
             call(**{n: randn(1, 4, 16, 64, seed=3).to(E4M3) for n in ("query", "key", "value")}, dropout_p=0.5),
             "q_descale is missing",

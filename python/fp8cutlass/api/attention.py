@@ -9,12 +9,13 @@ import torch
 from ..cache.packed import PackedKV
 from ..call import memo
 from ..call.call import Outputs
+from ..call.enter import Form, reshaped
 from ..call.explain import describe
 from ..call.fallback import sdpa
 from ..call.operators import execute
 from ..call.options import Options
 from ..call.plan import resolve
-from ..call.request import Request, request_of
+from ..call.request import TENSORS, Request, request_of
 from ..call.settle import settle
 from ..errors import NoKernelError, UnsupportedError
 
@@ -228,7 +229,12 @@ def attention(
             return _deliver(known(*operands, *descales), layout, out)
     given = (q_descale, k_descale, v_descale, out_descale)
     request = Request(query, key, value, attn_mask, *given, out, options)
+    entered = reshaped(request)
     try:
+        if entered is not None:
+            if out is not None:
+                settle(request)  # checks `out`, too
+            return _deliver_reshaped(*entered, out)
         call, tensors = settle(request)
     except NoKernelError as error:
         if fallback != "sdpa":
@@ -251,6 +257,19 @@ def _deliver(outputs: Outputs, layout: str, out: torch.Tensor | None) -> torch.T
     if lse is not None:
         return (result, lse) if amax is None else (result, lse, amax)
     return result if amax is None else (result, amax)
+
+
+def _deliver_reshaped(
+    request: Request, form: Form, out: torch.Tensor | None
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The same by a call on (B, H, S, D), which is remembered as others are."""
+    tensors = {name: getattr(request, name) for name in TENSORS}
+    result = form.leave(attention(**tensors, **request.options._asdict()))
+    if out is None:
+        return result
+    if isinstance(result, torch.Tensor):
+        return out.copy_(result)
+    return (out.copy_(result[0]), *result[1:])
 
 
 def supports(*args: Any, **kwargs: Unpack[Arguments]) -> tuple[bool, str]:

@@ -9,6 +9,7 @@ import torch
 
 from ..cache.packed import PackedKV
 from ..call.call import parse
+from ..call.enter import autocast
 from ..call.launch import score_amax
 from ..call.operators import pack_kv as pack_kv_operator
 from ..call.plan import resolve_for
@@ -63,6 +64,7 @@ def pack_kv(
     Raises:
         UnsupportedError: with every reason, before anything is launched.
     """
+    key, value = autocast((key, value))
     _check_tensors(key, value)
     if query_shape is None:
         query_shape = key.shape
@@ -83,10 +85,11 @@ def pack_kv(
         out_descale=1.0 if out_dtype == torch.float8_e4m3fn else None,
         kernel=kernel,
     )
-    call, t = settle(request)
+    call, t = settle(request, reshape=False)
     # A range's length is a plain number where torch.compile traces: the shape of descales depends on the choice.
-    shapes = tuple(tuple(len(range(size)) for size in x.shape) for x in (t.q, t.k))
-    variant_id, key_block, amax = _choose(t.q.device.type, t.q.device.index, *shapes, call.text(), call.right)
+    q_shape, k_shape = (tuple(len(range(size)) for size in x.shape) for x in (t.q, t.k))
+    device = t.q.device
+    variant_id, key_block, amax = _choose(device.type, device.index, q_shape, k_shape, call.text(), call.right)
     k, v, k_descale, v_descale, k_mean = pack_kv_operator(t.k, t.v, variant_id, scaling, smooth_k, hadamard)
     return PackedKV(
         k=k,

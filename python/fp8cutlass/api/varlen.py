@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..call.checks import NO_TANGENTS, forward_mode
+from ..call.enter import autocast, number
 from ..call.operators import register
 from ..call.options import wrong_scale, wrong_window
 from ..call.ragged import PRECISIONS, RaggedCall, default_scale, run
@@ -68,6 +69,8 @@ def attention_varlen(
     Raises:
         UnsupportedError: with every reason, before anything is launched.
     """
+    q, k, v = autocast((q, k, v))
+    softmax_scale = number(softmax_scale)
     wrong = _wrong(
         (q, k, v), (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), softmax_scale, causal, window_size,
         causal_alignment, (q_descale, k_descale, v_descale), precision, out_dtype, return_lse,

@@ -15,6 +15,7 @@ from .options import TRANSFORMS
 from .request import Request
 
 MAX_TOKENS = 2**31 - 1 - 256  # rows and keys of a tile past the end are 32-bit in the kernels
+WIDE_DTYPES = (torch.float32, torch.float64)  # operands that SDPA serves and no kernel
 MOST_STEPS = 1000  # of a search for an element that two tensors share
 
 
@@ -48,7 +49,8 @@ def check_shapes(request: Request) -> None:
             wrong.append(f"query and key differ in {what}: {q.shape[axis]} and {k.shape[axis]}")
         if v.shape[axis] != q.shape[axis]:
             wrong.append(f"query and value differ in {what}: {q.shape[axis]} and {v.shape[axis]}")
-    if k.shape[1] != v.shape[1]:
+    grouped = request.options.enable_gqa and v.shape[1] != 0 and q.shape[1] % v.shape[1] == 0
+    if k.shape[1] != v.shape[1] and not grouped:  # else check_features
         wrong.append(f"key and value differ in heads: {k.shape[1]} and {v.shape[1]}")
     if k.shape[2] != v.shape[2]:
         wrong.append(f"key and value differ in tokens: {k.shape[2]} and {v.shape[2]}")
@@ -69,14 +71,19 @@ def check_shapes(request: Request) -> None:
         raise UnsupportedError(*wrong, f"given, in layout {request.options.layout}: {shapes}")
 
 
+def wrong_dtype(name: str, x: torch.Tensor, accepted: Iterable[torch.dtype]) -> str:
+    """The sentence for an operand of a dtype that is none of these."""
+    return f"{name} has dtype {x.dtype}; accepted are {', '.join(map(str, accepted))}"
+
+
 def check_types(request: Request) -> None:
     """Dtypes and devices of the tensors, and what the output type needs."""
     q, k, v = request.query, request.key, request.value
     wrong = []
     accepted = (*HALF_DTYPES, *DTYPE_NAMES)
     for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.dtype not in accepted:
-            wrong.append(f"{name} has dtype {x.dtype}; accepted are {', '.join(map(str, accepted))}")
+        if x.dtype not in (*accepted, *WIDE_DTYPES):
+            wrong.append(wrong_dtype(name, x, accepted))
         if x.device != q.device:
             wrong.append(f"{name} is on {x.device}, query is on {q.device}")
     if not wrong and (k.dtype != q.dtype or v.dtype != q.dtype):
@@ -123,6 +130,12 @@ def check_features(request: Request) -> None:
     wrong = []
     if request.attn_mask is not None:
         wrong.append("attn_mask is not supported; accepted are None and is_causal=True")
+    k, v = request.bhsd()[1:]
+    if k.shape[1] != v.shape[1]:
+        wrong.append(f"key and value differ in heads: {k.shape[1]} and {v.shape[1]}")
+    for name, x in (("query", request.query), ("key", request.key), ("value", request.value)):
+        if x.dtype in WIDE_DTYPES:
+            wrong.append(wrong_dtype(name, x, (*HALF_DTYPES, *DTYPE_NAMES)))
     if not isinstance(request.options.dropout_p, (int, float)) or request.options.dropout_p != 0.0:
         wrong.append(f"dropout_p is not supported; accepted is 0.0, got {request.options.dropout_p}")
     if torch.is_grad_enabled():
@@ -144,16 +157,16 @@ def check_features(request: Request) -> None:
         raise NoKernelError(*wrong)
 
 
-def check_out(request: Request, out_dtype: torch.dtype) -> None:
-    """``out=`` takes the result of the shape and layout of query, by ``copy_``: any strides will do."""
+def check_out(request: Request, out_dtype: torch.dtype, shape: Sequence[int]) -> None:
+    """``out=`` takes the result, of this shape and in the layout of query, by ``copy_``: any strides will do."""
     out, query = request.out, request.query
     if out is None:
         return
     if not isinstance(out, torch.Tensor):
         raise UnsupportedError(f"out must be a torch.Tensor or None, got {type(out).__name__}")
     wrong = []
-    if out.shape != query.shape:
-        wrong.append(f"out has shape {tuple(out.shape)}, the result has {tuple(query.shape)}")
+    if tuple(out.shape) != tuple(shape):
+        wrong.append(f"out has shape {tuple(out.shape)}, the result has {tuple(shape)}")
     if out.dtype != out_dtype:
         wrong.append(f"out has dtype {out.dtype}, the result has {out_dtype}")
     if out.device != query.device:

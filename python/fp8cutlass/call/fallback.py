@@ -3,7 +3,6 @@ the warning comes once, while it traces."""
 
 from __future__ import annotations
 
-import math
 import warnings
 
 import torch
@@ -14,7 +13,8 @@ from ..errors import UnsupportedError
 from ..quant.descale import to_canonical
 from ..quant.quantize import dequantize
 from ..tracing import constant
-from .request import Request, opened
+from .enter import opened
+from .request import Request
 from .settle import visible
 
 _sdpa = torch._C._nn.scaled_dot_product_attention  # torch.nn.functional's may have been replaced by `attention`
@@ -49,7 +49,7 @@ def sdpa(request: Request, cause: UnsupportedError) -> torch.Tensor:
         )
     mask, causal = request.attn_mask, options.is_causal
     left, right = visible(options)
-    rows, keys = q.shape[2], k.shape[2]
+    rows, keys = q.shape[-2], k.shape[-2]
     shift = keys - rows if options.causal_alignment == "bottom_right" else 0
     if left is not None or right is not None and (right + shift or not causal):
         if mask is not None:
@@ -58,9 +58,15 @@ def sdpa(request: Request, cause: UnsupportedError) -> torch.Tensor:
         mask = mask if right is None else mask.tril(shift + right)
         mask = mask if left is None else mask.triu(shift - left)
         causal = False
-    scale = 1.0 / math.sqrt(q.shape[3]) if options.scale is None else options.scale
-    out = _sdpa(q, k, v, mask, options.dropout_p, causal, scale=scale, enable_gqa=options.enable_gqa).to(out_dtype)
-    return out if options.layout == "bhsd" else out.transpose(1, 2)
+    try:
+        out = _sdpa(q, k, v, mask, options.dropout_p, causal, scale=options.scale, enable_gqa=options.enable_gqa)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        raise UnsupportedError(*cause.reasons, f"torch's attention does not serve it either: {said}") from error
+    out = out.to(out_dtype)
+    return out if options.layout == "bhsd" or out.dim() == 2 else out.transpose(-3, -2)
 
 
 @constant

@@ -166,7 +166,9 @@ def reshaped(request: Request) -> tuple[Request, Form] | None:
     keys, get columns of zeros: those of values are cut off again, the others change no score.
     """
     q, k, v = given = (request.query, request.key, request.value)
-    if not all(isinstance(x, torch.Tensor) and not x.is_nested and x.dim() >= 2 for x in given):
+    if request.packed is not None or not all(isinstance(x, torch.Tensor) and not x.is_nested for x in given):
+        return None
+    if min(x.dim() for x in given) < 2:
         return None
     if q.dtype not in (*FLOATS, torch.float64) or k.layout != torch.strided or k.shape[-1] != q.shape[-1]:
         return None

@@ -71,8 +71,17 @@ def signature(query: Any, key: Any, value: Any, descales: tuple[Any, ...], optio
             )
             return (*signed, *_of_others(descales, grad)) if descales else signed
         if type(key) is PackedKV and value is None and not descales:
-            held = (key.like, key.k, key.v, key.k_descale, key.v_descale, key.k_mean)
-            settled = (key.key_block, key.amax, key.scaling, key.precision, key.smooth_k, key.hadamard)
+            held = (key.k, key.v, key.k_descale, key.v_descale, key.k_mean)
+            settled = (
+                key.head_dim,
+                key.dtype,
+                key.key_block,
+                key.amax,
+                key.scaling,
+                key.precision,
+                key.smooth_k,
+                key.hadamard,
+            )
             return (*_of_others((query, *held), grad), settled, options, *map(type, _numbers(options)))
     except (_Unknown, RuntimeError):  # a layout without strides or data
         return None

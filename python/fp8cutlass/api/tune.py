@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .._version import __version__
-from ..call import memo
+from ..call import memo, supports
 from ..call.call import Call, Tensors
 from ..call.plan import problem_of
 from ..call.request import TENSORS, Request, request_of
@@ -139,6 +139,7 @@ def _search(request: Request, call: Call, tensors: Tensors, timer: Timer, save: 
         tuned.store(path, [_row(manifest.directory, problem, found, best, us)])
         dispatch.forget()
         memo.forget()
+        supports.forget()
     return Tuning(problem, default, best.kernel, tuple(found), path)
 
 

@@ -74,7 +74,13 @@ class PackedKV:
         )
 
 
-LEAVES = ("k_descale", "v_descale", "k_mean", "k", "v")  # torch.export replaces names in this order, also in longer ones
+LEAVES = (
+    "k_descale",
+    "v_descale",
+    "k_mean",
+    "k",
+    "v",
+)  # torch.export replaces names in this order, also in longer ones
 SETTLED = ("head_dim", "dtype", "kernel", "key_block", "amax", *HELD)
 Context = tuple[tuple[str, ...], tuple[Any, ...]]  # names of the leaves that are there, values of SETTLED
 

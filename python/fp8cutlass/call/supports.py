@@ -104,11 +104,12 @@ def _traced(request: Request) -> Answer:
         return False, str(error)
     if call.kernel or call.kind == "packed":
         device, dtype = tensors.q.device, DTYPE_NAMES.get(tensors.q.dtype, "e4m3")
-        # A range's length is a plain number where torch.compile traces, and so is what a comparison gives.
+        # Plain numbers where torch.compile traces: a range's length, and what a branch chooses.
         sizes = (tensors.q.shape[3], tensors.k.shape[3], call.key_block)
         head_dim, columns, block = (len(range(size)) for size in sizes)
-        ends = call.left is not None, call.right is not None, call.amax > SCORE_AMAX
-        refused = _refused(device.type, device.index, head_dim, columns, block, dtype, call.text(), *ends)
+        amax = FP8_MAX[torch.float8_e4m3fn] if call.amax > SCORE_AMAX else SCORE_AMAX
+        ends = call.left is not None, call.right is not None
+        refused = _refused(device.type, device.index, head_dim, columns, block, amax, dtype, call.text(), *ends)
         if refused:
             return False, refused
     return True, "a kernel that is chosen by the sizes"
@@ -121,15 +122,14 @@ def _refused(
     head_dim: int,
     columns: int,
     key_block: int,
+    amax: float,
     dtype: str,
     text: str,
     left: bool,
     right: bool,
-    beyond: bool,
 ) -> str:
     """Why a pinned kernel, or any kernel that reads these packed keys, does not serve such a call, whatever its sizes;
-    "" if it does. ``beyond``: K was quantised to more than f16 scores hold."""
-    amax = FP8_MAX[torch.float8_e4m3fn] if beyond else SCORE_AMAX
+    "" if it does."""
     call = replace(parse(text), left=0 if left else None, right=0 if right else None, key_block=key_block, amax=amax)
     try:
         resolve_for(call, device_of(kind, index), (1, 1, 1, head_dim), (1, 1, 1, columns), dtype)

@@ -107,9 +107,9 @@ def _traced(request: Request) -> Answer:
         # Plain numbers where torch.compile traces: a range's length, and what a branch chooses.
         sizes = (tensors.q.shape[3], tensors.k.shape[3], call.key_block)
         head_dim, columns, block = (len(range(size)) for size in sizes)
-        amax = FP8_MAX[torch.float8_e4m3fn] if call.amax > SCORE_AMAX else SCORE_AMAX
+        beyond = 1 if call.amax > SCORE_AMAX else 0
         ends = call.left is not None, call.right is not None
-        refused = _refused(device.type, device.index, head_dim, columns, block, amax, dtype, call.text(), *ends)
+        refused = _refused(device.type, device.index, head_dim, columns, block, beyond, dtype, call.text(), *ends)
         if refused:
             return False, refused
     return True, "a kernel that is chosen by the sizes"
@@ -122,14 +122,15 @@ def _refused(
     head_dim: int,
     columns: int,
     key_block: int,
-    amax: float,
+    beyond: int,
     dtype: str,
     text: str,
     left: bool,
     right: bool,
 ) -> str:
     """Why a pinned kernel, or any kernel that reads these packed keys, does not serve such a call, whatever its sizes;
-    "" if it does."""
+    "" if it does. ``beyond``: K was quantised to more than f16 scores hold."""
+    amax = FP8_MAX[torch.float8_e4m3fn] if beyond else SCORE_AMAX
     call = replace(parse(text), left=0 if left else None, right=0 if right else None, key_block=key_block, amax=amax)
     try:
         resolve_for(call, device_of(kind, index), (1, 1, 1, head_dim), (1, 1, 1, columns), dtype)

@@ -168,7 +168,7 @@ def reshaped(request: Request) -> tuple[Request, Form] | None:
     q, k, v = given = (request.query, request.key, request.value)
     if request.packed is not None or not all(isinstance(x, torch.Tensor) and not x.is_nested for x in given):
         return None
-    if min(x.dim() for x in given) < 2:
+    if min(x.dim() for x in given) < 2 or not q.shape[-1]:
         return None
     if q.dtype not in (*FLOATS, torch.float64) or k.layout != torch.strided or k.shape[-1] != q.shape[-1]:
         return None
@@ -189,7 +189,7 @@ def reshaped(request: Request) -> tuple[Request, Form] | None:
     q, k, v = (_expanded(x, lead, n, at) for x, n in zip((q, k, v), counts, strict=True))
     columns, scale = v.shape[-1], request.options.scale
     if columns != q.shape[-1]:
-        if scale is None and q.shape[-1]:
+        if scale is None:
             scale = 1.0 / math.sqrt(q.shape[-1])
         width = max(columns, q.shape[-1])
         q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""The public functions."""
+"""``attention``."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import torch
 
 from ..cache.packed import PackedKV
 from ..call import memo
+from ..call.backward import asked, differentiable
 from ..call.call import Outputs
 from ..call.enter import Form, reshaped
-from ..call.explain import describe
 from ..call.fallback import sdpa
 from ..call.operators import execute
 from ..call.options import Options
-from ..call.request import TENSORS, Request, request_of
+from ..call.request import TENSORS, Request
 from ..call.settle import settle
-from ..call.supports import answer
 from ..errors import NoKernelError
 
 if TYPE_CHECKING:
-    from .arguments import Arguments, Keywords, Unpack
+    from .arguments import Keywords, Unpack
 
 
 @overload
@@ -135,6 +134,7 @@ def attention(
     out: torch.Tensor | None = None,
     kernel: str | None = None,
     fallback: str = "error",
+    backward: str = "none",
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Softmax(query key^T * scale) value in FP8; the positional part is that of ``scaled_dot_product_attention``.
 
@@ -191,6 +191,9 @@ def attention(
             larger ones may overflow f16 scores or leave the range of its softmax.
         fallback: ``sdpa`` runs torch's attention when the call is well formed but no kernel serves it, and warns once
             for each set of reasons; under torch.compile while the call is traced.
+        backward: ``flash`` gives operands with ``requires_grad`` a gradient: torch's flash attention computes it from
+            this forward's result and LSE, in the dtype of query. For bf16 and fp16 operands, without a window, causal
+            with Sq = Sk, the result alone. By default such operands are refused while gradients are enabled.
 
     Returns:
         The result in the shape of query and in its memory order, then lse and amax as asked for.
@@ -215,6 +218,7 @@ def attention(
         window_size,
         kernel,
         fallback,
+        backward,
     )
     signed = None
     if not torch.compiler.is_compiling() and attn_mask is None and out is None and out_descale is None:
@@ -241,6 +245,8 @@ def attention(
             raise
         result = sdpa(request, error)
         return result if out is None else out.copy_(result)
+    if asked(backward, tensors):
+        return _deliver(differentiable(call, tensors), layout, out)
     outputs = execute(call, tensors)
     if signed is not None:
         memo.remember(signed, call, tensors)
@@ -270,20 +276,3 @@ def _deliver_reshaped(
     if isinstance(result, torch.Tensor):
         return out.copy_(result)
     return (out.copy_(result[0]), *result[1:])
-
-
-def supports(*args: Any, **kwargs: Unpack[Arguments]) -> tuple[bool, str]:
-    """Say whether ``attention(*args, **kwargs)`` would run, and by which kernel or why not. Nothing is launched.
-
-    ``fallback`` is not considered. An argument that ``attention`` does not have is a TypeError here too. torch.compile
-    traces it; the answer then names no kernel. An answer that was given before takes less time than a call.
-    """
-    return answer(args, kwargs)  # type: ignore[arg-type]
-
-
-def explain(*args: Any, **kwargs: Unpack[Arguments]) -> str:
-    """Describe what ``attention(*args, **kwargs)`` would run, as text of a few lines: the kernel, the criterion and the
-    evidence behind the choice (``model`` or ``measured``), the runner-up, and whether the kernel is built for the
-    device; or every reason why there is none. Nothing is launched.
-    """
-    return describe(request_of(*args, **kwargs))

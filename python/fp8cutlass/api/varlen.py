@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..call.checks import NO_TANGENTS, forward_mode
+from ..call.checks import no_derivatives
 from ..call.enter import autocast, number
 from ..call.operators import register
 from ..call.options import wrong_scale, wrong_window
@@ -77,10 +77,9 @@ def attention_varlen(
     )  # fmt: skip
     if wrong:
         raise UnsupportedError(*wrong)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise NoKernelError("q, k or v has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
-    if forward_mode():
-        raise NoKernelError(NO_TANGENTS)
+    named = [("q", q), ("k", k), ("v", v), *zip(DESCALES, (q_descale, k_descale, v_descale), strict=True)]
+    if beyond := no_derivatives(named):
+        raise NoKernelError(*beyond)
     if not q.is_cuda and not torch.compiler.is_compiling():
         _check_lengths(q, k, cu_seqlens_q, cu_seqlens_k)
     if q_descale is not None and q_descale.dim() == 2 and q_descale.shape[1] != q.shape[1]:

@@ -11,6 +11,7 @@ import torch
 from ..dtypes import DTYPE_NAMES, HALF_DTYPES, OUT_NAMES
 from ..errors import NoKernelError, UnsupportedError
 from ..quant import descale
+from . import backward
 from .options import TRANSFORMS
 from .request import Request
 
@@ -20,6 +21,24 @@ MOST_STEPS = 1000  # of a search for an element that two tensors share
 
 
 NO_TANGENTS = "forward-mode AD is active and there are no tangents: leave its level, or detach the inputs"
+
+
+NO_BACKWARD = "requires_grad=True and there is no backward: detach it, or torch.no_grad()"
+OPERANDS = ("query", "key", "value")
+FLASH = ", or pass backward='flash' for the gradient of torch's flash attention"
+
+
+def wanted(named: Iterable[tuple[str, Any]]) -> list[str]:
+    """The names of the tensors that want a gradient."""
+    if not torch.is_grad_enabled():
+        return []
+    return [name for name, x in named if isinstance(x, torch.Tensor) and x.requires_grad]
+
+
+def no_derivatives(named: Iterable[tuple[str, Any]], otherwise: str = "") -> list[str]:
+    """Why there is no result for tensors that want a gradient, or tangents; ``otherwise`` ends the sentences."""
+    wrong = [f"{name} has {NO_BACKWARD}{otherwise if name in OPERANDS else ''}" for name in wanted(named)]
+    return [*wrong, NO_TANGENTS] if forward_mode() else wrong
 
 
 def forward_mode() -> bool:
@@ -139,21 +158,12 @@ def check_features(request: Request) -> None:
     if not isinstance(request.options.dropout_p, (int, float)) or request.options.dropout_p != 0.0:
         given = "" if torch.compiler.is_compiling() else f", got {request.options.dropout_p}"  # no text of a SymFloat
         wrong.append(f"dropout_p is not supported; accepted is 0.0{given}")
-    if torch.is_grad_enabled():
-        named: tuple[tuple[str, Any], ...] = (
-            ("query", request.query),
-            ("key", request.key),
-            ("value", request.value),
-            ("q_descale", request.q_descale),
-            ("k_descale", request.k_descale),
-            ("v_descale", request.v_descale),
-            ("out_descale", request.out_descale),
-        )
-        for name, x in named:
-            if isinstance(x, torch.Tensor) and x.requires_grad:
-                wrong.append(f"{name} has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
-    if forward_mode():
-        wrong.append(NO_TANGENTS)
+    operands = [(name, getattr(request, name)) for name in OPERANDS]
+    flash = request.options.backward == "flash"
+    if flash and wanted(operands):
+        wrong += backward.refused(request)
+    descales = [(name, getattr(request, name)) for name in ("q_descale", "k_descale", "v_descale", "out_descale")]
+    wrong += no_derivatives(descales if flash else [*operands, *descales], FLASH)
     if wrong:
         raise NoKernelError(*wrong)
 
@@ -173,7 +183,7 @@ def check_out(request: Request, out_dtype: torch.dtype, shape: Sequence[int]) ->
     if out.device != query.device:
         wrong.append(f"out is on {out.device}, query is on {query.device}")
     if torch.is_grad_enabled() and out.requires_grad:
-        wrong.append("out has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
+        wrong.append(f"out has {NO_BACKWARD}")
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         wrong.append(f"out is expanded: shape {tuple(out.shape)}, strides {out.stride()}")
     elif not torch.compiler.is_compiling() and _overlaps_itself(out):

@@ -14,8 +14,8 @@ from ..quant.descale import to_canonical
 from ..quant.quantize import dequantize
 from ..tracing import constant
 from .enter import opened
+from .options import visible
 from .request import Request
-from .settle import visible
 
 _sdpa = torch._C._nn.scaled_dot_product_attention  # torch.nn.functional's may have been replaced by `attention`
 _warned: set[str] = set()

@@ -30,6 +30,7 @@ class Options(NamedTuple):
     window_size: tuple[int, int] = (-1, -1)
     kernel: str | None = None
     fallback: str = "error"
+    backward: str = "none"
 
 
 CHOICES = {
@@ -37,6 +38,7 @@ CHOICES = {
     "precision": ("fast", "balanced", "accurate", "high"),
     "causal_alignment": ("top_left", "bottom_right"),
     "fallback": ("error", "sdpa"),
+    "backward": ("none", "flash"),
 }
 TRANSFORMS = {  # of operands that are quantised inside, in the order in which they are applied; the text of `explain`
     "smooth_k": "the mean of some keys of a head subtracted from all (smooth_k)",
@@ -91,6 +93,7 @@ RULES: dict[str, Callable[[str, Any], str | None]] = {
     "precision": _one_of,
     "causal_alignment": _one_of,
     "fallback": _one_of,
+    "backward": _one_of,
     "scaling": _scaling,
     "is_causal": _flag,
     "enable_gqa": _flag,
@@ -102,6 +105,14 @@ RULES: dict[str, Callable[[str, Any], str | None]] = {
     "scale": wrong_scale,
     "window_size": wrong_window,
 }
+
+
+def visible(options: Options) -> tuple[int | None, int | None]:
+    """How many keys a row sees before and after its own; None for all. ``is_causal`` ends a window at the row's own."""
+    left, right = options.window_size
+    if options.is_causal:
+        right = 0
+    return (None if left < 0 else left), (None if right < 0 else right)
 
 
 def check_options(options: Options) -> None:

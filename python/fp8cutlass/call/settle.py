@@ -15,7 +15,7 @@ from ..quant.descale import all_canonical, to_canonical
 from . import checks
 from .call import Call, Tensors, mask_of
 from .enter import opened, reshaped
-from .options import F16_SCORES, Options, check_options
+from .options import F16_SCORES, Options, check_options, visible
 from .request import Request
 
 
@@ -73,14 +73,6 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
     descales = (request.q_descale, request.k_descale, request.v_descale)
     q_descale, k_descale, v_descale = all_canonical(descales, granularity, (q, k, v))
     return call, Tensors(q, k, v, q_descale, k_descale, v_descale, out_descale)
-
-
-def visible(options: Options) -> tuple[int | None, int | None]:
-    """How many keys a row sees before and after its own; None for all. ``is_causal`` ends a window at the row's own."""
-    left, right = options.window_size
-    if options.is_causal:
-        right = 0
-    return (None if left < 0 else left), (None if right < 0 else right)
 
 
 def _check_served(options: Options, q: torch.Tensor, out: str, mask: str, precision: str, shipped: bool) -> None:

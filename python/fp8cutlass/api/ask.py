@@ -1,0 +1,31 @@
+"""``supports`` and ``explain``: what ``attention`` would do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..call.explain import describe
+from ..call.request import request_of
+from ..call.supports import answer
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .arguments import Arguments, Unpack
+
+
+def supports(*args: Any, **kwargs: Unpack[Arguments]) -> tuple[bool, str]:
+    """Say whether ``attention(*args, **kwargs)`` would run, and by which kernel or why not. Nothing is launched.
+
+    ``fallback`` is not considered. An argument that ``attention`` does not have is a TypeError here too. torch.compile
+    traces it; the answer then names no kernel. An answer that was given before takes less time than a call.
+    """
+    return answer(args, kwargs)  # type: ignore[arg-type]
+
+
+def explain(*args: Any, **kwargs: Unpack[Arguments]) -> str:
+    """Describe what ``attention(*args, **kwargs)`` would run, as text of a few lines: the kernel, the criterion and the
+    evidence behind the choice (``model`` or ``measured``), the runner-up, and whether the kernel is built for the
+    device; or every reason why there is none. Nothing is launched.
+    """
+    return describe(request_of(*args, **kwargs))

@@ -349,10 +349,17 @@ def test_other_layouts_are_refused_by_name() -> None:
     q = bf16()
     jagged = torch.nested.nested_tensor([torch.zeros(3, 8, 64), torch.zeros(2, 8, 64)], layout=torch.jagged)
     strided = torch.nested.nested_tensor([torch.zeros(3, 8, 64), torch.zeros(2, 8, 64)])
-    for other, said in ((q.to_sparse(), "torch.sparse_coo"), (jagged, "nested"), (strided, "nested")):
+    for other, said in ((q.to_sparse(), "torch.sparse_coo"), (strided, "nested")):
         with pytest.raises(UnsupportedError, match=f"query must be a dense tensor, got a {said}"):
             attention(other, q, q)
         assert not supports(other, q, q)[0]
+    with pytest.raises(
+        UnsupportedError, match="key must be a nested tensor of layout torch.jagged, as query is, got s"
+    ):
+        attention(jagged, q, q)
+    assert not supports(jagged, q, q)[0] and explain(jagged, q, q).startswith("no kernel: key must be")
+    with pytest.raises(UnsupportedError, match="key must be a dense tensor, got a nested one"):
+        attention(q, jagged, jagged)
 
 
 def test_arguments_of_a_wrong_kind_are_named() -> None:

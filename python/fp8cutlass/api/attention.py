@@ -17,6 +17,7 @@ from ..call.options import Options
 from ..call.request import TENSORS, Request
 from ..call.settle import settle
 from ..errors import NoKernelError
+from . import jagged
 
 if TYPE_CHECKING:
     from .arguments import Keywords, Unpack
@@ -142,19 +143,25 @@ def attention(
         query: (B, H, Sq, D), or (B, Sq, H, D) with ``layout="bshd"``. bf16 and fp16 are quantised inside; float8_e4m3fn
             and float8_e5m2 come with descales. CPU (emulated) or CUDA. Any strides; a last dimension that is not
             contiguous is copied, on CUDA also rows that do not start on multiples of 16 bytes or lie 2^40 bytes apart.
-            Sq and Sk are below 2^31 - 256.
+            Sq and Sk are below 2^31 - 256. bf16 and fp16 may have any number of batch dimensions, or no heads: (S, D).
+            Nested tensors (B, H, j, D) of layout ``torch.jagged`` are served as ``attention_varlen`` serves them. Under
+            autocast operands are cast where one is float32 or their dtypes differ.
         key, value: (B, Hkv, Sk, D) or (B, Sk, Hkv, D), dtype and device of query. D is 1 to 256 and is padded with
-            zeros to the next head dim that has kernels. Sk = 0 gives zeros and an LSE of -inf. ``scaling="block"``,
-            and on Hopper every mode but "token", sums value in float32 with its descale: max |value| * 2^25 * Sk must
-            stay below 3e38. Otherwise the descale of value is applied at the end and there is no such limit.
+            zeros to the next head dim that has kernels. bf16 and fp16 share batches and heads of size 1. Their value
+            may have another D; the narrower of query and value is padded. Sk = 0 gives zeros and an LSE of -inf.
+            ``scaling="block"``, and on Hopper every mode but "token", sums value in float32 with its descale: max
+            |value| * 2^25 * Sk must stay below 3e38. Otherwise the descale of value is applied at the end and there is
+            no such limit.
             An infinity in key makes every row of its head that sees it NaN; it is no mask.
             ``key`` may be what ``pack_kv`` made of both, without a value: scaling, precision, smooth_k and hadamard are
             then those of the packing, and query is bf16 or fp16 as they were.
-        attn_mask, dropout_p: not supported; anything but None and 0.0 is refused.
+        attn_mask, dropout_p: not supported; anything but None and 0.0 is refused, except ``causal_upper_left`` and
+            ``causal_lower_right`` of ``torch.nn.attention.bias``.
         is_causal: hide from row i every key past ``i`` (``causal_alignment="top_left"``, as SDPA has it) or past
             ``i + Sk - Sq`` (``"bottom_right"``, as FlashAttention has it, refused without a mask). A row without keys
             is 0, its LSE -inf.
-        scale: softmax scale, finite, default 1 / sqrt(D). Zero and negative values are allowed.
+        scale: softmax scale, finite, default 1 / sqrt(D). Zero and negative values are allowed, numbers of numpy, and
+            tensors without dimensions, which are waited for.
         enable_gqa: needed when H is a multiple of Hkv; key and value heads are shared without being repeated.
         q_descale, k_descale, v_descale: for FP8 operands, and then all three: ``real = fp8 * descale``. A float
             from 2^-126 up, or a float32 tensor: (), (1,), (H,), (B, H) or the finest shape of the scaling mode, with
@@ -196,7 +203,7 @@ def attention(
             with Sq = Sk, the result alone. By default such operands are refused while gradients are enabled.
 
     Returns:
-        The result in the shape of query and in its memory order, then lse and amax as asked for.
+        The result in the shape of query, with value's D, and in query's memory order, then lse and amax as asked for.
 
     Raises:
         UnsupportedError: with every reason, before anything is launched.
@@ -235,6 +242,8 @@ def attention(
     request = Request(query, key, value, attn_mask, *given, out, options)
     entered = reshaped(request)
     try:
+        if jagged.is_jagged(query):
+            return _deliver(jagged.attention(request), "bhsd", None)
         if entered is not None:
             if out is not None:
                 settle(request)  # checks `out`, too

@@ -13,6 +13,7 @@ from ..call.enter import autocast
 from ..call.launch import score_amax
 from ..call.operators import pack_kv as pack_kv_operator
 from ..call.plan import resolve_for
+from ..call.reasons import BHSD, wrong_dtypes, wrong_tensors
 from ..call.request import request_of
 from ..call.settle import settle
 from ..choose.target import device_of
@@ -65,7 +66,13 @@ def pack_kv(
         UnsupportedError: with every reason, before anything is launched.
     """
     key, value = autocast((key, value))
-    _check_tensors(key, value)
+    named = (("key", key), ("value", value))
+    wrong = wrong_tensors(named, BHSD if layout == "bhsd" else ("batch", "tokens", "heads", "head_dim"))
+    wrong = wrong or wrong_dtypes(
+        named, HALF_DTYPES
+    )  # what the checks would say of a query, which there is none of yet
+    if wrong:
+        raise UnsupportedError(*wrong)
     if query_shape is None:
         query_shape = key.shape
     if len(query_shape) != 4 or any(not isinstance(size, (int, torch.SymInt)) or size < 0 for size in query_shape):
@@ -107,20 +114,6 @@ def pack_kv(
         smooth_k=smooth_k,
         hadamard=hadamard,
     )
-
-
-def _check_tensors(key: object, value: object) -> None:
-    """What the checks of ``attention`` would say of a query that there is none of yet."""
-    wrong = []
-    for name, x in (("key", key), ("value", value)):
-        if not isinstance(x, torch.Tensor):
-            wrong.append(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        elif x.dim() != 4:
-            wrong.append(f"{name} must have 4 dimensions, got shape {tuple(x.shape)}")
-        elif x.dtype not in HALF_DTYPES:
-            wrong.append(f"{name} must be one of {', '.join(map(str, HALF_DTYPES))}, got {x.dtype}")
-    if wrong:
-        raise UnsupportedError(*wrong)
 
 
 @constant

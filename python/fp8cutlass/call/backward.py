@@ -65,7 +65,7 @@ class _Flash(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (*gradients(ctx.call, grad, *ctx.saved_tensors), None)
 

@@ -54,6 +54,8 @@ def sdpa(request: Request, cause: UnsupportedError) -> torch.Tensor:
     if left is not None or right is not None and (right + shift or not causal):
         if mask is not None:
             raise UnsupportedError(*cause.reasons, "attn_mask excludes is_causal=True and a window_size") from cause
+        if q.is_nested:
+            raise UnsupportedError(*cause.reasons, "torch's attention has no such mask of nested tensors") from cause
         mask = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
         mask = mask if right is None else mask.tril(shift + right)
         mask = mask if left is None else mask.triu(shift - left)

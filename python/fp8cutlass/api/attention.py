@@ -257,7 +257,7 @@ def attention(
     if asked(backward, tensors):
         return _deliver(differentiable(call, tensors), layout, out)
     outputs = execute(call, tensors)
-    if signed is not None:
+    if signed is not None and memo.taken_as_given(tensors, query, key, value, scale):
         memo.remember(signed, call, tensors)
     return _deliver(outputs, layout, out)
 

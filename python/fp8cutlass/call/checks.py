@@ -53,13 +53,14 @@ def check_shapes(request: Request) -> None:
     if wrong:
         raise UnsupportedError(*wrong)
     q, k, v = request.bhsd()
-    for axis, what in ((0, "batch size"), (3, "head_dim")):
-        wrong += differing("query", "key", [(what, q.shape[axis], k.shape[axis])])
-        wrong += differing("query", "value", [(what, q.shape[axis], v.shape[axis])])
-    grouped = request.options.enable_gqa and v.shape[1] != 0 and q.shape[1] % v.shape[1] == 0
-    if k.shape[1] != v.shape[1] and not grouped:  # else check_features
-        wrong += differing("key", "value", [("heads", k.shape[1], v.shape[1])])
-    wrong += differing("key", "value", [("tokens", k.shape[2], v.shape[2])])
+    if k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        for axis, what in ((0, "batch size"), (3, "head_dim")):
+            wrong += differing("query", "key", [(what, q.shape[axis], k.shape[axis])])
+            wrong += differing("query", "value", [(what, q.shape[axis], v.shape[axis])])
+        grouped = request.options.enable_gqa and v.shape[1] != 0 and q.shape[1] % v.shape[1] == 0
+        if not grouped:  # else check_features
+            wrong += differing("key", "value", [("heads", k.shape[1], v.shape[1])])
+        wrong += differing("key", "value", [("tokens", k.shape[2], v.shape[2])])
     if not torch.compiler.is_compiling():  # no guard on a size that no memory holds but an expanded tensor's
         for name, x in (("query", q), ("key", k)):
             if x.shape[2] > MAX_TOKENS:
@@ -119,17 +120,19 @@ def check_features(request: Request) -> None:
     wrong = []
     if request.attn_mask is not None:
         wrong.append("attn_mask is not supported; accepted are None and is_causal=True")
-    k, v = request.bhsd()[1:]
-    wrong += differing("key", "value", [("heads", k.shape[1], v.shape[1])])
-    wrong += [wrong_dtype(name, x, ACCEPTED) for name, x in _named(request, OPERANDS) if x.dtype in WIDE_DTYPES]
+    if request.key.shape != request.value.shape:
+        k, v = request.bhsd()[1:]
+        wrong += differing("key", "value", [("heads", k.shape[1], v.shape[1])])
+    if request.query.dtype in WIDE_DTYPES:
+        wrong += [wrong_dtype(name, x, ACCEPTED) for name, x in _named(request, OPERANDS)]
     if not isinstance(request.options.dropout_p, (int, float)) or request.options.dropout_p != 0.0:
         given = "" if torch.compiler.is_compiling() else f", got {request.options.dropout_p}"  # no text of a SymFloat
         wrong.append(f"dropout_p is not supported; accepted is 0.0{given}")
-    operands = _named(request, OPERANDS)
-    if request.options.backward == "flash":
-        wrong += backward.refused(request) if wanted(operands) else []
+    differentiable = wanted(_named(request, OPERANDS))
+    if differentiable and request.options.backward == "flash":
+        wrong += backward.refused(request)
     else:
-        wrong += [f"{name} has {NO_BACKWARD}{FLASH}" for name in wanted(operands)]
+        wrong += [f"{name} has {NO_BACKWARD}{FLASH}" for name in differentiable]
     wrong += no_derivatives(_named(request, (*DESCALES, "out_descale")))
     if wrong:
         raise NoKernelError(*wrong)

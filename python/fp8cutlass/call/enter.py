@@ -62,15 +62,16 @@ def number(given: Any) -> Any:
     return float(given) if isinstance(given, Real) and not isinstance(given, int) else given
 
 
-def autocast(operands: Sequence[Any]) -> list[Any]:
-    """The operands as autocast makes them for SDPA, but that those of one 16-bit dtype stay as they are."""
+def autocast(operands: Sequence[Any]) -> Sequence[Any]:
+    """The operands as autocast makes them for SDPA, but that those of one 16-bit dtype stay as they are; the same
+    object where nothing is cast."""
     given = [x for x in operands if isinstance(x, torch.Tensor)]
-    kinds = {x.dtype for x in given}
-    if not kinds <= set(FLOATS) or len(kinds) == 1 and torch.float32 not in kinds:
-        return list(operands)
     device = given[0].device.type if given else ""
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return list(operands)
+        return operands
+    kinds = {x.dtype for x in given}
+    if not kinds <= set(FLOATS) or len(kinds) == 1 and torch.float32 not in kinds:
+        return operands
     dtype = torch.get_autocast_dtype(device)
     return [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in operands]
 
@@ -82,16 +83,16 @@ def _translated(request: Request) -> Request:
     if scale is not options.scale:
         options = options._replace(scale=scale)
         request = replace(request, options=options)
-    if type(request.attn_mask).__name__ == "CausalBias":
+    if request.attn_mask is not None and type(request.attn_mask).__name__ == "CausalBias":
         request = _causal(request)
-    given = (request.query, request.key, request.value)
-    if isinstance(request.key, PackedKV) and isinstance(request.query, torch.Tensor):
-        if request.query.dtype != request.key.dtype:  # autocast casts a query that is not as the keys were
+    if isinstance(request.key, PackedKV):
+        if isinstance(request.query, torch.Tensor) and request.query.dtype != request.key.dtype:
             query, _ = autocast((request.query, request.key.k.new_empty((), dtype=torch.float32)))
-            return replace(request, query=query) if query is not request.query else request
+            return replace(request, query=query)
         return request
+    given = (request.query, request.key, request.value)
     operands = autocast(given)
-    if any(x is not y for x, y in zip(operands, given, strict=True)):
+    if operands is not given:
         request = replace(request, query=operands[0], key=operands[1], value=operands[2])
     return request
 
@@ -166,20 +167,27 @@ def reshaped(request: Request) -> tuple[Request, Form] | None:
     keys, get columns of zeros: those of values are cut off again, the others change no score.
     """
     q, k, v = given = (request.query, request.key, request.value)
-    if request.packed is not None or not all(isinstance(x, torch.Tensor) and not x.is_nested for x in given):
+    if request.packed is not None or not (
+        isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
+    ):
         return None
-    if min(x.dim() for x in given) < 2 or not q.shape[-1]:
+    if q.is_nested or k.is_nested or v.is_nested:
         return None
-    if q.dtype not in (*FLOATS, torch.float64) or k.layout != torch.strided or k.shape[-1] != q.shape[-1]:
-        return None
-    flat = q.dim() == k.dim() == v.dim() == 4
     bshd = request.options.layout == "bshd"
     at = -2 if bshd else -3
-    if flat and q.shape[0] == k.shape[0] == v.shape[0] and v.shape[3] == q.shape[3]:
-        heads = q.shape[at], k.shape[at], v.shape[at]
-        if request.options.enable_gqa or heads[0] == heads[1] == heads[2]:
+    shapes = q.shape, k.shape, v.shape
+    ranks = [len(shape) for shape in shapes]
+    if ranks == [4, 4, 4]:
+        (batch, *_, columns), (k_batch, *_, k_columns), (v_batch, *_, v_columns) = shapes
+        heads, k_heads, v_heads = shapes[0][at], shapes[1][at], shapes[2][at]
+        same = batch == k_batch == v_batch and columns == k_columns == v_columns
+        if same and (request.options.enable_gqa or heads == k_heads == v_heads):
             return None
-    no_heads = max(x.dim() for x in given) == 2
+    if min(ranks) < 2 or not q.shape[-1] or k.shape[-1] != q.shape[-1]:
+        return None
+    if q.dtype not in (*FLOATS, torch.float64) or k.layout != torch.strided:
+        return None
+    no_heads = max(ranks) == 2
     q, k, v = (x.unsqueeze(at) if x.dim() == 2 else x for x in given)
     lead = _broadcast([tuple(x.shape[:-3]) for x in (q, k, v)])
     shared = _heads(request, q.shape[at], k.shape[at], v.shape[at])

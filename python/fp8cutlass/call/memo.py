@@ -116,6 +116,14 @@ def look_up(signed: Signature) -> Known | None:
         return None
 
 
+def taken_as_given(tensors: Tensors, query: torch.Tensor, key: Any, value: Any, scale: Any) -> bool:
+    """Whether a call was made of these arguments themselves: autocast is no part of the signature, nor is the value of
+    a scale that is a tensor."""
+    if isinstance(scale, torch.Tensor) or tensors.q.dtype != query.dtype:
+        return False
+    return isinstance(key, PackedKV) or key.dtype == value.dtype == query.dtype
+
+
 def remember(signed: Signature, call: Call, tensors: Tensors) -> None:
     """Keep a call that has succeeded, if it needs a kernel and no operand is copied for the operator of the extension
     that takes bf16 and fp16 operands."""

@@ -31,12 +31,14 @@ def wrong_tensors(named: Named, order: Sequence[str]) -> list[str]:
 
 def wrong_dtypes(named: Named, accepted: Sequence[torch.dtype], wide: Sequence[torch.dtype] = ()) -> list[str]:
     """Tensors of a dtype that is neither accepted nor ``wide``; else of more than one."""
-    first, dtype = named[0][0], named[0][1].dtype
+    first, dtype, device = named[0][0], named[0][1].dtype, named[0][1].device
+    if dtype in accepted and all(x.dtype == dtype and x.device == device for _, x in named):
+        return []
     wrong = [wrong_dtype(name, x, accepted) for name, x in named if x.dtype not in (*accepted, *wide)]
     if not wrong and any(x.dtype != dtype for _, x in named):
         names, got = [name for name, _ in named], ", ".join(f"{name} {x.dtype}" for name, x in named)
         wrong.append(f"{', '.join(names[:-1])} and {names[-1]} must share one dtype, got {got}")
-    return wrong + wrong_devices(named[1:], first, named[0][1].device)
+    return wrong + wrong_devices(named[1:], first, device)
 
 
 def wrong_dtype(name: str, x: torch.Tensor, accepted: Iterable[torch.dtype]) -> str:

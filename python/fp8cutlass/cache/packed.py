@@ -74,13 +74,8 @@ class PackedKV:
         )
 
 
-LEAVES = (
-    "k_descale",
-    "v_descale",
-    "k_mean",
-    "k",
-    "v",
-)  # torch.export replaces names in this order, also in longer ones
+# In this order torch.export puts its own names into the text of guards: longer names first, or "k" is found in them.
+LEAVES = ("k_descale", "v_descale", "k_mean", "k", "v")
 SETTLED = ("head_dim", "dtype", "kernel", "key_block", "amax", *HELD)
 Context = tuple[tuple[str, ...], tuple[Any, ...]]  # names of the leaves that are there, values of SETTLED
 

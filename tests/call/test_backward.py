@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from reference import randn, relative_l2
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -214,6 +215,45 @@ def test_compile_keeps_one_graph() -> None:
     assert torch.equal(out, step(*inputs))
     for got, want in zip(
         torch.autograd.grad(out, inputs, grad), torch.autograd.grad(step(*inputs), inputs, grad), strict=True
+    ):
+        assert torch.equal(got, want)
+
+
+def test_one_tensor_in_three_places() -> None:
+    """torch.compile takes no tensor twice; the gradient is the sum."""
+    torch._dynamo.reset()
+    (x,) = leaves((1, 2, 40, 64))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return attention(x, x, x, backward="flash")
+
+    grad = randn(*x.shape, seed=36)
+    apart = [x.detach().clone().requires_grad_() for _ in range(3)]
+    want = sum(y.float() for y in torch.autograd.grad(attention(*apart, backward="flash"), apart, grad))
+    assert isinstance(want, torch.Tensor)
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        (got,) = torch.autograd.grad(function(x), x, grad)
+        assert relative_l2(got, want) < 0.01
+
+
+def test_the_functional_transform() -> None:
+    q, k, v = (x.detach() for x in leaves(*PLAIN))
+    found = torch.func.grad(lambda q, k: attention(q, k, v, backward="flash").float().sum(), argnums=(0, 1))(q, k)
+    inputs = leaves(*PLAIN)
+    wanted = torch.autograd.grad(attention(*inputs, backward="flash").float().sum(), inputs[:2])
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+def test_checkpointing_runs_the_forward_again() -> None:
+    inputs = leaves(*PLAIN)
+
+    def step(*x: torch.Tensor) -> torch.Tensor:
+        return attention(*x, backward="flash")  # type: ignore[call-overload]
+
+    again = torch.utils.checkpoint.checkpoint(step, *inputs, use_reentrant=False)
+    grad = randn(*again.shape, seed=35)
+    for got, want in zip(
+        torch.autograd.grad(again, inputs, grad), torch.autograd.grad(step(*inputs), inputs, grad), strict=True
     ):
         assert torch.equal(got, want)
 

@@ -53,20 +53,28 @@ def asked(backward: str, t: Tensors) -> bool:
 
 def differentiable(call: Call, t: Tensors) -> Outputs:
     """Run a call on bf16 or fp16 operands that :func:`refused` has nothing against, for autograd."""
-    return Outputs(_Flash.apply(t.q, t.k, t.v, call))
+    k = t.k.view_as(t.k) if t.k is t.q else t.k  # torch.compile takes no tensor twice
+    v = t.v.view_as(t.v) if t.v is t.q or t.v is t.k else t.v
+    return Outputs(_Flash.apply(t.q, k, v, call)[0])
 
 
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, _ = execute(replace(call, return_lse=True), Tensors(q, k, v))
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
-        return out
+        if lse is None:
+            raise RuntimeError("the LSE was asked for and not given")
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        *operands, ctx.call = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*operands, *output)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (*gradients(ctx.call, grad, *ctx.saved_tensors), None)
 
 

@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from reference import randn, relative_l2
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8cutlass import UnsupportedError, attention, attention_varlen, pack_kv, quantize, supports
+from fp8cutlass import UnsupportedError, attention, attention_varlen, explain, pack_kv, quantize, supports
 from fp8cutlass.call import backward, fallback
 from fp8cutlass.call.request import request_of
 from fp8cutlass.call.settle import settle
@@ -66,6 +66,7 @@ def test_gradients_are_those_of_attention(name: str) -> None:
     out = attention(*inputs, backward="flash", **options)
     grad = randn(*out.shape, seed=30)
     assert supports(*inputs, backward="flash", **options)[0]
+    assert "gradient:  torch's flash attention" in explain(*inputs, backward="flash", **options)
     found = torch.autograd.grad(out, inputs, grad)
     torchs = F.scaled_dot_product_attention(*inputs, **options)
     for got, want, theirs, x in zip(
@@ -107,6 +108,7 @@ def test_only_what_wants_a_gradient_gets_one() -> None:
     assert not attention(q.detach(), k.detach(), v.detach(), backward="flash").requires_grad
     with torch.no_grad():
         assert not attention(q, k, v, backward="flash").requires_grad
+        assert "gradient:" not in explain(q, k, v, backward="flash")
 
 
 def test_float32_parameters_under_autocast() -> None:

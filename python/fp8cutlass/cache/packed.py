@@ -110,7 +110,7 @@ pytree.register_pytree_node(
     PackedKV,
     _flatten,
     _unflatten,
-    serialized_type_name="fp8cutlass.PackedKV",
+    serialized_type_name=f"{__name__.partition('.')[0]}.{PackedKV.__name__}",
     to_dumpable_context=_dump,
     from_dumpable_context=_undump,
     flatten_with_keys_fn=_flatten_with_keys,

@@ -185,7 +185,7 @@ def reshaped(request: Request) -> tuple[Request, Form] | None:
             return None
     if min(ranks) < 2 or not q.shape[-1] or k.shape[-1] != q.shape[-1]:
         return None
-    if q.dtype not in (*FLOATS, torch.float64) or k.layout != torch.strided:
+    if q.dtype not in (*FLOATS, torch.float64) or any(x.layout != torch.strided for x in given):
         return None
     no_heads = max(ranks) == 2
     q, k, v = (x.unsqueeze(at) if x.dim() == 2 else x for x in given)

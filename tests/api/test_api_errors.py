@@ -365,6 +365,8 @@ def test_other_layouts_are_refused_by_name() -> None:
         with pytest.raises(UnsupportedError, match=f"query must be a dense tensor, got a {said}"):
             attention(other, q, q)
         assert not supports(other, q, q)[0]
+    with pytest.raises(UnsupportedError, match="query must be a dense tensor, got a torch.sp"):
+        attention(q[0].to_sparse(), q, q)
     with pytest.raises(
         UnsupportedError, match="key must be a nested tensor of layout torch.jagged, as query is, got s"
     ):

@@ -36,6 +36,7 @@ __all__ = [
 
 
 HOMES = (
+    "api.ask",
     "api.attention",
     "api.pack",
     "api.tune",
@@ -59,7 +60,8 @@ def _is_command() -> bool:
 # The command line answers `--help` without torch, and says what is wrong with a torch that does not import: there the
 # names are loaded when the first of them is used. Everywhere else importing the package registers its operators.
 if TYPE_CHECKING or not _is_command():
-    from .api.attention import attention, explain, supports
+    from .api.ask import explain, supports
+    from .api.attention import attention
     from .api.pack import pack_kv
     from .api.tune import tune
     from .api.varlen import attention_varlen

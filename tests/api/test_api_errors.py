@@ -66,17 +66,20 @@ REFUSED = [
     (call(scale=math.nan), ["scale", "finite", "nan"]),
     (call(scale=-math.inf), ["scale", "finite", "inf"]),
     (call(scale=1e39), ["scale", "float32", "1e+39"]),
-    (call(scale=torch.tensor(0.1)), ["scale", "float", "Tensor"]),
+    (call(scale=torch.tensor([0.1])), ["scale", "float", "Tensor"]),
     (call(scale=True), ["scale", "bool"]),
     # shapes
-    (call(query=bf16(4, 16, 64)), ["query", "4 dimensions", "(4, 16, 64)"]),
-    (call(value=bf16(1, 1, 4, 16, 64)), ["value", "4 dimensions"]),
+    (fp8_call(query=fp8(4, 16, 64)), ["query", "4 dimensions", "(4, 16, 64)"]),
+    (fp8_call(value=fp8(1, 1, 4, 16, 64)), ["value", "4 dimensions"]),
+    (call(value=bf16(64)), ["value", "4 dimensions"]),
     (call(key=[1.0]), ["key", "torch.Tensor", "list"]),
     pytest.param(
-        call(key=bf16(2, 4, 16, 64)), ["query and key", "batch size", "1 and 2", "key (2, 4, 16, 64)"], marks=MISMATCH
+        call(query=bf16(3, 4, 16, 64), key=bf16(2, 4, 16, 64)),
+        ["query and key", "batch size", "3 and 2", "key (2, 4, 16, 64)"],
+        marks=MISMATCH,
     ),
     pytest.param(call(key=bf16(1, 4, 16, 32)), ["query and key", "head_dim", "64 and 32"], marks=MISMATCH),
-    pytest.param(call(value=bf16(1, 4, 16, 32)), ["query and value", "head_dim", "64 and 32"], marks=MISMATCH),
+    pytest.param(fp8_call(value=fp8(1, 4, 16, 32)), ["query and value", "head_dim", "64 and 32"], marks=MISMATCH),
     pytest.param(call(value=bf16(1, 4, 17, 64)), ["key and value", "tokens", "16 and 17"], marks=MISMATCH),
     pytest.param(call(value=bf16(1, 2, 16, 64)), ["key and value", "heads", "4 and 2"], marks=MISMATCH),
     (call(key=bf16(1, 2, 16, 64), value=bf16(1, 2, 16, 64)), ["enable_gqa=True", "4 heads", "2"]),
@@ -103,9 +106,12 @@ REFUSED = [
     ),
     # dtypes
     pytest.param(
-        call(query=bf16().float()), ["query", "torch.float32", "torch.bfloat16", "torch.float8_e5m2"], marks=DTYPE
+        call(**{n: bf16().float() for n in ("query", "key", "value")}),
+        ["query", "torch.float32", "torch.bfloat16", "torch.float8_e5m2"],
+        marks=DTYPE,
     ),
-    pytest.param(call(query=bf16().double()), ["query", "torch.float64"], marks=DTYPE),
+    pytest.param(call(query=bf16().float()), ["one dtype", "query torch.float32", "key torch.bfloat16"], marks=DTYPE),
+    pytest.param(call(query=bf16().int()), ["query", "torch.int32", "torch.bfloat16"], marks=DTYPE),
     pytest.param(call(value=bf16().half()), ["one dtype", "value torch.float16"], marks=DTYPE),
     pytest.param(
         fp8_call(key=fp8(dtype=E5M2)), ["one dtype", "query torch.float8_e4m3fn", "key torch.float8_e5m2"], marks=DTYPE
@@ -329,6 +335,18 @@ def test_forward_mode_is_refused(fallback: str) -> None:
     attention(q, k, v)
 
 
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
+def test_a_nan_in_a_tensor_of_descales_reaches_its_head_alone(name: str) -> None:
+    """The emulator keeps it visible; nobody reads the values of tensors (docs/results.md has what a card does)."""
+    descales = {n: torch.ones(4) for n in ("q_descale", "k_descale", "v_descale")}
+    want = attention(fp8(), fp8(), fp8(), scaling="head", **descales)
+    descales[name] = torch.tensor([1.0, 1.0, math.nan, 1.0])
+    got = attention(fp8(), fp8(), fp8(), scaling="head", **descales)
+    assert got[:, 2].isnan().all()
+    others = [0, 1, 3]
+    assert torch.equal(got[:, others], want[:, others])
+
+
 def test_the_largest_scale() -> None:
     """Kernels multiply it by log2 e in float32."""
     most = torch.finfo(torch.float32).max * math.log(2)
@@ -343,10 +361,19 @@ def test_other_layouts_are_refused_by_name() -> None:
     q = bf16()
     jagged = torch.nested.nested_tensor([torch.zeros(3, 8, 64), torch.zeros(2, 8, 64)], layout=torch.jagged)
     strided = torch.nested.nested_tensor([torch.zeros(3, 8, 64), torch.zeros(2, 8, 64)])
-    for other, said in ((q.to_sparse(), "torch.sparse_coo"), (jagged, "nested"), (strided, "nested")):
+    for other, said in ((q.to_sparse(), "torch.sparse_coo"), (strided, "nested")):
         with pytest.raises(UnsupportedError, match=f"query must be a dense tensor, got a {said}"):
             attention(other, q, q)
         assert not supports(other, q, q)[0]
+    with pytest.raises(UnsupportedError, match="query must be a dense tensor, got a torch.sp"):
+        attention(q[0].to_sparse(), q, q)
+    with pytest.raises(
+        UnsupportedError, match="key must be a nested tensor of layout torch.jagged, as query is, got s"
+    ):
+        attention(jagged, q, q)
+    assert not supports(jagged, q, q)[0] and explain(jagged, q, q).startswith("no kernel: key must be")
+    with pytest.raises(UnsupportedError, match="key must be a dense tensor, got a nested one"):
+        attention(q, jagged, jagged)
 
 
 def test_arguments_of_a_wrong_kind_are_named() -> None:

@@ -124,25 +124,64 @@ def good_descale(x: Any, shapes: list[tuple[int, ...]], largest: float) -> bool:
     return is_number(x) and SMALLEST <= x <= largest
 
 
+def in_order(x: torch.Tensor, layout: Any) -> torch.Tensor:
+    """(B, H, S, D), dimensions of size 1 for those that are not there and one batch for all others."""
+    if layout != "bhsd" and x.dim() > 2:
+        x = x.transpose(-3, -2)
+    return (
+        x.reshape(-1, *(1,) * (3 - x.dim()), *x.shape[-3:])
+        if x.numel()
+        else x.new_empty((x.shape[:-3].numel(), *(1,) * (3 - x.dim()), *x.shape[-3:]))
+    )
+
+
+def result_shape(call: dict[str, Any]) -> tuple[int, ...] | None:
+    """That of SDPA's result: batches are broadcast, and heads unless they are shared in groups; None if they cannot."""
+    shapes = []
+    for name in ("query", "key", "value"):
+        x = call[name]
+        x = x.transpose(-3, -2) if call["layout"] != "bhsd" and x.dim() > 2 else x
+        shapes.append((*(1,) * (3 - x.dim()), *x.shape))
+    (*_, heads, rows, _), (*_, k_heads, _, _), (*_, v_heads, _, columns) = shapes
+    try:
+        if call.get("enable_gqa") is True:
+            if k_heads != v_heads or heads != k_heads and (not k_heads or heads % k_heads):
+                return None
+        elif call["query"].dtype in FP8:
+            if not heads == k_heads == v_heads:
+                return None
+        else:
+            (heads,) = torch.broadcast_shapes((heads,), (k_heads,), (v_heads,))
+        batches = torch.broadcast_shapes(*(shape[:-3] for shape in shapes))
+    except RuntimeError:
+        return None
+    if all(call[name].dim() == 2 for name in ("query", "key", "value")):
+        return rows, columns
+    return (*batches, heads, rows, columns) if call["layout"] == "bhsd" else (*batches, rows, heads, columns)
+
+
 def objections(call: dict[str, Any]) -> list[str]:
     """Arguments that the docstring of `attention` rejects; not all, where the first make the rest meaningless."""
     get = call.get
     operands = ("query", "key", "value")
-    wrong = [name for name in operands if not isinstance(get(name), torch.Tensor) or get(name).dim() != 4]
+    wrong = [name for name in operands if not isinstance(get(name), torch.Tensor) or get(name).dim() < 2]
+    if not wrong and any(get(name).dtype in FP8 for name in operands):
+        wrong = [name for name in operands if get(name).dim() != 4]
     wrong += ["layout"] * (not is_one_of(get("layout", "bhsd"), "bhsd", "bshd"))
     wrong += ["scaling"] * (not is_one_of(get("scaling", "block"), "tensor", "head", "block", "token"))
     if wrong:
         return wrong
-    q, k, v = (get(n) if get("layout") == "bhsd" else get(n).transpose(1, 2) for n in operands)
+    q, k, v = (in_order(get(n), get("layout")) for n in operands)
     if q.dtype not in (*HALF, *FP8) or {q.dtype, k.dtype, v.dtype} != {q.dtype}:
         wrong.append("dtypes")
     if any(x.device.type != "cpu" or x.requires_grad for x in (q, k, v)):
         wrong.append("devices and gradients")
-    if k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or not 1 <= q.shape[3] <= 256:
+    if k.shape[2] != v.shape[2] or q.shape[3] != k.shape[3] or not q.shape[3] or max(q.shape[3], v.shape[3]) > 256:
         wrong.append("shapes")
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if heads != kv_heads and not (get("enable_gqa") is True and kv_heads and heads % kv_heads == 0):
-        wrong.append("heads")
+    if q.dtype in FP8 and (k.shape != v.shape or k.shape[0] != q.shape[0]):
+        wrong.append("shapes")
+    if result_shape(call) is None:
+        wrong.append("batches or heads")
     for name in FLAGS:
         wrong += [name] * (not isinstance(get(name, False), bool))
     wrong += ["precision"] * (not is_one_of(get("precision", "fast"), "fast", "balanced", "accurate"))
@@ -176,7 +215,7 @@ def objections(call: dict[str, Any]) -> list[str]:
         wrong.append("out_descale")
     out = get("out")
     if out is not None:
-        if not isinstance(out, torch.Tensor) or out.shape != call["query"].shape or out.requires_grad:
+        if not isinstance(out, torch.Tensor) or out.shape != result_shape(call) or out.requires_grad:
             wrong.append("out")
         elif out.dtype != (stored or (q.dtype if q.dtype in HALF else torch.bfloat16)) or out.device.type != "cpu":
             wrong.append("out")
@@ -201,6 +240,6 @@ def test_random_arguments(call: dict[str, Any]) -> None:
         return
     assert served and not expected
     out = result[0] if isinstance(result, tuple) else result
-    assert out.shape == call["query"].shape
+    assert out.shape == result_shape(call)
     extra = [call.get("return_lse", False), call.get("return_amax", False)]
     assert (len(result) if isinstance(result, tuple) else 1) == 1 + sum(extra)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from calls import arguments, split
 from reference import randn
+from torch.utils import _pytree as pytree
 
 from fp8cutlass import PackedKV, UnsupportedError, attention, explain, pack_kv, supports
 from fp8cutlass.cache.packed import HELD
@@ -399,6 +400,54 @@ def test_a_flag_of_another_type_is_refused_as_without_packing() -> None:
     q, k, v = (torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
     with pytest.raises(UnsupportedError, match="smooth_k=0 is not what key was packed with"):
         attention(q, pack_kv(k, v), smooth_k=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("smooth_k", [False, True])
+def test_it_is_a_pytree_of_its_tensors(smooth_k: bool) -> None:
+    """Caches are moved, cloned and offloaded by `tree_map`; what has no tensor goes along."""
+    packed = pack_kv(*KEYS, smooth_k=smooth_k)
+    leaves, spec = pytree.tree_flatten({"layer": packed})
+    assert len(leaves) == (5 if smooth_k else 4) and all(isinstance(x, torch.Tensor) for x in leaves)
+    again = pytree.tree_map(torch.clone, packed)
+    assert again is not packed and again.k is not packed.k and repr(again) == repr(packed)
+    for made in (again, pytree.tree_unflatten(leaves, spec)["layer"]):
+        assert torch.equal(attention(QUERY, made, enable_gqa=True), attention(QUERY, packed, enable_gqa=True))
+    names = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(packed)[0]]
+    assert names == [".k_descale", ".v_descale", *([".k_mean"] if smooth_k else []), ".k", ".v"]
+    assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+    other = pytree.tree_structure(pack_kv(*KEYS, smooth_k=smooth_k, scaling="head"))
+    assert other != pytree.tree_structure(packed)
+
+
+def test_export_takes_packed_keys() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: torch.Tensor, packed: PackedKV) -> torch.Tensor:
+            return attention(q, packed, enable_gqa=True)
+
+    program = torch.export.export(Module(), (QUERY, PACKED), strict=False)
+    assert torch.equal(program.module()(QUERY, PACKED), attention(QUERY, PACKED, enable_gqa=True))
+
+
+def test_it_moves_between_devices() -> None:
+    packed = pack_kv(*KEYS, smooth_k=True, scaling="token")
+    assert packed.to("cpu") is packed and packed.to(torch.device("cpu")) is packed
+    there = packed.to("meta")
+    assert there.device.type == "meta" and there.shape == packed.shape and there.dtype == packed.dtype
+    assert {x.device.type for x in pytree.tree_leaves(there)} == {"meta"}
+    with pytest.raises(UnsupportedError, match="key is on meta, query is on cpu"):
+        attention(QUERY, there, enable_gqa=True)
+    with pytest.raises(TypeError):
+        packed.to("cpu", torch.float16)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("made", [{}, {"smooth_k": True, "hadamard": True, "scaling": "token"}], ids=str)
+def test_torch_load_with_weights_only(made: dict[str, Any], tmp_path: Path) -> None:
+    packed = pack_kv(*KEYS, **made)
+    torch.save({"layers": [packed]}, tmp_path / "kv.pt")
+    again = torch.load(tmp_path / "kv.pt", weights_only=True)["layers"][0]
+    assert repr(again) == repr(packed)
+    assert torch.equal(attention(QUERY, again, enable_gqa=True), attention(QUERY, packed, enable_gqa=True))
+    assert (tmp_path / "kv.pt").stat().st_size < 3 * sum(x.numel() for x in pytree.tree_leaves(packed)) + 8192
 
 
 def test_torch_load_reads_packed_keys_by_default(tmp_path: Path) -> None:

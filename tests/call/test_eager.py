@@ -150,6 +150,26 @@ def test_packed_keys_by_the_short_way(made: dict[str, Any]) -> None:
     assert torch.equal(got[0], out) and torch.equal(got[1], lse)
 
 
+def test_what_the_signature_does_not_tell_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast, the value of a tensor: the next call with this signature would be another one."""
+    kept: list[Any] = []
+    monkeypatch.setattr(eager, "signature", lambda *arguments: ("signature",))
+    monkeypatch.setattr(eager, "remember", lambda *arguments: kept.append(arguments))
+    q, k, v = operands("cpu", 8)
+    packed = fp8cutlass.pack_kv(k, v)
+    with torch.autocast("cpu"):
+        fp8cutlass.attention(q.float(), k.float(), v.float())
+        fp8cutlass.attention(q, k.float(), v)
+        fp8cutlass.attention(q.float(), packed)
+    fp8cutlass.attention(q, k, v, scale=torch.tensor(0.1))  # type: ignore[arg-type]
+    fp8cutlass.attention(q.clone().requires_grad_(), k, v, backward="flash")
+    assert not kept
+    fp8cutlass.attention(q, k, v)
+    fp8cutlass.attention(q, packed)
+    fp8cutlass.attention(q[0], k[0], v[0])  # by the call on four dimensions
+    assert len(kept) == 3
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 0, 64), (0, 3, 8, 64)], ids=str)
 def test_what_needs_no_kernel_is_not_kept(shape: tuple[int, ...]) -> None:
     """The short way launches; of nothing it must not."""

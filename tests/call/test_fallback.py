@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +19,7 @@ from fp8cutlass import UnsupportedError, attention, quantize
 from fp8cutlass.call import fallback
 
 E4M3 = torch.float8_e4m3fn
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2] / "python")}
 
 
 def call(**changes: Any) -> dict[str, Any]:
@@ -71,7 +77,7 @@ def test_fallback_does_not_touch_what_a_kernel_serves() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (call(key=randn(2, 4, 16, 64, seed=2)), "batch size"),
+        (call(query=randn(3, 4, 16, 64, seed=1), key=randn(2, 4, 16, 64, seed=2)), "batch size"),
         (
             call(**{n: randn(1, 4, 16, 64, seed=3).to(E4M3) for n in ("query", "key", "value")}, dropout_p=0.5),
             "q_descale is missing",
@@ -83,6 +89,26 @@ def test_fallback_does_not_touch_what_a_kernel_serves() -> None:
 def test_fallback_is_no_way_round_an_error(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         attention(**arguments, fallback="sdpa")
+
+
+def test_a_patched_sdpa_ends_in_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that puts `attention` into the place of SDPA gets torch's attention as the fallback, not itself."""
+    q = randn(1, 4, 16, 320, seed=9)
+    want = F.scaled_dot_product_attention(q, q, q)
+    patched = partial(attention, fallback="sdpa")
+    monkeypatch.setattr(F, "scaled_dot_product_attention", patched)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", patched)
+    assert torch.equal(F.scaled_dot_product_attention(q, q, q), want)
+    code = (
+        "import torch, torch.nn.functional as F\n"
+        "def early(*a, **k): raise RuntimeError('patched before the import')\n"
+        "F.scaled_dot_product_attention = early\n"
+        "import fp8cutlass\n"
+        "q = torch.zeros(1, 1, 4, 320)\n"
+        "print(fp8cutlass.attention(q.bfloat16(), q.bfloat16(), q.bfloat16(), fallback='sdpa').shape)\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.stdout == "torch.Size([1, 1, 4, 320])\n", done.stderr
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -17,6 +17,7 @@ from fp8cutlass import log
 from fp8cutlass.choose import dispatch
 from fp8cutlass.choose.dispatch import decide
 from fp8cutlass.choose.problem import Problem
+from fp8cutlass.choose.reuse import KVForm
 from fp8cutlass.manifest import generated_dir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +58,17 @@ def test_a_decision_is_one_line_once(logger: logging.Logger, caplog: pytest.LogC
         (True, False),
         (False, True),
     ]
+
+
+def test_windows_are_logged_as_others_are(logger: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+    """Their kernels have no cell of the table; also one that reads packed keys, and a pinned one."""
+    window = dataclasses.replace(PROBLEM, window=True, causal=False, quantised=False)
+    variant, _, _ = decide(generated_dir(), window)
+    decide(generated_dir(), dataclasses.replace(window, batch=4), "", KVForm(64, variant.key_block, 14.0))
+    decide(generated_dir(), window, variant.id)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 3 and all(variant.id in text and ") window, e4m3" in text for text in texts)
+    assert ["pinned" in text for text in texts] == [False, False, True]
 
 
 def test_unset_is_one_check() -> None:

@@ -20,6 +20,7 @@ import fp8cutlass
 from fp8cutlass import UnsupportedError, explain
 from fp8cutlass.api import tune as tuner
 from fp8cutlass.call import memo as eager
+from fp8cutlass.call import supports as answers
 from fp8cutlass.call.request import request_of
 from fp8cutlass.call.settle import settle
 from fp8cutlass.choose import dispatch, tuned
@@ -215,6 +216,13 @@ def test_a_file_of_another_kind_is_refused_before_anything_is_measured(search: A
         search(*operands(), us=us)
     assert file.read_text() == "[]"
     assert search(*operands(), us=lambda i: 10.0, save=False).path is None
+
+
+def test_kept_answers_and_calls_name_the_kernel_of_before(search: Any) -> None:
+    """Both are forgotten where something was stored."""
+    eager._known[("a signature",)] = answers._answers[("a question",)] = (True, "the table's choice")  # type: ignore[assignment]
+    search(*operands(), us=lambda i: 10.0 - i)
+    assert not eager._known and not answers._answers
 
 
 def test_nothing_is_stored_when_not_asked_for(search: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from ..api.attention import attention, supports
+from ..api.ask import supports
+from ..api.attention import attention
 from ..choose.target import target
 from ..manifest import Variant, load_manifest
 from .inputs import INPUTS, Operands16, Shape

@@ -17,6 +17,7 @@ Scaling = Literal["tensor", "head", "block", "token"]
 Precision = Literal["fast", "balanced", "accurate", "high"]
 Alignment = Literal["top_left", "bottom_right"]
 Fallback = Literal["error", "sdpa"]
+Backward = Literal["none", "flash"]
 
 
 class Keywords(TypedDict, total=False):
@@ -37,6 +38,7 @@ class Keywords(TypedDict, total=False):
     out: torch.Tensor | None
     kernel: str | None
     fallback: Fallback
+    backward: Backward
 
 
 class Positional(TypedDict, total=False):
@@ -59,4 +61,15 @@ class Arguments(Positional, Keywords, total=False):
     return_amax: bool
 
 
-__all__ = ["Alignment", "Arguments", "Descale", "Fallback", "Keywords", "Layout", "Precision", "Scaling", "Unpack"]
+__all__ = [
+    "Alignment",
+    "Arguments",
+    "Backward",
+    "Descale",
+    "Fallback",
+    "Keywords",
+    "Layout",
+    "Precision",
+    "Scaling",
+    "Unpack",
+]

@@ -1,4 +1,4 @@
-"""The public functions."""
+"""``attention``."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import torch
 
 from ..cache.packed import PackedKV
 from ..call import memo
+from ..call.backward import asked, differentiable
 from ..call.call import Outputs
-from ..call.explain import describe
+from ..call.enter import Form, reshaped
 from ..call.fallback import sdpa
 from ..call.operators import execute
 from ..call.options import Options
-from ..call.plan import resolve
-from ..call.request import Request, request_of
+from ..call.request import TENSORS, Request
 from ..call.settle import settle
-from ..errors import NoKernelError, UnsupportedError
+from ..errors import NoKernelError
+from . import jagged
 
 if TYPE_CHECKING:
-    from .arguments import Arguments, Keywords, Unpack
+    from .arguments import Keywords, Unpack
 
 
 @overload
@@ -134,6 +135,7 @@ def attention(
     out: torch.Tensor | None = None,
     kernel: str | None = None,
     fallback: str = "error",
+    backward: str = "none",
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Softmax(query key^T * scale) value in FP8; the positional part is that of ``scaled_dot_product_attention``.
 
@@ -141,19 +143,25 @@ def attention(
         query: (B, H, Sq, D), or (B, Sq, H, D) with ``layout="bshd"``. bf16 and fp16 are quantised inside; float8_e4m3fn
             and float8_e5m2 come with descales. CPU (emulated) or CUDA. Any strides; a last dimension that is not
             contiguous is copied, on CUDA also rows that do not start on multiples of 16 bytes or lie 2^40 bytes apart.
-            Sq and Sk are below 2^31 - 256.
+            Sq and Sk are below 2^31 - 256. bf16 and fp16 may have any number of batch dimensions, or no heads: (S, D).
+            Nested tensors (B, H, j, D) of layout ``torch.jagged`` are served as ``attention_varlen`` serves them. Under
+            autocast operands are cast where one is float32 or their dtypes differ.
         key, value: (B, Hkv, Sk, D) or (B, Sk, Hkv, D), dtype and device of query. D is 1 to 256 and is padded with
-            zeros to the next head dim that has kernels. Sk = 0 gives zeros and an LSE of -inf. ``scaling="block"``,
-            and on Hopper every mode but "token", sums value in float32 with its descale: max |value| * 2^25 * Sk must
-            stay below 3e38. Otherwise the descale of value is applied at the end and there is no such limit.
+            zeros to the next head dim that has kernels. bf16 and fp16 share batches and heads of size 1. Their value
+            may have another D; the narrower of query and value is padded. Sk = 0 gives zeros and an LSE of -inf.
+            ``scaling="block"``, and on Hopper every mode but "token", sums value in float32 with its descale: max
+            |value| * 2^25 * Sk must stay below 3e38. Otherwise the descale of value is applied at the end and there is
+            no such limit.
             An infinity in key makes every row of its head that sees it NaN; it is no mask.
             ``key`` may be what ``pack_kv`` made of both, without a value: scaling, precision, smooth_k and hadamard are
             then those of the packing, and query is bf16 or fp16 as they were.
-        attn_mask, dropout_p: not supported; anything but None and 0.0 is refused.
+        attn_mask, dropout_p: not supported; anything but None and 0.0 is refused, except ``causal_upper_left`` and
+            ``causal_lower_right`` of ``torch.nn.attention.bias``.
         is_causal: hide from row i every key past ``i`` (``causal_alignment="top_left"``, as SDPA has it) or past
             ``i + Sk - Sq`` (``"bottom_right"``, as FlashAttention has it, refused without a mask). A row without keys
             is 0, its LSE -inf.
-        scale: softmax scale, finite, default 1 / sqrt(D). Zero and negative values are allowed.
+        scale: softmax scale, finite, default 1 / sqrt(D). Zero and negative values are allowed, numbers of numpy, and
+            tensors without dimensions, which are waited for.
         enable_gqa: needed when H is a multiple of Hkv; key and value heads are shared without being repeated.
         q_descale, k_descale, v_descale: for FP8 operands, and then all three: ``real = fp8 * descale``. A float
             from 2^-126 up, or a float32 tensor: (), (1,), (H,), (B, H) or the finest shape of the scaling mode, with
@@ -190,9 +198,12 @@ def attention(
             larger ones may overflow f16 scores or leave the range of its softmax.
         fallback: ``sdpa`` runs torch's attention when the call is well formed but no kernel serves it, and warns once
             for each set of reasons; under torch.compile while the call is traced.
+        backward: ``flash`` gives operands with ``requires_grad`` a gradient: torch's flash attention computes it from
+            this forward's result and LSE, in the dtype of query. For bf16 and fp16 operands, without a window, causal
+            with Sq = Sk, the result alone. By default such operands are refused while gradients are enabled.
 
     Returns:
-        The result in the shape of query and in its memory order, then lse and amax as asked for.
+        The result in the shape of query, with value's D, and in query's memory order, then lse and amax as asked for.
 
     Raises:
         UnsupportedError: with every reason, before anything is launched.
@@ -214,6 +225,7 @@ def attention(
         window_size,
         kernel,
         fallback,
+        backward,
     )
     signed = None
     if not torch.compiler.is_compiling() and attn_mask is None and out is None and out_descale is None:
@@ -228,15 +240,24 @@ def attention(
             return _deliver(known(*operands, *descales), layout, out)
     given = (q_descale, k_descale, v_descale, out_descale)
     request = Request(query, key, value, attn_mask, *given, out, options)
+    entered = reshaped(request)
     try:
+        if jagged.is_jagged(query):
+            return _deliver(jagged.attention(request), "bhsd", None)
+        if entered is not None:
+            if out is not None:
+                settle(request)  # checks `out`, too
+            return _deliver_reshaped(*entered, out)
         call, tensors = settle(request)
     except NoKernelError as error:
         if fallback != "sdpa":
             raise
         result = sdpa(request, error)
         return result if out is None else out.copy_(result)
+    if asked(backward, tensors):
+        return _deliver(differentiable(call, tensors), layout, out)
     outputs = execute(call, tensors)
-    if signed is not None:
+    if signed is not None and memo.taken_as_given(tensors, query, key, value, scale):
         memo.remember(signed, call, tensors)
     return _deliver(outputs, layout, out)
 
@@ -253,23 +274,14 @@ def _deliver(outputs: Outputs, layout: str, out: torch.Tensor | None) -> torch.T
     return result if amax is None else (result, amax)
 
 
-def supports(*args: Any, **kwargs: Unpack[Arguments]) -> tuple[bool, str]:
-    """Say whether ``attention(*args, **kwargs)`` would run, and by which kernel or why not. Nothing is launched.
-
-    ``fallback`` is not considered. An argument that ``attention`` does not have is a TypeError here too.
-    """
-    request = request_of(*args, **kwargs)
-    try:
-        call, tensors = settle(request)
-        plan = resolve(call, tensors.q, tensors.k)
-    except UnsupportedError as error:
-        return False, str(error)
-    return True, f"{plan.variant.id} ({plan.decision.criterion})"
-
-
-def explain(*args: Any, **kwargs: Unpack[Arguments]) -> str:
-    """Describe what ``attention(*args, **kwargs)`` would run, as text of a few lines: the kernel, the criterion and the
-    evidence behind the choice (``model`` or ``measured``), the runner-up, and whether the kernel is built for the
-    device; or every reason why there is none. Nothing is launched.
-    """
-    return describe(request_of(*args, **kwargs))
+def _deliver_reshaped(
+    request: Request, form: Form, out: torch.Tensor | None
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The same by a call on (B, H, S, D), which is remembered as others are."""
+    tensors = {name: getattr(request, name) for name in TENSORS}
+    result = form.leave(attention(**tensors, **request.options._asdict()))
+    if out is None:
+        return result
+    if isinstance(result, torch.Tensor):
+        return out.copy_(result)
+    return (out.copy_(result[0]), *result[1:])

@@ -9,14 +9,17 @@ import torch
 
 from ..cache.packed import PackedKV
 from ..call.call import parse
+from ..call.enter import autocast
 from ..call.launch import score_amax
 from ..call.operators import pack_kv as pack_kv_operator
 from ..call.plan import resolve_for
+from ..call.reasons import BHSD, wrong_dtypes, wrong_tensors
 from ..call.request import request_of
 from ..call.settle import settle
 from ..choose.target import device_of
 from ..dtypes import HALF_DTYPES
 from ..errors import UnsupportedError
+from ..tracing import constant
 
 
 def pack_kv(
@@ -62,7 +65,14 @@ def pack_kv(
     Raises:
         UnsupportedError: with every reason, before anything is launched.
     """
-    _check_tensors(key, value)
+    key, value = autocast((key, value))
+    named = (("key", key), ("value", value))
+    wrong = wrong_tensors(named, BHSD if layout == "bhsd" else ("batch", "tokens", "heads", "head_dim"))
+    wrong = wrong or wrong_dtypes(
+        named, HALF_DTYPES
+    )  # what the checks would say of a query, which there is none of yet
+    if wrong:
+        raise UnsupportedError(*wrong)
     if query_shape is None:
         query_shape = key.shape
     if len(query_shape) != 4 or any(not isinstance(size, (int, torch.SymInt)) or size < 0 for size in query_shape):
@@ -82,10 +92,11 @@ def pack_kv(
         out_descale=1.0 if out_dtype == torch.float8_e4m3fn else None,
         kernel=kernel,
     )
-    call, t = settle(request)
+    call, t = settle(request, reshape=False)
     # A range's length is a plain number where torch.compile traces: the shape of descales depends on the choice.
-    shapes = tuple(tuple(len(range(size)) for size in x.shape) for x in (t.q, t.k))
-    variant_id, key_block, amax = _choose(t.q.device.type, t.q.device.index, *shapes, call.text(), call.right)
+    q_shape, k_shape = (tuple(len(range(size)) for size in x.shape) for x in (t.q, t.k))
+    device = t.q.device
+    variant_id, key_block, amax = _choose(device.type, device.index, q_shape, k_shape, call.text(), call.right)
     k, v, k_descale, v_descale, k_mean = pack_kv_operator(t.k, t.v, variant_id, scaling, smooth_k, hadamard)
     return PackedKV(
         k=k,
@@ -93,7 +104,8 @@ def pack_kv(
         k_descale=k_descale,
         v_descale=v_descale,
         k_mean=k_mean if smooth_k else None,
-        like=key.new_empty(()).expand(t.k.shape),
+        head_dim=t.k.shape[3],
+        dtype=key.dtype,
         kernel=variant_id,
         key_block=key_block,
         amax=amax,
@@ -104,21 +116,7 @@ def pack_kv(
     )
 
 
-def _check_tensors(key: object, value: object) -> None:
-    """What the checks of ``attention`` would say of a query that there is none of yet."""
-    wrong = []
-    for name, x in (("key", key), ("value", value)):
-        if not isinstance(x, torch.Tensor):
-            wrong.append(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        elif x.dim() != 4:
-            wrong.append(f"{name} must have 4 dimensions, got shape {tuple(x.shape)}")
-        elif x.dtype not in HALF_DTYPES:
-            wrong.append(f"{name} must be one of {', '.join(map(str, HALF_DTYPES))}, got {x.dtype}")
-    if wrong:
-        raise UnsupportedError(*wrong)
-
-
-@torch.compiler.assume_constant_result
+@constant
 def _choose(
     kind: str, index: int | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...], text: str, right: int | None
 ) -> tuple[str, int, float]:

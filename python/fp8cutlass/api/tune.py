@@ -17,6 +17,7 @@ from ..call.call import Call, Tensors
 from ..call.plan import problem_of
 from ..call.request import TENSORS, Request, request_of
 from ..call.settle import settle
+from ..call.supports import forget as forget_answers
 from ..choose import dispatch, tuned
 from ..choose.dispatch import decide, serving
 from ..choose.problem import Problem
@@ -139,6 +140,7 @@ def _search(request: Request, call: Call, tensors: Tensors, timer: Timer, save: 
         tuned.store(path, [_row(manifest.directory, problem, found, best, us)])
         dispatch.forget()
         memo.forget()
+        forget_answers()
     return Tuning(problem, default, best.kernel, tuple(found), path)
 
 

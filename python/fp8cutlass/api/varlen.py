@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..call.checks import NO_TANGENTS, forward_mode
+from ..call.checks import WIDE_DTYPES
+from ..call.enter import autocast, number
 from ..call.operators import register
-from ..call.options import wrong_scale, wrong_window
-from ..call.ragged import PRECISIONS, RaggedCall, default_scale, run
-from ..dtypes import HALF_DTYPES
+from ..call.options import CHOICES, flag, one_of, wrong_kernel, wrong_scale, wrong_window
+from ..call.ragged import PRECISIONS, RaggedCall, choose, default_scale, run
+from ..call.reasons import (
+    differing,
+    for_fp8,
+    missing,
+    no_derivatives,
+    wrong_dtype,
+    wrong_dtypes,
+    wrong_groups,
+    wrong_tensors,
+)
+from ..choose.target import target
+from ..dtypes import HALF_DTYPES, OUT_NAMES
 from ..errors import NoKernelError, UnsupportedError
 
 FP8 = torch.float8_e4m3fn
+ACCEPTED = (*HALF_DTYPES, FP8)
 DESCALES = ("q_descale", "k_descale", "v_descale")
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
@@ -68,29 +83,78 @@ def attention_varlen(
     Raises:
         UnsupportedError: with every reason, before anything is launched.
     """
+    out, lse = _operator(
+        *_checked(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale,
+            causal, window_size, causal_alignment, q_descale, k_descale, v_descale, precision, out_dtype, return_lse,
+            kernel,
+        )
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def kernel_of(**arguments: Any) -> str:
+    """The kernel that serves ``attention_varlen(**arguments)``, all of them given; nothing is launched."""
+    call = _call(*_checked(**arguments))
+    if not call.q.is_cuda:
+        return "the emulator, each sequence by the kernel for its sizes"
+    return choose(target(call.q.device), call)[0].id + " (the kernel for ragged batches of its class)"
+
+
+def _checked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    causal_alignment: str,
+    q_descale: torch.Tensor | None,
+    k_descale: torch.Tensor | None,
+    v_descale: torch.Tensor | None,
+    precision: str,
+    out_dtype: torch.dtype | None,
+    return_lse: bool,
+    kernel: str | None,
+) -> tuple[Any, ...]:
+    """What the operator takes; UnsupportedError with every reason against it."""
+    q, k, v = autocast((q, k, v))
+    softmax_scale = number(softmax_scale)
     wrong = _wrong(
         (q, k, v), (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), softmax_scale, causal, window_size,
-        causal_alignment, (q_descale, k_descale, v_descale), precision, out_dtype, return_lse,
+        causal_alignment, (q_descale, k_descale, v_descale), precision, out_dtype, return_lse, kernel,
     )  # fmt: skip
     if wrong:
         raise UnsupportedError(*wrong)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise NoKernelError("q, k or v has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
-    if forward_mode():
-        raise NoKernelError(NO_TANGENTS)
+    named = [("q", q), ("k", k), ("v", v), *zip(DESCALES, (q_descale, k_descale, v_descale), strict=True)]
+    beyond = [
+        wrong_dtype(name, x, ACCEPTED) for name, x in zip("qkv", (q, k, v), strict=True) if x.dtype in WIDE_DTYPES
+    ]
+    beyond += no_derivatives(named)
+    if precision not in PRECISIONS:
+        beyond.append(f"precision={precision!r} has no kernel for ragged batches; {' and '.join(PRECISIONS)} have")
+    if out_dtype == FP8:
+        beyond.append(f"out_dtype={out_dtype} has no kernel for ragged batches; bf16 and fp16 have")
+    if beyond:
+        raise NoKernelError(*beyond)
     if not q.is_cuda and not torch.compiler.is_compiling():
         _check_lengths(q, k, cu_seqlens_q, cu_seqlens_k)
     if q_descale is not None and q_descale.dim() == 2 and q_descale.shape[1] != q.shape[1]:
         q_descale = q_descale.repeat_interleave(q.shape[1] // k.shape[1], 1)
     dtype = out_dtype or (torch.bfloat16 if q.dtype == FP8 else q.dtype)
     left, right = window_size
-    out, lse = _operator(
+    return (
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
         *(None if d is None else d.contiguous() for d in (q_descale, k_descale, v_descale)),
         max_seqlen_q, max_seqlen_k, default_scale(q.shape[2]) if softmax_scale is None else float(softmax_scale),
         left, 0 if causal else right, causal_alignment == "bottom_right", dtype, precision, return_lse, kernel or "",
     )  # fmt: skip
-    return (out, lse) if return_lse else out
 
 
 def _call(
@@ -142,24 +206,19 @@ def _wrong(
     precision: object,
     out_dtype: object,
     return_lse: object,
+    kernel: object,
 ) -> list[str]:
     """Every reason to refuse that needs no value of a tensor."""
-    q, k, v = operands
-    wrong = []
-    for name, x in zip("qkv", operands, strict=True):
-        if not isinstance(x, torch.Tensor) or x.dim() != 3:
-            shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            wrong.append(f"{name} must be a tensor (tokens, heads, head_dim), got {shape}")
+    named = list(zip("qkv", operands, strict=True))
+    wrong = wrong_tensors(named, ("tokens", "heads", "head_dim"))
     if wrong:
         return wrong
-    if k.shape != v.shape or k.shape[2] != q.shape[2]:
-        wrong.append(f"k and v must be (tokens, heads, {q.shape[2]}), got {tuple(k.shape)} and {tuple(v.shape)}")
-    if k.shape[1] == 0 or q.shape[1] % max(1, k.shape[1]):
-        wrong.append(f"the heads of q must be a multiple of those of k, got {q.shape[1]} and {k.shape[1]}")
-    if q.dtype not in (*HALF_DTYPES, FP8) or k.dtype != q.dtype or v.dtype != q.dtype:
-        wrong.append(f"q, k and v must be all bfloat16, float16 or float8_e4m3fn, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if k.device != q.device or v.device != q.device:
-        wrong.append(f"q, k and v are on {q.device}, {k.device} and {v.device}")
+    q, k, v = operands
+    wrong += differing("q", "k", [("head_dim", q.shape[2], k.shape[2])])
+    wrong += differing("q", "v", [("head_dim", q.shape[2], v.shape[2])])
+    wrong += differing("k", "v", [("heads", k.shape[1], v.shape[1]), ("tokens", k.shape[0], v.shape[0])])
+    wrong += wrong_groups("q", "k", q.shape[1], k.shape[1])
+    wrong += wrong_dtypes(named, ACCEPTED, WIDE_DTYPES)
     sequences = None
     for name, given in zip(LENGTHS, lengths, strict=True):
         if given is None and name.startswith("seqused"):
@@ -176,18 +235,18 @@ def _wrong(
         if count < 1 or (sequences is not None and count != sequences):
             wrong.append(f"{name} is for {count} sequences, cu_seqlens_q for {sequences}")
         sequences = count if sequences is None else sequences
-    if not isinstance(causal, bool) or not isinstance(return_lse, bool):
-        wrong.append(f"causal and return_lse must be True or False, got {causal!r} and {return_lse!r}")
-    if (reason := wrong_window("window_size", window)) is not None:
-        wrong.append(reason)
-    if alignment not in ("bottom_right", "top_left"):
-        wrong.append(f"causal_alignment must be bottom_right or top_left, got {alignment!r}")
-    if precision not in PRECISIONS:
-        wrong.append(f"precision must be one of {', '.join(PRECISIONS)} for a ragged batch, got {precision!r}")
-    if out_dtype not in (None, *HALF_DTYPES):
-        wrong.append(f"out_dtype must be bfloat16 or float16 for a ragged batch, got {out_dtype}")
-    if (reason := wrong_scale("softmax_scale", scale)) is not None:
-        wrong.append(reason)
+    found = [
+        flag("causal", causal),
+        flag("return_lse", return_lse),
+        wrong_window("window_size", window),
+        one_of("causal_alignment", alignment, CHOICES["causal_alignment"]),
+        one_of("precision", precision, CHOICES["precision"]),
+        wrong_scale("softmax_scale", scale),
+        wrong_kernel("kernel", kernel),
+    ]
+    wrong += [reason for reason in found if reason is not None]
+    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in OUT_NAMES):
+        wrong.append(f"out_dtype must be one of {', '.join(map(str, OUT_NAMES))}, got {out_dtype}")
     return wrong + _wrong_descales(q, k, descales, sequences)
 
 
@@ -199,8 +258,9 @@ def _wrong_descales(
         heads = (q.shape[1], k.shape[1]) if name == "q_descale" else (k.shape[1],)
         accepted = [(1,), *((sequences, h) for h in dict.fromkeys(heads))]
         if q.dtype != FP8:
-            if d is not None:
-                wrong.append(f"{name} is for FP8 operands; {q.dtype} ones are quantised inside")
+            wrong += for_fp8([name], q.dtype) if d is not None else []
+        elif d is None:
+            wrong.append(missing(name, q.dtype, f"of shape {' or '.join(map(str, accepted))}"))
         elif not isinstance(d, torch.Tensor) or d.dtype != torch.float32 or tuple(d.shape) not in accepted:
             wrong.append(f"{name} must be a float32 tensor of shape {' or '.join(map(str, accepted))}")
         elif d.device != q.device:

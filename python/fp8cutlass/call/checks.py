@@ -11,47 +11,56 @@ import torch
 from ..dtypes import DTYPE_NAMES, HALF_DTYPES, OUT_NAMES
 from ..errors import NoKernelError, UnsupportedError
 from ..quant import descale
+from . import backward
 from .options import TRANSFORMS
+from .reasons import (
+    BHSD,
+    NO_BACKWARD,
+    differing,
+    for_fp8,
+    missing,
+    no_derivatives,
+    wanted,
+    wrong_dtype,
+    wrong_dtypes,
+    wrong_groups,
+    wrong_tensors,
+)
 from .request import Request
 
 MAX_TOKENS = 2**31 - 1 - 256  # rows and keys of a tile past the end are 32-bit in the kernels
+ACCEPTED = (*HALF_DTYPES, *DTYPE_NAMES)
+WIDE_DTYPES = (torch.float32, torch.float64)  # operands that SDPA serves and no kernel
 MOST_STEPS = 1000  # of a search for an element that two tensors share
 
 
 NO_TANGENTS = "forward-mode AD is active and there are no tangents: leave its level, or detach the inputs"
 
 
-def forward_mode() -> bool:
-    """Whether a level of forward-mode AD is entered, as in ``torch.func.jvp``: an operator would drop the tangents."""
-    return torch.autograd.forward_ad._current_level >= 0
+OPERANDS = ("query", "key", "value")
+DESCALES = ("q_descale", "k_descale", "v_descale")
+FLASH = ", or pass backward='flash' for the gradient of torch's flash attention"
+
+
+def _named(request: Request, names: Iterable[str]) -> list[tuple[str, Any]]:
+    return [(name, getattr(request, name)) for name in names]
 
 
 def check_shapes(request: Request) -> None:
     """Ranks, then sizes against one another."""
-    wrong = []
-    for name in ("query", "key", "value"):
-        x = getattr(request, name)
-        if not isinstance(x, torch.Tensor):
-            wrong.append(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        elif x.is_nested or x.layout != torch.strided:
-            kind = "nested" if x.is_nested else str(x.layout)
-            wrong.append(f"{name} must be a dense tensor, got a {kind} one")
-        elif x.dim() != 4:
-            middle = "heads, tokens" if request.options.layout == "bhsd" else "tokens, heads"
-            order = f"(batch, {middle}, head_dim)"
-            wrong.append(f"{name} must have 4 dimensions {order}, got shape {tuple(x.shape)}")
+    order = BHSD if request.options.layout == "bhsd" else ("batch", "tokens", "heads", "head_dim")
+    wrong = wrong_tensors(_named(request, OPERANDS), order)
     if wrong:
         raise UnsupportedError(*wrong)
     q, k, v = request.bhsd()
-    for axis, what in ((0, "batch size"), (3, "head_dim")):
-        if k.shape[axis] != q.shape[axis]:
-            wrong.append(f"query and key differ in {what}: {q.shape[axis]} and {k.shape[axis]}")
-        if v.shape[axis] != q.shape[axis]:
-            wrong.append(f"query and value differ in {what}: {q.shape[axis]} and {v.shape[axis]}")
-    if k.shape[1] != v.shape[1]:
-        wrong.append(f"key and value differ in heads: {k.shape[1]} and {v.shape[1]}")
-    if k.shape[2] != v.shape[2]:
-        wrong.append(f"key and value differ in tokens: {k.shape[2]} and {v.shape[2]}")
+    if k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        for axis, what in ((0, "batch size"), (3, "head_dim")):
+            wrong += differing("query", "key", [(what, q.shape[axis], k.shape[axis])])
+            wrong += differing("query", "value", [(what, q.shape[axis], v.shape[axis])])
+        grouped = request.options.enable_gqa and v.shape[1] != 0 and q.shape[1] % v.shape[1] == 0
+        if not grouped:  # else check_features
+            wrong += differing("key", "value", [("heads", k.shape[1], v.shape[1])])
+        wrong += differing("key", "value", [("tokens", k.shape[2], v.shape[2])])
     if not torch.compiler.is_compiling():  # no guard on a size that no memory holds but an expanded tensor's
         for name, x in (("query", q), ("key", k)):
             if x.shape[2] > MAX_TOKENS:
@@ -62,8 +71,7 @@ def check_shapes(request: Request) -> None:
             wrong.append(
                 f"query has {heads} heads and key has {kv_heads}: pass enable_gqa=True to share key and value heads"
             )
-        if kv_heads == 0 or heads % kv_heads:
-            wrong.append(f"the heads of query must be a multiple of those of key, got {heads} and {kv_heads}")
+        wrong += wrong_groups("query", "key", heads, kv_heads)
     if wrong:
         shapes = ", ".join(f"{name} {tuple(getattr(request, name).shape)}" for name in ("query", "key", "value"))
         raise UnsupportedError(*wrong, f"given, in layout {request.options.layout}: {shapes}")
@@ -71,16 +79,8 @@ def check_shapes(request: Request) -> None:
 
 def check_types(request: Request) -> None:
     """Dtypes and devices of the tensors, and what the output type needs."""
-    q, k, v = request.query, request.key, request.value
-    wrong = []
-    accepted = (*HALF_DTYPES, *DTYPE_NAMES)
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.dtype not in accepted:
-            wrong.append(f"{name} has dtype {x.dtype}; accepted are {', '.join(map(str, accepted))}")
-        if x.device != q.device:
-            wrong.append(f"{name} is on {x.device}, query is on {q.device}")
-    if not wrong and (k.dtype != q.dtype or v.dtype != q.dtype):
-        wrong.append(f"query, key and value must share one dtype, got query {q.dtype}, key {k.dtype}, value {v.dtype}")
+    q = request.query
+    wrong = wrong_dtypes(_named(request, OPERANDS), ACCEPTED, WIDE_DTYPES)
     if q.dtype in DTYPE_NAMES:
         on = [name for name in TRANSFORMS if getattr(request.options, name)]
         wrong += [f"{name} is for bf16 and fp16 operands; {q.dtype} ones are quantised already" for name in on]
@@ -102,16 +102,13 @@ def check_descales(request: Request, granularity: Sequence[str]) -> None:
     """FP8 operands need their descales, others may not have any."""
     wrong = []
     fp8 = request.query.dtype in DTYPE_NAMES
-    names = ("q_descale", "k_descale", "v_descale")
-    for name, x, shared_by in zip(names, request.bhsd(), granularity, strict=True):
+    for name, x, shared_by in zip(DESCALES, request.bhsd(), granularity, strict=True):
         given = getattr(request, name)
         if fp8 and given is None:
-            wrong.append(
-                f"{name} is missing: {x.dtype} operands need the float32 factor that multiplies back, "
-                f"a float or a tensor of shape {descale.canonical_shape(shared_by, x.shape)}"
-            )
+            shape = f"a float or a tensor of shape {descale.canonical_shape(shared_by, x.shape)}"
+            wrong.append(missing(name, x.dtype, shape))
         elif given is not None and not fp8:
-            wrong.append(f"{name} is for FP8 operands; {x.dtype} ones are quantised inside")
+            wrong += for_fp8([name], x.dtype)
         elif given is not None:
             wrong += descale.refuse(name, given, shared_by, x.shape, x.device)
     if wrong:
@@ -123,43 +120,40 @@ def check_features(request: Request) -> None:
     wrong = []
     if request.attn_mask is not None:
         wrong.append("attn_mask is not supported; accepted are None and is_causal=True")
+    if request.key.shape != request.value.shape:
+        k, v = request.bhsd()[1:]
+        wrong += differing("key", "value", [("heads", k.shape[1], v.shape[1])])
+    if request.query.dtype in WIDE_DTYPES:
+        wrong += [wrong_dtype(name, x, ACCEPTED) for name, x in _named(request, OPERANDS)]
     if not isinstance(request.options.dropout_p, (int, float)) or request.options.dropout_p != 0.0:
-        wrong.append(f"dropout_p is not supported; accepted is 0.0, got {request.options.dropout_p}")
-    if torch.is_grad_enabled():
-        named: tuple[tuple[str, Any], ...] = (
-            ("query", request.query),
-            ("key", request.key),
-            ("value", request.value),
-            ("q_descale", request.q_descale),
-            ("k_descale", request.k_descale),
-            ("v_descale", request.v_descale),
-            ("out_descale", request.out_descale),
-        )
-        for name, x in named:
-            if isinstance(x, torch.Tensor) and x.requires_grad:
-                wrong.append(f"{name} has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
-    if forward_mode():
-        wrong.append(NO_TANGENTS)
+        given = "" if torch.compiler.is_compiling() else f", got {request.options.dropout_p}"  # no text of a SymFloat
+        wrong.append(f"dropout_p is not supported; accepted is 0.0{given}")
+    differentiable = wanted(_named(request, OPERANDS))
+    if differentiable and request.options.backward == "flash":
+        wrong += backward.refused(request)
+    else:
+        wrong += [f"{name} has {NO_BACKWARD}{FLASH}" for name in differentiable]
+    wrong += no_derivatives(_named(request, (*DESCALES, "out_descale")))
     if wrong:
         raise NoKernelError(*wrong)
 
 
-def check_out(request: Request, out_dtype: torch.dtype) -> None:
-    """``out=`` takes the result of the shape and layout of query, by ``copy_``: any strides will do."""
+def check_out(request: Request, out_dtype: torch.dtype, shape: Sequence[int]) -> None:
+    """``out=`` takes the result, of this shape and in the layout of query, by ``copy_``: any strides will do."""
     out, query = request.out, request.query
     if out is None:
         return
     if not isinstance(out, torch.Tensor):
         raise UnsupportedError(f"out must be a torch.Tensor or None, got {type(out).__name__}")
     wrong = []
-    if out.shape != query.shape:
-        wrong.append(f"out has shape {tuple(out.shape)}, the result has {tuple(query.shape)}")
+    if tuple(out.shape) != tuple(shape):
+        wrong.append(f"out has shape {tuple(out.shape)}, the result has {tuple(shape)}")
     if out.dtype != out_dtype:
         wrong.append(f"out has dtype {out.dtype}, the result has {out_dtype}")
     if out.device != query.device:
         wrong.append(f"out is on {out.device}, query is on {query.device}")
     if torch.is_grad_enabled() and out.requires_grad:
-        wrong.append("out has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
+        wrong.append(f"out has {NO_BACKWARD}")
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         wrong.append(f"out is expanded: shape {tuple(out.shape)}, strides {out.stride()}")
     elif not torch.compiler.is_compiling() and _overlaps_itself(out):

@@ -6,6 +6,7 @@ from ..choose.target import target
 from ..errors import UnsupportedError
 from ..manifest import KEY_BLOCK
 from ..native.attend import faster_way
+from .backward import asked
 from .call import Call, Tensors
 from .launch import score_amax
 from .options import TRANSFORMS
@@ -36,6 +37,8 @@ def describe(request: Request) -> str:
         lines.append(f"keys:      packed with amax {call.amax:g}{holder}")
     if call.mask == "window":
         lines.append(f"window:    {_end(call.left)} keys before and {_end(call.right)} after a row's own")
+    if asked(request.options.backward, tensors):
+        lines.append("gradient:  torch's flash attention, from the result and the LSE of this call")
     if variant.schedule != "multistage":
         form = variant.unrolled_for(keys)
         tiles = "" if form is None else f"; tiles unrolled for {form[0]} to {form[1]} keys"

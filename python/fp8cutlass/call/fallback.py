@@ -3,20 +3,21 @@ the warning comes once, while it traces."""
 
 from __future__ import annotations
 
-import math
 import warnings
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention  # as it was, whatever a program puts into its place
 
 from ..choose.target import granularities
 from ..dtypes import DTYPE_NAMES
 from ..errors import UnsupportedError
 from ..quant.descale import to_canonical
 from ..quant.quantize import dequantize
-from .request import Request, opened
-from .settle import visible
+from ..tracing import constant
+from .enter import opened
+from .options import visible
+from .request import Request
 
+_sdpa = torch._C._nn.scaled_dot_product_attention  # torch.nn.functional's may have been replaced by `attention`
 _warned: set[str] = set()
 
 
@@ -48,23 +49,29 @@ def sdpa(request: Request, cause: UnsupportedError) -> torch.Tensor:
         )
     mask, causal = request.attn_mask, options.is_causal
     left, right = visible(options)
-    rows, keys = q.shape[2], k.shape[2]
+    rows, keys = q.shape[-2], k.shape[-2]
     shift = keys - rows if options.causal_alignment == "bottom_right" else 0
     if left is not None or right is not None and (right + shift or not causal):
         if mask is not None:
             raise UnsupportedError(*cause.reasons, "attn_mask excludes is_causal=True and a window_size") from cause
+        if q.is_nested:
+            raise UnsupportedError(*cause.reasons, "torch's attention has no such mask of nested tensors") from cause
         mask = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
         mask = mask if right is None else mask.tril(shift + right)
         mask = mask if left is None else mask.triu(shift - left)
         causal = False
-    scale = 1.0 / math.sqrt(q.shape[3]) if options.scale is None else options.scale
-    out = scaled_dot_product_attention(
-        q, k, v, mask, options.dropout_p, causal, scale=scale, enable_gqa=options.enable_gqa
-    ).to(out_dtype)
-    return out if options.layout == "bhsd" else out.transpose(1, 2)
+    try:
+        out = _sdpa(q, k, v, mask, options.dropout_p, causal, scale=options.scale, enable_gqa=options.enable_gqa)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        raise UnsupportedError(*cause.reasons, f"torch's attention does not serve it either: {said}") from error
+    out = out.to(out_dtype)
+    return out if options.layout == "bhsd" or out.dim() == 2 else out.transpose(-3, -2)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _warn(text: str) -> None:
     """Once for each set of reasons in a process; the warning filters of the program apply."""
     if text in _warned:

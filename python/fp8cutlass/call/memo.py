@@ -71,8 +71,17 @@ def signature(query: Any, key: Any, value: Any, descales: tuple[Any, ...], optio
             )
             return (*signed, *_of_others(descales, grad)) if descales else signed
         if type(key) is PackedKV and value is None and not descales:
-            held = (key.like, key.k, key.v, key.k_descale, key.v_descale, key.k_mean)
-            settled = (key.key_block, key.amax, key.scaling, key.precision, key.smooth_k, key.hadamard)
+            held = (key.k, key.v, key.k_descale, key.v_descale, key.k_mean)
+            settled = (
+                key.head_dim,
+                key.dtype,
+                key.key_block,
+                key.amax,
+                key.scaling,
+                key.precision,
+                key.smooth_k,
+                key.hadamard,
+            )
             return (*_of_others((query, *held), grad), settled, options, *map(type, _numbers(options)))
     except (_Unknown, RuntimeError):  # a layout without strides or data
         return None
@@ -105,6 +114,14 @@ def look_up(signed: Signature) -> Known | None:
         return _known.get(signed)
     except TypeError:  # an option that cannot be hashed; the long way refuses it
         return None
+
+
+def taken_as_given(tensors: Tensors, query: torch.Tensor, key: Any, value: Any, scale: Any) -> bool:
+    """Whether a call was made of these arguments themselves: autocast is no part of the signature, nor is the value of
+    a scale that is a tensor."""
+    if isinstance(scale, torch.Tensor) or tensors.q.dtype != query.dtype:
+        return False
+    return isinstance(key, PackedKV) or key.dtype == value.dtype == query.dtype
 
 
 def remember(signed: Signature, call: Call, tensors: Tensors) -> None:

@@ -33,10 +33,22 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     """Define an operator on CPU and CUDA, ``fake`` for tensors without memory, and return it."""
     name = schema.split("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, run, device)
+    _library.impl(name, _without_autocast(run), "CPU")
+    _library.impl(name, run, "CUDA")
     torch.library.register_fake(f"fp8cutlass::{name}", fake, lib=_library)
     return getattr(torch.ops.fp8cutlass, name).default
+
+
+def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The emulator's products are float32, whatever autocast makes of those of the program."""
+
+    def inside(*args: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return run(*args)
+        with torch.autocast("cpu", enabled=False):
+            return run(*args)
+
+    return inside
 
 
 def execute(call: Call, t: Tensors) -> Outputs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ class Options(NamedTuple):
     window_size: tuple[int, int] = (-1, -1)
     kernel: str | None = None
     fallback: str = "error"
+    backward: str = "none"
 
 
 CHOICES = {
@@ -37,6 +38,7 @@ CHOICES = {
     "precision": ("fast", "balanced", "accurate", "high"),
     "causal_alignment": ("top_left", "bottom_right"),
     "fallback": ("error", "sdpa"),
+    "backward": ("none", "flash"),
 }
 TRANSFORMS = {  # of operands that are quantised inside, in the order in which they are applied; the text of `explain`
     "smooth_k": "the mean of some keys of a head subtracted from all (smooth_k)",
@@ -45,14 +47,19 @@ TRANSFORMS = {  # of operands that are quantised inside, in the order in which t
 F16_SCORES = ("fast", "balanced")  # precisions whose kernels want operands in the range of f16 scores
 
 
-def _one_of(name: str, given: Any) -> str | None:
-    accepted = CHOICES[name]
+def _choice(name: str, given: Any) -> str | None:
+    return one_of(name, given, CHOICES[name])
+
+
+def one_of(name: str, given: Any, accepted: Sequence[str]) -> str | None:
+    """Why ``given`` is none of the accepted words; None if it is one."""
     if isinstance(given, str) and given in accepted:
         return None
     return f"{name} must be one of {', '.join(accepted)}, got {given!r}"
 
 
-def _flag(name: str, given: Any) -> str | None:
+def flag(name: str, given: Any) -> str | None:
+    """Why ``given`` is neither True nor False; None if it is."""
     return None if isinstance(given, bool) else f"{name} must be True or False, got {given!r}"
 
 
@@ -60,7 +67,8 @@ def _scaling(name: str, given: Any) -> str | None:  # which words there are, the
     return None if isinstance(given, str) else f"{name} must be the name of a scaling mode, got {given!r}"
 
 
-def _kernel(name: str, given: Any) -> str | None:
+def wrong_kernel(name: str, given: Any) -> str | None:
+    """Why ``given`` is no id of a variant and not None; None if it is."""
     if given is None or (isinstance(given, str) and given):
         return None
     return f"{name} must be the id of a variant or None, got {given!r}"
@@ -87,21 +95,30 @@ def wrong_window(name: str, given: Any) -> str | None:
 
 # Of each option what is wrong with a value by itself. What needs the tensors is in :mod:`.checks`.
 RULES: dict[str, Callable[[str, Any], str | None]] = {
-    "layout": _one_of,
-    "precision": _one_of,
-    "causal_alignment": _one_of,
-    "fallback": _one_of,
+    "layout": _choice,
+    "precision": _choice,
+    "causal_alignment": _choice,
+    "fallback": _choice,
+    "backward": _choice,
     "scaling": _scaling,
-    "is_causal": _flag,
-    "enable_gqa": _flag,
-    "smooth_k": _flag,
-    "hadamard": _flag,
-    "return_lse": _flag,
-    "return_amax": _flag,
-    "kernel": _kernel,
+    "is_causal": flag,
+    "enable_gqa": flag,
+    "smooth_k": flag,
+    "hadamard": flag,
+    "return_lse": flag,
+    "return_amax": flag,
+    "kernel": wrong_kernel,
     "scale": wrong_scale,
     "window_size": wrong_window,
 }
+
+
+def visible(options: Options) -> tuple[int | None, int | None]:
+    """How many keys a row sees before and after its own; None for all. ``is_causal`` ends a window at the row's own."""
+    left, right = options.window_size
+    if options.is_causal:
+        right = 0
+    return (None if left < 0 else left), (None if right < 0 else right)
 
 
 def check_options(options: Options) -> None:

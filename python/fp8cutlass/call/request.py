@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..cache.packed import HELD, PackedKV
-from ..errors import UnsupportedError
+from ..cache.packed import PackedKV
 from .options import Options
 
 DEFAULTS = Options()
@@ -20,7 +19,7 @@ TENSORS = ("query", "key", "value", "attn_mask", "q_descale", "k_descale", "v_de
 class Request:
     """The arguments of ``attention``, unchecked; ``attention`` documents them.
 
-    Where key is a PackedKV, :func:`opened` puts it into ``packed`` and a tensor into its place.
+    Where key is a PackedKV, ``enter.opened`` puts it into ``packed`` and a tensor into its place.
     """
 
     query: torch.Tensor
@@ -36,10 +35,11 @@ class Request:
     packed: PackedKV | None = None
 
     def bhsd(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """query, key and value viewed as (B, H, S, D); the tensors are known to have four dimensions."""
+        """query, key and value viewed as (..., H, S, D)."""
         if self.options.layout == "bhsd":
             return self.query, self.key, self.value
-        return self.query.transpose(1, 2), self.key.transpose(1, 2), self.value.transpose(1, 2)
+        q, k, v = (x.transpose(-3, -2) if x.dim() > 2 else x for x in (self.query, self.key, self.value))
+        return q, k, v
 
 
 def request_of(*args: Any, **kwargs: Any) -> Request:
@@ -58,28 +58,3 @@ def request_of(*args: Any, **kwargs: Any) -> Request:
             raise TypeError(f"attention() misses the argument {name!r}")
     options = Options(**{name: given.pop(name) for name in Options._fields if name in given})
     return Request(**given, options=options)
-
-
-def opened(request: Request) -> Request:
-    """The request itself; where its key is packed one on tensors, so that everything that is known of calls holds for
-    it: ``like`` stands for key and value, and what packing has settled is filled in.
-
-    UnsupportedError for arguments that say otherwise.
-    """
-    packed = request.key
-    if not isinstance(packed, PackedKV):
-        return request
-    wrong = []
-    if request.value is not None:
-        wrong.append(f"value must be None where key is a PackedKV, which holds it, got {type(request.value).__name__}")
-    for name in HELD:
-        given, held = getattr(request.options, name), getattr(packed, name)
-        if not any(type(given) is type(fits) and given == fits for fits in (held, getattr(DEFAULTS, name))):
-            wrong.append(
-                f"{name}={given!r} is not what key was packed with, {name}={held!r}: leave it out, or pack again"
-            )
-    if wrong:
-        raise UnsupportedError(*wrong)
-    like = packed.like.transpose(1, 2) if request.options.layout == "bshd" else packed.like
-    options = request.options._replace(**{name: getattr(packed, name) for name in HELD})
-    return replace(request, key=like, value=like, packed=packed, options=options)

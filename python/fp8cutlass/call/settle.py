@@ -14,16 +14,21 @@ from ..manifest import KEY_BLOCK
 from ..quant.descale import all_canonical, to_canonical
 from . import checks
 from .call import Call, Tensors, mask_of
-from .options import F16_SCORES, Options, check_options
-from .request import Request, opened
+from .enter import opened, reshaped
+from .options import F16_SCORES, Options, check_options, visible
+from .request import Request
 
 
-def settle(request: Request, *, shipped: bool = False) -> tuple[Call, Tensors]:
+def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> tuple[Call, Tensors]:
     """Check a request; UnsupportedError says what is wrong with it or which kernel is missing.
 
-    With ``shipped`` the shipped table answers even if nothing is built for the device.
+    With ``shipped`` the shipped table answers even if nothing is built for the device. Without ``reshape`` tensors of
+    another form than (B, H, S, D) are refused.
     """
-    request = opened(request)
+    given = request = opened(request)
+    entered = reshaped(request) if reshape else None
+    if entered is not None:
+        request, _ = entered
     options, packed = request.options, request.packed
     check_options(options)
     checks.check_shapes(request)
@@ -33,7 +38,7 @@ def settle(request: Request, *, shipped: bool = False) -> tuple[Call, Tensors]:
     q, k, v = request.bhsd()
     half = q.dtype not in DTYPE_NAMES
     out_dtype = options.out_dtype or (q.dtype if half else torch.bfloat16)
-    checks.check_out(request, out_dtype)
+    checks.check_out(given, out_dtype, given.query.shape if entered is None else entered[1].shape)
     checks.check_features(request)
     # FP8 operands may hold anything up to 448, which f16 scores do not: whoever pins a kernel has seen to it.
     fits = half or options.kernel or options.precision not in F16_SCORES
@@ -65,17 +70,9 @@ def settle(request: Request, *, shipped: bool = False) -> tuple[Call, Tensors]:
         return call, Tensors(q, packed.k, packed.v, *held)
     if half:
         return call, Tensors(q, k, v, out_descale=out_descale)
-    given = (request.q_descale, request.k_descale, request.v_descale)
-    q_descale, k_descale, v_descale = all_canonical(given, granularity, (q, k, v))
+    descales = (request.q_descale, request.k_descale, request.v_descale)
+    q_descale, k_descale, v_descale = all_canonical(descales, granularity, (q, k, v))
     return call, Tensors(q, k, v, q_descale, k_descale, v_descale, out_descale)
-
-
-def visible(options: Options) -> tuple[int | None, int | None]:
-    """How many keys a row sees before and after its own; None for all. ``is_causal`` ends a window at the row's own."""
-    left, right = options.window_size
-    if options.is_causal:
-        right = 0
-    return (None if left < 0 else left), (None if right < 0 else right)
 
 
 def _check_served(options: Options, q: torch.Tensor, out: str, mask: str, precision: str, shipped: bool) -> None:

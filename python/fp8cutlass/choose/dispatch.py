@@ -115,7 +115,7 @@ def decide(
     if kernel:
         decision = pinned(manifest, problem, kernel)
     elif problem.window:
-        return _for_window(manifest, problem, form)
+        decision = _for_window(manifest, problem, form)
     elif form is None and (measured := _tuned(manifest, problem)) is not None:
         decision = measured
     else:
@@ -128,7 +128,7 @@ def decide(
         decision = load_times(directory).explain(cell, manifest)
     if decision.variant is None:
         raise NoKernelError(refusal(problem.arch, manifest.profile, decision.reason))
-    if form is not None:
+    if form is not None and (kernel or not problem.window):  # a window's kernel was chosen by the form
         near = explained(load_table(directory).near(key), manifest)
         rest = unchosen(manifest, problem, decision.variant)
         decision = readable(decision, near, rest, manifest, form, problem.scaling, bool(kernel))
@@ -138,7 +138,7 @@ def decide(
     return manifest.find(str(decision.variant)), manifest.index[str(decision.variant)], decision
 
 
-def _for_window(manifest: Manifest, problem: Problem, form: KVForm | None) -> tuple[Variant, int, Decision]:
+def _for_window(manifest: Manifest, problem: Problem, form: KVForm | None) -> Decision:
     head_dim = problem.head_dim if form is None else form.head_dim
     axes = (problem.dtype, problem.out, problem.scaling, problem.precision)
     padded = padded_head_dim(head_dim, manifest.head_dims[problem.arch])
@@ -151,9 +151,7 @@ def _for_window(manifest: Manifest, problem: Problem, form: KVForm | None) -> tu
             remedy = f"pack key and value with kernel={served[0].id!r}"
             raise NoKernelError(f"no kernel for this window reads the packed keys: {needs}", remedy)
         decision = for_window(problem, reading)
-    if decision.variant is None:
-        raise NoKernelError(refusal(problem.arch, manifest.profile, decision.reason))
-    return manifest.find(decision.variant), manifest.index[decision.variant], decision
+    return decision
 
 
 def _tuned(manifest: Manifest, problem: Problem) -> Decision | None:

@@ -100,7 +100,7 @@ class Table:
             found = _Class(kernels, self._classes[next(self._named(rest[0][1]))].rows)
         else:
             found = _Class(kernels, self._grid(rivals, rest))
-        if any(at >= len(kernels) for row in found.rows for at in row):
+        if found.rows and max(map(max, found.rows)) >= len(kernels):
             raise ValueError(f"class {name} chooses more kernels than it has")
         for of in self._named(name):
             self._classes[of] = found
@@ -113,7 +113,7 @@ class Table:
         letters = {letter: i for i, (letter, _) in enumerate(rivals)}
         if [bucket for bucket, _ in rows] != buckets or any(len(row) != loads for _, row in rows):
             raise ValueError(f"{rivals} have no {loads} letters for each of {', '.join(buckets)} keys")
-        return tuple(tuple(letters[letter] for letter in row) for _, row in rows)
+        return tuple(tuple(map(letters.__getitem__, row)) for _, row in rows)
 
     def _named(self, name: str) -> Iterator[tuple[object, ...]]:
         """The classes of a line: lists of values, or * for all."""

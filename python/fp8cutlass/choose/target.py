@@ -17,6 +17,7 @@ import torch
 from ..errors import NoKernelError, UnsupportedError
 from ..manifest import generated_dir, load_manifest
 from ..native import extension
+from ..tracing import constant
 from .dispatch import load_table, refusal
 from .problem import CPU_ARCH, CPU_SM_COUNT
 from .special import no_window_kernel, window_kernels
@@ -64,7 +65,7 @@ def device_of(kind: str, index: int | None) -> torch.device:
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def head_dims(kind: str, index: int | None, shipped: bool) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The head dims that a device has kernels for, ascending; or none, and the reasons."""
     try:
@@ -74,7 +75,7 @@ def head_dims(kind: str, index: int | None, shipped: bool) -> tuple[tuple[int, .
     return load_manifest(at.directory).head_dims[at.arch], ()
 
 
-@torch.compiler.assume_constant_result
+@constant
 def granularities(scaling: str) -> tuple[str, str, str]:
     """What shares a descale in Q, K and V; UnsupportedError lists the scaling modes. The same for every device."""
     modes = load_manifest(generated_dir()).scaling
@@ -83,7 +84,7 @@ def granularities(scaling: str) -> tuple[str, str, str]:
     return modes[scaling]["q"], modes[scaling]["k"], modes[scaling]["v"]
 
 
-@torch.compiler.assume_constant_result
+@constant
 def unserved(
     kind: str,
     index: int | None,

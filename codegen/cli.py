@@ -11,6 +11,7 @@ import click
 from codegen.arch import TARGETS
 from codegen.axes import Operand, Out, Scaling
 from codegen.cover import committed
+from codegen.decode import ALL as ALL_DECODES
 from codegen.evidence import EvidenceError
 from codegen.explain import explain as explain_text
 from codegen.families import model_card
@@ -31,7 +32,7 @@ from codegen.options import (
 )
 from codegen.outputs import files
 from codegen.profiles import PROFILES, of_profile, profile_of
-from codegen.render import environment, render_kernel
+from codegen.render import environment, render_decode, render_kernel
 from codegen.select import select
 from codegen.writer import compare, is_ours, write
 
@@ -135,8 +136,13 @@ def list_variants(
 @main.command()
 @click.argument("variant_id", metavar="ID")
 def render(variant_id: str) -> None:
-    """The source of one kernel, emitted or outranked."""
-    click.echo(render_kernel(requested(variant_id), environment()), nl=False)
+    """The source of one kernel, emitted or outranked, or of one of decode."""
+    decodes = {d.id: d for d in ALL_DECODES}
+    if variant_id in decodes:
+        text = render_decode(decodes[variant_id], environment())
+    else:
+        text = render_kernel(requested(variant_id), environment())
+    click.echo(text, nl=False)
 
 
 @main.command()

@@ -265,4 +265,6 @@ def test_render_prints_a_kernel(dev: Path) -> None:
     for v in (DEV[0], DEV[-1]):
         assert run("render", v.id).output == (dev / v.family / f"{v.id}.cu").read_text()
     assert run("render", HOPPER).output.startswith(f"// {HOPPER}\n")
+    decode = decodes_of("dev", tuple(TARGETS))[0]
+    assert run("render", decode.id).output == (dev / decode.path).read_text()
     assert "LINEAR-TOKEN" in run("render", ILLEGAL, code=FAILS).output

@@ -11,12 +11,13 @@ from typing import Any, cast
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..api.arguments import Layout
 from ..api.varlen import attention_varlen
 from ..errors import UnsupportedError
 from .dense import attend, count_ragged
 
 DOOR = "sage"
-LAYOUTS = {"HND": "bhsd", "NHD": "bshd"}
+LAYOUTS: dict[str, Layout] = {"HND": "bhsd", "NHD": "bshd"}
 # What SageAttention's variants take and what is no part of the result here: their kinds of INT8 and of accumulators.
 SETTINGS = {
     "qk_quant_gran": ("per_warp", "per_thread"),

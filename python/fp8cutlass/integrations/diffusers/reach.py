@@ -24,7 +24,7 @@ def way_of(module: torch.nn.Module) -> str | None:
     attention, or the dispatcher for its default. None: it has no attention. Else the reason why it is not reached."""
     processor = getattr(module, "processor", None)
     caller = module if processor is None else processor
-    owner = type(caller)
+    owner: Any = type(caller)
     code = owner.forward if isinstance(caller, torch.nn.Module) else owner.__call__
     found = _called(code, owner, DEEPEST)
     if processor is None:
@@ -93,7 +93,8 @@ def _watched(kind: Any) -> type:
 def watch(module: torch.nn.Module, door: str, accuracy: Accuracy) -> None:
     """Serve the calls of torch's attention inside ``module`` from now on."""
     if not isinstance(module, Watched):
-        module.__class__ = _watched(type(module))
+        kind: Any = type(module)
+        module.__class__ = _watched(kind)
     processor = getattr(module, "processor", None)
     module._fp8cutlass = (door, type(module if processor is None else processor).__name__, accuracy)  # type: ignore
 

@@ -279,6 +279,30 @@ def test_the_lse_is_that_of_torch() -> None:
     assert got.shape == lse.shape and 0 < float((got - lse).abs().max()) < 0.3
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3)])
+def test_strides_are_those_of_torch(order: tuple[int, ...]) -> None:
+    """Compiled code relies on them."""
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    q = Q.permute(order).contiguous().permute([order.index(i) for i in range(4)])
+    want = operator(q, K, V)
+    with provider.provided(device="cpu"):
+        got = operator(q, K, V)
+        quantized = QUANTIZED(*(x.to(torch.float8_e4m3fn) for x in (q, K, V)), *[torch.ones(2, 4)] * 3)
+    assert [x.stride() for x in got] == [x.stride() for x in want] and not torch.equal(got[0], want[0])
+    assert quantized[0].stride() == q.stride()
+
+
+def test_multi_head_attention_compiles_with_the_provider() -> None:
+    module = torch.nn.MultiheadAttention(256, 4, batch_first=True, dtype=torch.bfloat16).eval()
+    x = randn(2, 40, 256, seed=5)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        before = module(x, x, x, need_weights=False)[0]
+        with provider.provided(device="cpu"), stats.collect() as seen:
+            out = torch.compile(module, backend="aot_eager")(x, x, x, need_weights=False)[0]
+    assert counted(seen) == {"served": 1} and relative_l2(out, before.double()) < BOUND
+
+
 def test_causal_with_unequal_lengths_stays_torchs() -> None:
     q, k, v = operands(keys=56)
     before = F.scaled_dot_product_attention(q, k, v, is_causal=True)

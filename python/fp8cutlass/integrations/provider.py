@@ -133,6 +133,7 @@ def _install(device: str, accuracy: Accuracy) -> Handle:
 
 def _flash_result(query: torch.Tensor, key: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> tuple[Any, ...]:
     """out, lse, the two empty places of ragged batches, the lengths, the random state of dropout, no debug mask."""
+    out = _in_order(query, out)
     state = torch.empty(2, dtype=torch.uint64, device=query.device)
     unused = torch.empty((), dtype=torch.uint64, device=query.device)
     debug = torch.empty(0, dtype=query.dtype, device=query.device)
@@ -140,7 +141,13 @@ def _flash_result(query: torch.Tensor, key: torch.Tensor, out: torch.Tensor, lse
 
 
 def _cpu_result(query: torch.Tensor, key: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> tuple[Any, ...]:
-    return out, lse
+    return _in_order(query, out), lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _in_order(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The result with the strides that torch's operators promise to compiled code."""
+    like = torch.empty_like(query, dtype=out.dtype)
+    return out if out.stride() == like.stride() else like.copy_(out)
 
 
 def _dense(

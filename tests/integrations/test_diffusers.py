@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import types
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -252,11 +253,12 @@ def test_a_watched_module_stays_what_it_is() -> None:
         out = tiny.run(model, given)
     assert counts(seen) == {("JointAttnProcessor2_0", ""): 2}
     del inner.forward
-    other = copy.deepcopy(model)
+    others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     torch.nn.init.zeros_(model.proj_out.weight)
-    with stats.collect() as seen:
-        assert torch.equal(tiny.run(other, given), out)
-    assert counts(seen) == {("JointAttnProcessor2_0", ""): 2}
+    for other in others:
+        with stats.collect() as seen:
+            assert torch.equal(tiny.run(other, given), out)
+        assert counts(seen) == {("JointAttnProcessor2_0", ""): 2}
     fp8.disable(model)
     assert [type(module) for module in model.modules()] == kinds
 

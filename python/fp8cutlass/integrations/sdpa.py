@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..stats import Reason, count_fallback
 from .dense import Accuracy, accuracy_of, attend
 
 _sdpa = F.scaled_dot_product_attention  # as it was, whatever a program puts into its place
@@ -36,9 +37,12 @@ class AttentionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _sdpa:
             return self.attend(*args, **kwargs)
-        if func is F.multi_head_attention_forward and not torch.compiler.is_compiling():
-            with self:  # torch calls it outside the mode; what it calls is to be seen
-                return _multi_head_attention(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            if torch.compiler.is_compiling():  # its `unflatten` inside a mode would break the graph
+                count_fallback(self.door, "MultiheadAttention", Reason.POLICY, "torch.compile", at=args[0])
+            else:
+                with self:  # torch calls it outside the mode; what it calls is to be seen
+                    return _multi_head_attention(*args, **kwargs)
         return func(*args, **kwargs)
 
     def attend(

@@ -83,6 +83,15 @@ class Watched:
         with _Mode(*self._fp8cutlass):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Its class has no name of its own by which a pickle could find it."""
+        return _made, (type(self).__mro__[2],), self.__dict__
+
+
+def _made(kind: Any) -> Any:
+    made = _watched(kind)
+    return made.__new__(made)
+
 
 @cache
 def _watched(kind: Any) -> type:

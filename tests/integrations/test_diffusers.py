@@ -283,6 +283,9 @@ def test_names_are_read_from_code() -> None:
     assert reach.way_of(attention) == reach.WATCHED
     attention.set_processor(diffusers.models.attention_processor.AttnProcessor())
     assert "AttnProcessor computes attention itself" == reach.way_of(attention)
+    adapter = diffusers.models.attention_processor.IPAdapterAttnProcessor2_0(32, 16)  # a module with a call of its own
+    attention.set_processor(adapter)
+    assert reach.way_of(attention) == reach.WATCHED
 
 
 def test_context_parallel_over_two_processes(tmp_path: Path) -> None:

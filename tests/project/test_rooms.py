@@ -19,7 +19,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"quant", "choose", "cache", "call"},
     "integrations": {"api", "cache"},
     "accuracy": {"quant", "emulator", "choose", "call", "api"},
-    "integrations": {"api"},
     "cli": {"emulator", "native", "choose", "call", "api", "accuracy"},
 }
 OPEN = {"__init__", "__main__"}  # the package's own front doors

@@ -62,13 +62,13 @@ def refusal(
         return Reason.DROPOUT
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return Reason.GRAD
-    if query.is_nested or query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+    if query.is_nested or min(query.dim(), key.dim(), value.dim()) < 3:
         return Reason.LAYOUT
     if query.dtype not in (torch.bfloat16, torch.float16) or key.dtype != query.dtype or value.dtype != query.dtype:
         return Reason.DTYPE
     if query.device != key.device or query.device.type not in ("cpu", "cuda"):
         return Reason.DEVICE
-    return Reason.HEAD_DIM if query.shape[3] > WIDEST else None
+    return Reason.HEAD_DIM if query.shape[-1] > WIDEST else None
 
 
 def attend(
@@ -102,8 +102,8 @@ def attend(
     if reason is None:
         reason = refusal(q, k, v, attn_mask, dropout_p)
     if reason is None and not short:
-        least = minimum_length(q.shape[3], is_causal, q.is_cuda)
-        if least and q.shape[2 if layout == "bhsd" else 1] < least:
+        least = minimum_length(q.shape[-1], is_causal, q.is_cuda)
+        if least and q.shape[-2 if layout == "bhsd" else -3] < least:
             reason = Reason.SHORT
     text = ""
     if reason is None:
@@ -126,19 +126,18 @@ def attend(
 
 def _misfit(query: torch.Tensor, value: torch.Tensor) -> Reason:
     """Of a call that torch may serve and this package refuses: shapes that broadcast, values of another width."""
-    return Reason.HEAD_DIM if value.shape[3] != query.shape[3] else Reason.LAYOUT
+    return Reason.HEAD_DIM if value.shape[-1] != query.shape[-1] else Reason.LAYOUT
 
 
 def effort(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool = False, layout: str = "bhsd"
 ) -> int:
-    """The work of a call as ``stats`` counts it; 0 of tensors without 4 dimensions."""
-    if query.is_nested or query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+    """The work of a call as ``stats`` counts it; 0 of tensors that are no dense ones of 3 dimensions at least."""
+    if query.is_nested or min(query.dim(), key.dim(), value.dim()) < 3:
         return 0
-    heads, tokens = (1, 2) if layout == "bhsd" else (2, 1)
-    width = key.shape[3] + value.shape[3]
-    batch = query.shape[0]
-    return stats.work(batch, query.shape[heads], query.shape[tokens], key.shape[tokens], width, causal=causal)
+    tokens = -2 if layout == "bhsd" else -3
+    rows, keys, width = query.shape[tokens], key.shape[tokens], query.shape[-1]
+    return stats.work(query.numel() // max(1, rows * width), 1, rows, keys, width + value.shape[-1], causal=causal)
 
 
 def count_ragged(

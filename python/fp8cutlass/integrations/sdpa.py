@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..stats import Reason, count_fallback
 from .dense import Accuracy, accuracy_of, attend
 
-_sdpa = F.scaled_dot_product_attention  # as it was, whatever a program puts into its place
+_sdpa = torch._C._nn.scaled_dot_product_attention  # `F` may hold what a program put into its place
 
 
 class AttentionMode(TorchFunctionMode):

@@ -25,7 +25,9 @@ def way_of(module: torch.nn.Module) -> str | None:
     processor = getattr(module, "processor", None)
     caller = module if processor is None else processor
     owner: Any = type(caller)
-    code = owner.forward if isinstance(caller, torch.nn.Module) else owner.__call__
+    code = owner.__call__
+    if code in (torch.nn.Module.__call__, Watched.__call__):
+        code = owner.forward
     found = _called(code, owner, DEEPEST)
     if processor is None:
         return WATCHED if found else None
@@ -90,7 +92,7 @@ class Watched:
 
 def _made(kind: Any) -> Any:
     made = _watched(kind)
-    return made.__new__(made)
+    return object.__new__(made)
 
 
 @cache

@@ -230,6 +230,22 @@ def test_a_block_gives_back_the_provider_before_it() -> None:
     assert current() == "outer"
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has flash attention for CUDA")
+@pytest.mark.usefixtures("restored")
+def test_a_torch_without_cuda_says_so_and_keeps_what_was_there() -> None:
+    provider.register("outer", device="cpu")
+    provider.activate("outer")
+    with pytest.raises(UnsupportedError, match="no flash attention for cuda"), use_fp8(provider=True):
+        pass
+    assert current() == "outer"
+
+
+def test_an_old_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
+    with pytest.raises(UnsupportedError, match="too old"):
+        provider.register()
+
+
 def test_the_math_backend_is_not_exchanged() -> None:
     with provider.provided(device="cpu"), sdpa_kernel(SDPBackend.MATH), stats.collect() as seen:
         SERVED["plain"]()

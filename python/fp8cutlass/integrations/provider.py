@@ -52,8 +52,10 @@ def register(name: str = NAME, *, device: str = "cuda", **accuracy: Any) -> None
         accuracy: ``scaling``, ``precision``, ``smooth_k``, ``hadamard`` of :func:`fp8cutlass.attention`.
 
     Raises:
-        TypeError: an unknown argument. ValueError: another device.
+        TypeError: an unknown argument. ValueError: another device. UnsupportedError: torch is too old.
     """
+    if not hasattr(torch_attention, "register_flash_attention_impl"):
+        raise UnsupportedError(f"flash attention cannot be exchanged in torch {torch.__version__}: it is too old")
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device must be cuda or cpu, got {device!r}")
     chosen = accuracy_of("register", accuracy)
@@ -100,12 +102,13 @@ def provided(*, device: str = "cuda", **accuracy: Any) -> Iterator[None]:
     """
     before = torch_attention.current_flash_attention_impl()
     register(NAME, device=device, **accuracy)
-    torch_attention.activate_flash_attention_impl(NAME)
     try:
+        torch_attention.activate_flash_attention_impl(NAME)
         with sdpa_kernel(_flash_first(), set_priority=True):
             yield
     finally:
-        torch_attention.restore_flash_attention_impl()
+        if torch_attention.current_flash_attention_impl() is not None:
+            torch_attention.restore_flash_attention_impl()
         if before is not None:
             torch_attention.activate_flash_attention_impl(before)
 
@@ -123,7 +126,10 @@ def _install(device: str, accuracy: Accuracy) -> Handle:
     key = device.upper()
     dense, result = (DENSE, _flash_result) if device == "cuda" else (DENSE_CPU, _cpu_result)
     library = torch.library.Library("aten", "IMPL", key)
-    original = torch.library.get_kernel(f"aten::{dense}", key)  # before it is overridden
+    try:
+        original = torch.library.get_kernel(f"aten::{dense}", key)  # before it is overridden
+    except RuntimeError as error:
+        raise UnsupportedError(f"this torch has no flash attention for {device} that could be exchanged") from error
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel.*")
         library.impl(dense, partial(_dense, original, result, accuracy), key, with_keyset=True)

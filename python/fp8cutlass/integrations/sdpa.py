@@ -91,7 +91,7 @@ def use_fp8(*, provider: bool = False, **accuracy: Any) -> Iterator[None]:
     ``torch`` with the reason: a mask, dropout, a gradient, float32, a head_dim without kernels.
 
     Raises:
-        TypeError: an unknown argument.
+        TypeError: an unknown argument. UnsupportedError: torch has no flash attention to be exchanged.
     """
     chosen = accuracy_of("use_fp8", accuracy)
     if provider:

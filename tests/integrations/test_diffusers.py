@@ -137,6 +137,32 @@ def test_a_pipeline_is_reached_part_by_part() -> None:
         fp8.enable(types.SimpleNamespace())
 
 
+def test_a_pipeline_makes_the_same_picture() -> None:
+    """Two steps of two layers, then the VAE's one layer."""
+    pipeline = tiny.dit_pipeline()
+
+    def picture() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(3)
+        made = pipeline([1, 2], generator=generator, num_inference_steps=2, output_type="np").images
+        return torch.from_numpy(made)
+
+    before = picture()
+    fp8.enable(pipeline)
+    with stats.collect() as seen:
+        out = picture()
+    assert counts(seen) == {("AttnProcessor2_0", ""): 5}
+    assert 0 < relative_l2(out, before.double()) < BOUND
+    fp8.disable(pipeline)
+    assert torch.equal(picture(), before)
+
+
+def test_the_checks_of_diffusers_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch._AttentionBackendRegistry, "_checks_enabled", True)
+    assert dispatched(*operands())[2] == {("", ""): 1}
+    with pytest.raises(ValueError, match="same dtype"):
+        dispatch.dispatch_attention_fn(*operands()[:2], operands()[2].float(), backend=fp8.register())
+
+
 def test_accuracy_belongs_to_a_name() -> None:
     q = randn(1, 40, 2, 64, seed=1)
     k = randn(1, 40, 2, 64, seed=2) + 20.0

@@ -102,6 +102,11 @@ def test_causal_with_unequal_lengths_has_no_meaning() -> None:
         sageattn(*operands(rows=24), is_causal=True)
 
 
+def test_other_ranks_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="4 dimensions"):
+        sageattn(*(x[0] for x in operands()))
+
+
 def test_variants_take_their_settings_by_name() -> None:
     plain = sageattn(*operands())
     for variant, settings in (

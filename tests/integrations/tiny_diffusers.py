@@ -180,6 +180,18 @@ def sana() -> tuple[Any, dict[str, Any]]:
     }
 
 
+def dit_pipeline() -> Any:
+    """A pipeline that needs no text: noise and the number of a class."""
+    torch.manual_seed(0)
+    transformer = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=8, num_layers=2, sample_size=8,
+        num_embeds_ada_norm=1000,
+    )  # fmt: skip
+    pipeline = diffusers.DiTPipeline(transformer.to(BF16).eval(), autoencoder()[0].to(BF16), diffusers.DDIMScheduler())
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
 def built(make: Callable[[], tuple[Any, dict[str, Any]]]) -> tuple[Any, dict[str, Any]]:
     """The model in bf16 and its inputs, the same in each call."""
     torch.manual_seed(0)

@@ -63,6 +63,9 @@ def sageattn(
         raise UnsupportedError(f"tensor_layout must be HND or NHD, got {tensor_layout!r}")
     if smooth_v:
         raise UnsupportedError("smooth_v=True is not served")
+    if not q.dim() == k.dim() == v.dim() == 4:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise UnsupportedError(f"q, k and v must have 4 dimensions, got {shapes}")
     heads, tokens = (1, 2) if tensor_layout == "HND" else (2, 1)
     if is_causal and q.shape[tokens] != k.shape[tokens]:
         raise UnsupportedError(

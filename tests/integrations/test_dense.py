@@ -10,7 +10,7 @@ import torch
 from reference import randn
 
 from fp8cutlass import stats
-from fp8cutlass.integrations import dense, set_minimum_length
+from fp8cutlass.integrations import dense, flash, sage, set_minimum_length
 from fp8cutlass.stats import Reason
 
 
@@ -72,3 +72,22 @@ def test_why_a_call_is_refused() -> None:
         ((wide, wide, wide), Reason.HEAD_DIM),
     ):
         assert dense.refusal(*arguments) == reason
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_functions_of_other_libraries_compile_to_one_graph(dynamic: bool | None, masked: bool) -> None:
+    """Sizes may be symbols. torch's attention takes none for a bool."""
+    mask = torch.ones(40, 40, dtype=torch.bool).tril() if masked else None
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = sage.sageattn(q, k, v, attn_mask=mask)
+        return out if masked else out + flash.flash_attn_func(q, k, v, causal=True)
+
+    q, k, v = (randn(2, 40, 40, 64, seed=seed) for seed in range(3))
+    torch._dynamo.reset()
+    with torch.no_grad(), stats.collect() as seen:
+        out = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)(q, k, v)
+    assert torch.equal(out, step(q, k, v))
+    kinds = {(key.door, key.kind) for key in seen.result().counts}
+    assert kinds == ({("sage", "fallback")} if masked else {("sage", "served"), ("flash", "served")})

@@ -72,7 +72,7 @@ def sageattn(
             f"is_causal needs as many rows as keys, got {q.shape[tokens]} and {k.shape[tokens]}: which key is a row's "
             "own is not defined. fp8cutlass.attention has causal_alignment"
         )
-    gqa = bool(q.shape[heads] != k.shape[heads])  # not a symbol of torch.compile
+    gqa = True if q.shape[heads] != k.shape[heads] else False  # a bool, also where sizes are symbols
     result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = attend(
         DOOR, "sageattn", q, k, v,
         attn_mask=attn_mask, is_causal=is_causal, scale=sm_scale, enable_gqa=gqa, layout=LAYOUTS[tensor_layout],

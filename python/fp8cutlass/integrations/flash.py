@@ -1,0 +1,157 @@
+"""FlashAttention's functions by their names, for code that is written for them.
+
+Queries, keys and values are (B, S, H, D); a mask or a window is aligned with the last row and the last key. Arguments
+after the tensors go by name, as their order differs between versions of FlashAttention. What has no FP8 kernel raises
+``UnsupportedError``: there is nothing to fall back to.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from .. import stats
+from ..api.attention import attention
+from ..api.varlen import attention_varlen
+from ..errors import UnsupportedError
+from .dense import count_ragged, effort, for_query_heads
+
+DOOR = "flash"
+NO_WINDOW = (-1, -1)
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] | None = NO_WINDOW,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    return_attn_probs: bool = False,
+    return_softmax_lse: bool = False,
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    attention_chunk: int = 0,
+    deterministic: bool = False,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Result:
+    """Attention of a batch of equal lengths.
+
+    Args:
+        q: (B, Sq, H, D), bf16 or fp16; or FP8 with descales, which gives bf16.
+        k, v: (B, Sk, Hkv, D). H is a multiple of Hkv.
+        softmax_scale: default 1 / sqrt(D).
+        causal: row i sees the keys up to ``i + Sk - Sq``.
+        window_size: (left, right): row i sees ``left`` keys before and ``right`` keys after key ``i + Sk - Sq``. -1, or
+            None for both, is all.
+        q_descale, k_descale, v_descale: for FP8 operands, float32 (B, Hkv), also for q; or (B, H) for q.
+            ``real = fp8 * descale``.
+        return_attn_probs, return_softmax_lse: also return the LSE. Probabilities are never returned.
+        dropout_p, softcap, alibi_slopes, qv, attention_chunk: no other values than the defaults are served.
+        deterministic, num_splits, pack_gqa, sm_margin: settings of FlashAttention's kernels, which change no result.
+
+    Returns:
+        (B, Sq, H, D), then the natural-log LSE (B, H, Sq) float32 if asked for. Rows that see no key are 0.
+
+    Raises:
+        UnsupportedError: an argument that is not served, by name; a call without a kernel.
+    """
+    _refuse("flash_attn_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, qv=qv,
+            attention_chunk=attention_chunk)  # fmt: skip
+    window = NO_WINDOW if window_size is None else window_size
+    if q_descale is not None:
+        q_descale = for_query_heads(q_descale, q.shape[2])
+    result = attention(
+        q, k, v, None, 0.0, causal, softmax_scale, q.dim() == 4 and k.dim() == 4 and q.shape[2] != k.shape[2],
+        layout="bshd",
+        window_size=window,
+        causal_alignment="bottom_right" if causal or window != NO_WINDOW else "top_left",
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        scaling="block" if q_descale is None else "head",
+        return_lse=return_attn_probs or return_softmax_lse,
+    )  # fmt: skip
+    stats.count_served(DOOR, "flash_attn_func", work=effort(q, k, v, causal, "bshd"), at=q)
+    return cast(Result, result)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] | None = NO_WINDOW,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    return_attn_probs: bool = False,
+    return_softmax_lse: bool = False,
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    attention_chunk: int = 0,
+    block_table: torch.Tensor | None = None,
+    deterministic: bool = False,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Result:
+    """Attention of sequences of unequal lengths whose tokens lie one after the other.
+
+    Args:
+        q: (T, H, D). k, v: (Tk, Hkv, D). See :func:`flash_attn_func` for types and for what is not said here.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32: where the tokens of each sequence begin, and the last end.
+        max_seqlen_q, max_seqlen_k: at least the largest lengths.
+        seqused_q, seqused_k: (sequences,) int32: how many tokens of each sequence count; None for all.
+        q_descale, k_descale, v_descale: for FP8 operands, float32 (sequences, Hkv).
+        block_table: keys in pages are not served here.
+
+    Returns:
+        (T, H, D), then the natural-log LSE (H, T) float32 if asked for.
+
+    Raises:
+        UnsupportedError: an argument that is not served, by name; a call without a kernel.
+    """
+    _refuse("flash_attn_varlen_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, qv=qv,
+            attention_chunk=attention_chunk, block_table=block_table)  # fmt: skip
+    result = attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal,
+        NO_WINDOW if window_size is None else window_size,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        return_lse=return_attn_probs or return_softmax_lse,
+    )  # fmt: skip
+    count_ragged(DOOR, "flash_attn_varlen_func", q, k, cu_seqlens_q, causal)
+    return result
+
+
+def _refuse(function: str, **given: object) -> None:
+    """UnsupportedError for what is neither None nor 0."""
+    wrong = [
+        f"{function}: {name} is not served"
+        for name, value in given.items()
+        if value is not None and (isinstance(value, torch.Tensor) or value)
+    ]
+    if wrong:
+        raise UnsupportedError(*wrong)

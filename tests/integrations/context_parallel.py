@@ -1,0 +1,54 @@
+"""One of two processes over which diffusers spreads a sequence; test_diffusers.py starts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models import attention_dispatch as dispatch
+from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+from torch.distributed.device_mesh import init_device_mesh
+
+from fp8cutlass import UnsupportedError, stats
+from fp8cutlass.integrations import diffusers as fp8
+
+WORLD = 2
+WAYS = {"ring": {"ring_degree": WORLD}, "ulysses": {"ulysses_degree": WORLD}}
+
+
+def operands() -> tuple[torch.Tensor, ...]:
+    """The whole sequence, (B, S, H, D)."""
+    torch.manual_seed(0)
+    return tuple(torch.randn(1, 48, 4, 32, dtype=torch.bfloat16) for _ in range(3))
+
+
+def worker(rank: int, folder: str) -> None:
+    """Writes to ``folder``, for each way, this rank's part of the result, what was counted, and what was refused."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
+    member = fp8.register()
+    found: dict[str, Any] = {}
+    for way, degree in WAYS.items():
+        config = ContextParallelConfig(**degree)
+        parallel = ParallelConfig(context_parallel_config=config)
+        mesh = init_device_mesh("cpu", config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
+        parallel.setup(rank, WORLD, torch.device("cpu"), mesh=mesh)
+        mine = [x.chunk(WORLD, 1)[rank].contiguous() for x in operands()]
+        given: dict[str, Any] = {"backend": member, "parallel_config": parallel}
+        with torch.no_grad(), stats.collect() as seen:
+            out = dispatch.dispatch_attention_fn(*mine, scale=0.1, **given)
+        served = (seen.result().served.calls, seen.result().fallback.calls)
+        with stats.collect() as seen, torch.no_grad():
+            try:
+                dispatch.dispatch_attention_fn(*(x.float() for x in mine), **given)
+                wide = "ran"
+            except ValueError as error:
+                wide = str(error)
+        try:
+            dispatch.dispatch_attention_fn(*mine, attention_kwargs={"unknown": 1}, **given)
+            unknown = "ran"
+        except UnsupportedError as error:
+            unknown = str(error)
+        reasons = sorted({key.what for key in seen.result().counts})
+        found[way] = {"out": out, "served": served, "wide": wide, "reasons": reasons, "unknown": unknown}
+    torch.save(found, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()

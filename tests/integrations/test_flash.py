@@ -1,0 +1,146 @@
+"""FlashAttention's names: the same results as attention in float64, and no argument that is swallowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from reference import masked64, randn, relative_l2
+
+from fp8cutlass import UnsupportedError, quantize, stats
+from fp8cutlass.integrations.flash import flash_attn_func, flash_attn_varlen_func
+
+BOUND = 0.06  # relative L2; losing a mask or a scale of these operands gives 0.3 and more
+
+
+def operands(rows: int = 40, keys: int = 56, heads: int = 4, kv_heads: int = 2) -> tuple[torch.Tensor, ...]:
+    """(B, S, H, D)."""
+    shapes = ((2, rows, heads, 64), (2, keys, kv_heads, 64), (2, keys, kv_heads, 64))
+    return tuple(randn(*shape, seed=seed) for seed, shape in enumerate(shapes))
+
+
+def wanted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float = 0.125) -> Any:
+    return masked64(*(x.transpose(1, 2) for x in (q, k, v)), scale, seen)
+
+
+def band(rows: int, keys: int, left: int = -1, right: int = -1) -> torch.Tensor:
+    """What FlashAttention's window shows: beside key ``i + keys - rows`` of row i."""
+    distance = torch.arange(keys)[None] - torch.arange(rows)[:, None] - (keys - rows)
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    seen &= distance >= -left if left >= 0 else True
+    return seen & (distance <= right) if right >= 0 else seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left", "right"),
+    [
+        ({}, -1, -1),
+        ({"causal": True}, -1, 0),
+        ({"window_size": (8, -1)}, 8, -1),
+        ({"window_size": (8, 4)}, 8, 4),
+        ({"window_size": (8, 4), "causal": True}, 8, 0),
+        ({"window_size": None, "deterministic": True, "num_splits": 4, "sm_margin": 8}, -1, -1),
+    ],
+)
+@pytest.mark.parametrize("rows", [40, 56])
+def test_masks_are_aligned_with_the_end(arguments: dict[str, Any], left: int, right: int, rows: int) -> None:
+    q, k, v = operands(rows)
+    want = wanted(q, k, v, band(rows, 56, left, right))
+    with stats.collect() as seen:
+        out, lse = flash_attn_func(q, k, v, return_attn_probs=True, **arguments)
+    assert out.shape == q.shape and relative_l2(out.transpose(1, 2), want.out) < BOUND
+    assert lse.shape == (2, 4, rows) and float((lse - want.lse).abs().max()) < 0.3
+    assert torch.equal(flash_attn_func(q, k, v, **arguments), out)
+    assert (seen.result().served.calls, seen.result().fallback.calls) == (1, 0)
+
+
+def test_the_scale_is_taken() -> None:
+    q, k, v = operands()
+    want = wanted(q, k, v, band(40, 56), 0.05)
+    assert relative_l2(flash_attn_func(q, k, v, softmax_scale=0.05).transpose(1, 2), want.out) < BOUND
+
+
+@pytest.mark.parametrize("of_query", ["kv_heads", "heads"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_descales_are_those_of_flash_attention_3(of_query: str, ragged: bool) -> None:
+    """(B, Hkv) for all three; the heads of a group share q's."""
+    q, k, v = operands(56)
+    k, v = 3 * k, 5 * v
+    q = q * torch.tensor([1.0, 1.0, 4.0, 4.0])[:, None].to(q)
+    pairs = [quantize(x.transpose(1, 2), granularity="head") for x in (q, k, v)]
+    groups = pairs[0][1].view(2, 2, 2)
+    shared = groups.amax(2)  # one of each pair of heads
+    q8 = (q.transpose(1, 2).float() / shared.repeat_interleave(2, 1)[:, :, None, None]).to(torch.float8_e4m3fn)
+    q_descale = shared if of_query == "kv_heads" else shared.repeat_interleave(2, 1)
+    descales = {"q_descale": q_descale, "k_descale": pairs[1][1], "v_descale": pairs[2][1]}
+    fp8 = [x.transpose(1, 2) for x in (q8, pairs[1][0], pairs[2][0])]
+    want = wanted(q, k, v, band(56, 56, right=0))
+    if ragged:
+        ends = torch.tensor([0, 56, 112], dtype=torch.int32)
+        flat = [x.reshape(112, *x.shape[2:]) for x in fp8]
+        out = flash_attn_varlen_func(*flat, ends, ends, 56, 56, causal=True, **descales).view(2, 56, 4, 64)
+    else:
+        out = flash_attn_func(*fp8, causal=True, **descales)
+    assert out.dtype == torch.bfloat16 and relative_l2(out.transpose(1, 2), want.out) < 2 * BOUND
+    wrong = {**descales, "k_descale": torch.ones_like(pairs[1][1])}
+    if not ragged:
+        assert relative_l2(flash_attn_func(*fp8, causal=True, **wrong).transpose(1, 2), want.out) > 4 * BOUND
+
+
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window_size": (6, 2)}])
+def test_ragged_batches(arguments: dict[str, Any]) -> None:
+    lengths = [(24, 24), (16, 40)]
+    q, k, v = randn(40, 4, 64, seed=1), randn(64, 2, 64, seed=2), randn(64, 2, 64, seed=3)
+    ends = [torch.tensor([0, a, a + b], dtype=torch.int32) for a, b in zip(*lengths, strict=True)]
+    with stats.collect() as seen:
+        out, lse = flash_attn_varlen_func(q, k, v, *ends, 24, 40, return_softmax_lse=True, **arguments)
+    assert lse.shape == (4, 40) and (seen.result().served.calls, seen.result().fallback.calls) == (1, 0)
+    left, right = arguments.get("window_size", (-1, -1))
+    right = 0 if arguments.get("causal") else right
+    for rows, keys in (((0, 24), (0, 24)), ((24, 40), (24, 64))):
+        part = [x[slice(*at)][None] for x, at in ((q, rows), (k, keys), (v, keys))]
+        want = wanted(*part, band(rows[1] - rows[0], keys[1] - keys[0], left, right))
+        assert relative_l2(out[None, slice(*rows)].transpose(1, 2), want.out) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dropout_p", 0.1),
+        ("softcap", 30.0),
+        ("alibi_slopes", torch.zeros(4)),
+        ("qv", torch.zeros(1)),
+        ("attention_chunk", 128),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(name: str, value: Any) -> None:
+    q, k, v = operands()
+    with pytest.raises(UnsupportedError, match=f"flash_attn_func: {name}"):
+        flash_attn_func(q, k, v, **{name: value})
+    ends = torch.tensor([0, 40, 80], dtype=torch.int32)
+    flat = [x[:, :40].reshape(80, *x.shape[2:]) for x in (q, k, v)]
+    with pytest.raises(UnsupportedError, match=f"flash_attn_varlen_func: {name}"):
+        flash_attn_varlen_func(*flat, ends, ends, 40, 40, **{name: value})
+
+
+def test_pages_are_refused_by_name() -> None:
+    flat = [x.reshape(-1, *x.shape[2:]) for x in operands(40, 40)]
+    ends = torch.tensor([0, 40, 80], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="block_table"):
+        flash_attn_varlen_func(*flat, ends, ends, 40, 40, block_table=torch.zeros(2, 1, dtype=torch.int32))
+
+
+def test_the_fourth_argument_means_dropout_or_the_scale_and_goes_by_name() -> None:
+    with pytest.raises(TypeError):
+        flash_attn_func(*operands(), 0.5)  # type: ignore[misc]
+    with pytest.raises(TypeError, match="learnable_sink"):
+        flash_attn_func(*operands(), learnable_sink=None)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("missing", ["q_descale", "k_descale", "v_descale"])
+def test_fp8_needs_all_descales(missing: str) -> None:
+    fp8 = [x.to(torch.float8_e4m3fn) for x in operands()]
+    given = {name: torch.ones(2, 2) for name in ("q_descale", "k_descale", "v_descale") if name != missing}
+    with pytest.raises(UnsupportedError, match=missing):
+        flash_attn_func(*fp8, **given)

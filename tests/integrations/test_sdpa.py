@@ -1,0 +1,344 @@
+"""`use_fp8` and the provider of flash attention. On the CPU the provider exchanges the CPU's flash attention."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import randn, relative_l2
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import current_flash_attention_impl as current
+
+from fp8cutlass import UnsupportedError, quantize, stats
+from fp8cutlass.integrations import provider, set_minimum_length
+from fp8cutlass.integrations.sdpa import use_fp8
+
+BOUND = 0.06
+QUANTIZED = torch.ops.aten._scaled_dot_product_flash_attention.quantized
+
+
+def operands(kv_heads: int = 4, keys: int = 40) -> tuple[torch.Tensor, ...]:
+    shapes = ((2, 4, 40, 64), (2, kv_heads, keys, 64), (2, kv_heads, keys, 64))
+    return tuple(randn(*shape, seed=seed) for seed, shape in enumerate(shapes))
+
+
+Q, K, V = operands()
+MASK = torch.ones(40, 40, dtype=torch.bool).tril(3)
+
+
+def counted(seen: stats.Collected) -> dict[str, int]:
+    return {key.what or key.kind: count.calls for key, count in seen.result().counts.items()}
+
+
+@pytest.fixture(params=["mode", "provider"])
+def fp8(request: pytest.FixtureRequest) -> Callable[[], AbstractContextManager[None]]:
+    """The two ways of `use_fp8`, the second for the CPU."""
+    return use_fp8 if request.param == "mode" else lambda: provider.provided(device="cpu")
+
+
+SERVED: dict[str, Callable[[], torch.Tensor]] = {
+    "plain": lambda: F.scaled_dot_product_attention(Q, K, V),
+    "causal": lambda: F.scaled_dot_product_attention(Q, K, V, is_causal=True),
+    "scale": lambda: F.scaled_dot_product_attention(Q, K, V, scale=0.05),
+    "by name": lambda: F.scaled_dot_product_attention(query=Q, key=K, value=V, attn_mask=None, dropout_p=0.0),
+    "gqa": lambda: F.scaled_dot_product_attention(Q, K[:, :2], V[:, :2], enable_gqa=True),
+}
+LEFT: dict[str, Callable[[], torch.Tensor]] = {
+    "mask": lambda: F.scaled_dot_product_attention(Q, K, V, MASK),
+    "dtype": lambda: F.scaled_dot_product_attention(Q.float(), K.float(), V.float()),
+}
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_calls_are_served(fp8: Callable[[], Any], case: str) -> None:
+    before = SERVED[case]()
+    with fp8(), stats.collect() as seen:
+        out = SERVED[case]()
+    assert counted(seen) == {"served": 1} and 0 < relative_l2(out, before.double()) < BOUND
+    assert torch.equal(SERVED[case](), before)
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_others_run_as_before_bit_by_bit(fp8: Callable[[], Any], case: str) -> None:
+    before = LEFT[case]()
+    with fp8(), stats.collect() as seen:
+        out = LEFT[case]()
+    assert counted(seen) == {case: 1} and torch.equal(out, before)
+
+
+def test_training_goes_on(fp8: Callable[[], Any]) -> None:
+    def gradient() -> torch.Tensor:
+        q = Q.clone().requires_grad_()
+        F.scaled_dot_product_attention(q, K, V).float().square().sum().backward()
+        assert q.grad is not None
+        return q.grad
+
+    before = gradient()
+    with fp8(), stats.collect() as seen:
+        assert torch.equal(gradient(), before)
+    assert counted(seen) == {"grad": 1}
+
+
+def test_dropout_is_torchs() -> None:
+    with use_fp8(), stats.collect() as seen:
+        out = F.scaled_dot_product_attention(Q, K, V, dropout_p=0.5)
+    assert out.shape == Q.shape and counted(seen) == {"dropout": 1}
+
+
+@pytest.mark.parametrize("dimensions", [3, 4])
+def test_shapes_that_torch_takes_are_taken(dimensions: int) -> None:
+    """A batch that broadcasts, and three dimensions; whether they are served is the package's own affair."""
+    q, k, v = (Q, K[:1], V[:1]) if dimensions == 4 else (Q[0], K[0], V[0])
+    want = F.scaled_dot_product_attention(q, k, v)
+    with use_fp8(), stats.collect() as seen:
+        out = F.scaled_dot_product_attention(q, k, v)
+    assert sum(counted(seen).values()) == 1 and relative_l2(out, want.double()) < BOUND
+    (key,) = seen.result().counts
+    assert torch.equal(out, want) == (key.kind == "fallback") and seen.result().counts[key].work > 0
+
+
+def test_wrong_shapes_are_torchs_errors() -> None:
+    with use_fp8(), stats.collect() as seen, pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(Q, K[..., :32], V)
+    assert seen.result().fallback.calls == 1
+
+
+def test_autocast_casts_before(fp8: Callable[[], Any]) -> None:
+    """Float32 weights under autocast; the emulator's own products are not cast."""
+    with fp8(), stats.collect() as seen:
+        plain = F.scaled_dot_product_attention(Q, K, V)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = F.scaled_dot_product_attention(Q.float(), K.float(), V.float())
+    assert counted(seen) == {"served": 2} and out.dtype == torch.bfloat16 and torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_compile_keeps_one_graph_and_counts_each_run(fp8: Callable[[], Any], causal: bool) -> None:
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        served = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return served + F.scaled_dot_product_attention(q, k, v, MASK)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), fp8(), stats.collect() as seen:
+        out = [compiled(Q, K, V) for _ in range(2)]
+        eager = step(Q, K, V)
+    assert counted(seen) == {"served": 3, "mask": 3} and all(torch.equal(x, eager) for x in out)
+
+
+def test_compile_traces_the_block_itself() -> None:
+    def step(q: torch.Tensor) -> torch.Tensor:
+        with use_fp8(smooth_k=True):
+            return F.scaled_dot_product_attention(q, K, V)
+
+    torch._dynamo.reset()
+    with stats.collect() as seen:
+        out = torch.compile(step, fullgraph=True, backend="aot_eager")(Q)
+    assert counted(seen) == {"served": 1} and torch.equal(out, step(Q))
+
+
+def test_accuracy_is_passed_on() -> None:
+    biased = K + 20.0
+    exact = F.scaled_dot_product_attention(Q.double(), biased.double(), V.double())
+    error = {}
+    for smooth in (False, True):
+        with use_fp8(smooth_k=smooth):
+            error[smooth] = relative_l2(F.scaled_dot_product_attention(Q, biased, V), exact)
+    assert error[True] < 0.5 * error[False]
+    with pytest.raises(TypeError, match="softcap"), use_fp8(softcap=3.0):
+        pass
+    with pytest.raises(TypeError, match="return_lse"):
+        provider.register(return_lse=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mode_reaches_multi_head_attention(compiled: bool) -> None:
+    """Torch hands the whole function to modes, whose own calls are then outside of them. Dynamo cannot trace it inside
+    a mode: there it is left to torch, and counted."""
+    module = torch.nn.MultiheadAttention(256, 4, batch_first=True, dtype=torch.bfloat16).eval()
+    x = randn(2, 40, 256, seed=5)
+    with torch.no_grad():
+        before = module(x, x, x, need_weights=False)[0]
+        torch._dynamo.reset()
+        call = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+        with use_fp8(), stats.collect() as seen:
+            out = call(x, x, x, need_weights=False)[0]
+    assert counted(seen) == ({"policy": 1} if compiled else {"served": 1})
+    assert relative_l2(out, before.double()) < (0.01 if compiled else BOUND)
+
+
+def test_short_calls_are_left_alone() -> None:
+    set_minimum_length(64)
+    try:
+        with use_fp8(), stats.collect() as seen:
+            out = SERVED["plain"]()
+    finally:
+        set_minimum_length(None)
+    assert counted(seen) == {"short": 1} and torch.equal(out, SERVED["plain"]())
+
+
+# The provider.
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Torch's own kernels afterwards, whatever a test did, and its own FlashAttention-3."""
+    yield
+    if current() is not None:
+        provider.restore()
+    torch.nn.attention.register_flash_attention_impl(
+        "FA3", register_fn=torch.nn.attention._fa3.register_flash_attention_fa3
+    )
+
+
+@pytest.mark.usefixtures("restored")
+def test_activation_can_be_repeated_and_undone() -> None:
+    before = SERVED["plain"]()
+    provider.register("again", device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's warning about overridden kernels as well
+        for _ in range(2):
+            provider.activate("again")
+            assert current() == "again" and relative_l2(SERVED["plain"](), before.double()) > 0.01
+        provider.restore()
+    assert current() is None and torch.equal(SERVED["plain"](), before)
+
+
+@pytest.mark.usefixtures("restored")
+def test_the_name_of_flash_attention_3_is_taken_only_where_asked_for() -> None:
+    provider.register(device="cpu")
+    with pytest.raises(ModuleNotFoundError):
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    provider.register("FA3", device="cpu")
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    with stats.collect() as seen:
+        SERVED["plain"]()
+    assert counted(seen) == {"served": 1}
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_block_gives_back_the_provider_before_it() -> None:
+    provider.register("outer", device="cpu")
+    provider.activate("outer")
+    with provider.provided(device="cpu"):
+        assert current() == provider.NAME
+    assert current() == "outer"
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has flash attention for CUDA")
+@pytest.mark.usefixtures("restored")
+def test_a_torch_without_cuda_says_so_and_keeps_what_was_there() -> None:
+    provider.register("outer", device="cpu")
+    provider.activate("outer")
+    with pytest.raises(UnsupportedError, match="no flash attention for cuda"), use_fp8(provider=True):
+        pass
+    assert current() == "outer"
+
+
+def test_an_old_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
+    with pytest.raises(UnsupportedError, match="too old"):
+        provider.register()
+
+
+def test_the_math_backend_is_not_exchanged() -> None:
+    with provider.provided(device="cpu"), sdpa_kernel(SDPBackend.MATH), stats.collect() as seen:
+        SERVED["plain"]()
+    assert counted(seen) == {}
+
+
+def test_a_block_puts_flash_attention_first_and_leaves_cudnn_out() -> None:
+    order = torch._C._get_sdp_priority_order()
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+        with provider.provided(device="cpu"):
+            inside = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+        after = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+    assert inside == [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    assert after[0] == SDPBackend.CUDNN_ATTENTION and torch._C._get_sdp_priority_order() == order
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("chosen", [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION])
+def test_activate_says_when_torch_prefers_another_backend(chosen: SDPBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    provider.register("warned", device="cpu")
+    monkeypatch.setattr(provider, "preferred", lambda: chosen)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        provider.activate("warned")
+    assert [str(w.message) for w in caught if "CUDNN" in str(w.message)] == [
+        str(w.message) for w in caught if chosen == SDPBackend.CUDNN_ATTENTION
+    ]
+    assert bool(caught) == (chosen == SDPBackend.CUDNN_ATTENTION)
+
+
+def test_preferred_asks_torch() -> None:
+    assert provider.preferred("cpu") == SDPBackend.FLASH_ATTENTION
+    with sdpa_kernel(SDPBackend.MATH):
+        assert provider.preferred("cpu") == SDPBackend.MATH
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_quantized_operands_with_a_descale_for_each_kv_head(causal: bool) -> None:
+    q, k, v = operands(2)
+    k, v = 3 * k, 5 * v
+    pairs = [quantize(x, granularity="head") for x in (q.view(2, 2, 80, 64), k, v)]  # a group of heads shares one
+    q8, q_descale = pairs[0][0].view(2, 4, 40, 64), pairs[0][1]
+    (k8, k_descale), (v8, v_descale) = pairs[1:]
+    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal, enable_gqa=True)
+    with provider.provided(device="cpu"), stats.collect() as seen:
+        out, lse, *rest = QUANTIZED(q8, k8, v8, q_descale, k_descale, v_descale, 0.0, causal, False)
+        wrong = QUANTIZED(q8, k8, v8, q_descale, torch.ones_like(k_descale), v_descale, 0.0, causal, False)[0]
+        with pytest.raises(UnsupportedError, match="q_descale is missing"):
+            QUANTIZED(q8, k8, v8, None, k_descale, v_descale, 0.0, causal, False)
+        with pytest.raises(UnsupportedError, match="dropout_p"):
+            QUANTIZED(q8, k8, v8, q_descale, k_descale, v_descale, 0.1, causal, False)
+        if causal:
+            with pytest.raises(UnsupportedError, match="as many rows as keys"):
+                QUANTIZED(q8, k8[:, :, :24], v8[:, :, :24], q_descale, k_descale, v_descale, 0.0, True, False)
+    assert out.dtype == torch.bfloat16 and relative_l2(out, want) < 1.5 * BOUND < relative_l2(wrong, want)
+    assert lse.shape == (2, 4, 40) and rest[:4] == [None, None, 40, 40] and counted(seen) == {"served": 2}
+
+
+def test_the_lse_is_that_of_torch() -> None:
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    lse = operator(Q, K, V, 0.0, True)[1]
+    with provider.provided(device="cpu"):
+        got = operator(Q, K, V, 0.0, True)[1]
+    assert got.shape == lse.shape and 0 < float((got - lse).abs().max()) < 0.3
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3)])
+def test_strides_are_those_of_torch(order: tuple[int, ...]) -> None:
+    """Compiled code relies on them."""
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    q = Q.permute(order).contiguous().permute([order.index(i) for i in range(4)])
+    want = operator(q, K, V)
+    with provider.provided(device="cpu"):
+        got = operator(q, K, V)
+        quantized = QUANTIZED(*(x.to(torch.float8_e4m3fn) for x in (q, K, V)), *[torch.ones(2, 4)] * 3)
+    assert [x.stride() for x in got] == [x.stride() for x in want] and not torch.equal(got[0], want[0])
+    assert quantized[0].stride() == q.stride()
+
+
+def test_multi_head_attention_compiles_with_the_provider() -> None:
+    module = torch.nn.MultiheadAttention(256, 4, batch_first=True, dtype=torch.bfloat16).eval()
+    x = randn(2, 40, 256, seed=5)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        before = module(x, x, x, need_weights=False)[0]
+        with provider.provided(device="cpu"), stats.collect() as seen:
+            out = torch.compile(module, backend="aot_eager")(x, x, x, need_weights=False)[0]
+    assert counted(seen) == {"served": 1} and relative_l2(out, before.double()) < BOUND
+
+
+def test_causal_with_unequal_lengths_stays_torchs() -> None:
+    q, k, v = operands(keys=56)
+    before = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    with provider.provided(device="cpu"), stats.collect() as seen:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(out, before) and set(counted(seen)) <= {"mask"}

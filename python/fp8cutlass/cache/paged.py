@@ -176,6 +176,7 @@ class PagedKVCache:
         Raises:
             UnsupportedError: an argument outside the above.
         """
+        self.views(layer)  # refuses a layer that is not there
         wrong = wrong_tokens(k, v, self.kv_heads, self.head_dim, self.device)
         wrong += wrong_numbers("slot_mapping", slot_mapping, self.device, k.shape[0] if not wrong else None)
         wrong += wrong_rotary(rotary_cos, rotary_sin, rotary_interleaved, self.head_dim, self.device)
@@ -224,27 +225,29 @@ class PagedKVCache:
         known = (src >= 0) & (src < self.num_pages)
         writes = write.plan(torch.where(known, dst, -1), self.num_pages)
         source = src.long()[writes.source].clamp(0, self.num_pages - 1)
-        for pages in self._layered:
-            for x in (pages.k, pages.v, pages.k_descale, pages.v_descale):
-                if x is not None:
-                    write.put(x, (writes.place,), x[source], writes)
+        for x in self._rooms():
+            write.put(x, (writes.place,), x[source], writes)
 
     def reset(self, pages: torch.Tensor | None = None) -> None:
         """Zero pages of all layers, (n,) int32 or int64, or every page. A page need not be zeroed to be used again."""
-        if pages is not None:
-            if wrong := wrong_numbers("pages", pages, self.device):
-                raise UnsupportedError(*wrong)
-            if on_host(pages):
-                check_places("pages", pages, self.num_pages, 0)
-            if not len(pages):
-                return
+        if pages is None:
+            for x in self._rooms():
+                x.zero_()
+            return
+        if wrong := wrong_numbers("pages", pages, self.device):
+            raise UnsupportedError(*wrong)
+        if on_host(pages):
+            check_places("pages", pages, self.num_pages, 0)
+        if len(pages):
             writes = write.plan(pages, self.num_pages)
-        for layer in self._layered:
-            for x in (layer.k, layer.v, layer.k_descale, layer.v_descale):
-                if x is not None and pages is None:
-                    x.zero_()
-                elif x is not None:
-                    write.put(x, (writes.place,), x.new_zeros(()), writes)
+            for x in self._rooms():
+                write.put(x, (writes.place,), x.new_zeros(()), writes)
+
+    def _rooms(self) -> list[torch.Tensor]:
+        """All bytes, as tensors (num_pages, ...)."""
+        if self.pages is not None:
+            return list(self.pages)
+        return [x for pages in self._layered for x in (pages.k, pages.v)]
 
     def dequantise(
         self, page_table: torch.Tensor, lens: torch.Tensor, layer: int = 0

@@ -117,7 +117,7 @@ def attention_with_kvcache(
     )  # fmt: skip
     result = result.view(q.shape)
     if q.dim() == 4 and return_lse:
-        lse = lse.view(-1, *q.shape[:2]).transpose(0, 1)  # (B, H, S)
+        lse = lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1)  # (B, H, S)
     result = result if out is None else out.copy_(result)
     return (result, lse) if return_lse else result
 

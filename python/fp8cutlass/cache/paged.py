@@ -193,17 +193,20 @@ class PagedKVCache:
         self.write(k, v, slot_mapping, layer, (self.k_descale[layer], self.v_descale[layer]))
 
     def write(
-        self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, layer: int, descales: tuple[torch.Tensor, ...]
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        layer: int,
+        descales: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """``append`` of what is checked and turned, by static descales (kv_heads,) or (T, kv_heads)."""
         mean = self.mean(layer)
         mean = None if mean is None else mean[None]
         k = prepared(k.transpose(0, 1)[None], mean, head_dim=self.head_dim, hadamard=self.hadamard)[0].transpose(0, 1)
         k_descale, v_descale = descales
-        if self.v_scale == "pow2":
-            v_descale = v_descale[:0]
         with torch.no_grad():
-            write.append(self.views(layer), k, v, slots, (k_descale, v_descale))
+            write.append(self.views(layer), k, v, slots, (k_descale, None if self.v_scale == "pow2" else v_descale))
 
     def copy_pages(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy whole pages of all layers, descales and all: what a sequence does before it writes to a shared page.

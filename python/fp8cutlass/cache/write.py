@@ -46,15 +46,19 @@ def put(room: torch.Tensor, at: tuple[torch.Tensor, ...], rows: torch.Tensor, wr
 
 
 def append(
-    pages: Pages, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, descales: tuple[torch.Tensor, ...]
+    pages: Pages,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    descales: tuple[torch.Tensor, torch.Tensor | None],
 ) -> None:
     """Quantise and write tokens.
 
     Args:
         k, v: (T, Hkv, D), bf16, fp16 or float32.
         slots: (T,) int32 or int64, ``page * page_size + position``.
-        descales: of K and of V, each float32 (Hkv,) or (T, Hkv). K's is not read where the pages hold it. An empty
-            one of V grows in the pages.
+        descales: of K and of V, each float32 (Hkv,) or (T, Hkv). K's is not read where the pages hold it. Without
+            one of V it grows in the pages.
     """
     if not k.shape[0]:
         return
@@ -62,7 +66,7 @@ def append(
     writes = plan(slots, pages.k.shape[0] * page_size)
     at = (writes.place // page_size, writes.place % page_size)
     k, v = k[writes.source], v[writes.source]
-    given = [d[writes.source] if d.dim() == 2 else d.expand(len(k), -1) for d in descales]
+    given = [None if d is None else d[writes.source] if d.dim() == 2 else d.expand(len(k), -1) for d in descales]
     if pages.k_descale is None:
         k8, _ = by_token(k, given[0])
     else:
@@ -70,7 +74,7 @@ def append(
         put(pages.k_descale, at, k_descale, writes)
     v_descale = given[1]
     if pages.v_descale is not None:
-        v_descale = v_descale if v_descale.numel() else grown(pages, v, writes)
+        v_descale = grown(pages, v, writes) if v_descale is None else v_descale
         put(pages.v_descale, at[:1], v_descale, writes)
     put(pages.k, at, k8.view(torch.uint8), writes)
     put(pages.v, at, by_token(v, v_descale)[0].view(torch.uint8), writes)

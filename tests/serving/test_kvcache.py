@@ -445,13 +445,15 @@ def test_what_only_a_device_knows_is_clamped(arguments: dict[str, Any]) -> None:
     assert torch.equal(found[:2], right[:2]) and torch.equal(found[3:], right[3:])
 
 
-def test_a_card_has_no_kernel_yet() -> None:
-    class OnCard:
-        is_cuda = True
-
-    batch = make([70], [2])
-    with pytest.raises(NoKernelError, match="no decode kernel for a card yet"):
-        run(call_of(batch, q=OnCard()))
+def test_other_devices_have_no_kernel_yet() -> None:
+    """Said before anything is appended: here on tensors without memory."""
+    cache = PagedKVCache(4, 2, 64, device="meta")
+    q, k = torch.zeros(1, 1, 4, 64, device="meta").half(), torch.zeros(1, 1, 2, 64, device="meta").half()
+    table = torch.zeros(1, 2, dtype=torch.int32, device="meta")
+    with pytest.raises(NoKernelError, match="no kernel for meta yet"):
+        attention_with_kvcache(q, cache, page_table=table, cache_seqlens=3, k=k, v=k)
+    with pytest.raises(NoKernelError, match="no kernel for meta yet"):
+        run(call_of(make([70], [2]), q=q[0]))
 
 
 @pytest.mark.parametrize("arguments", FORMATS)

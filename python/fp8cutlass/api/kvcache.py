@@ -10,7 +10,7 @@ from ..cache.checks import on_host
 from ..cache.paged import PagedKVCache
 from ..call.checks import NO_TANGENTS, forward_mode
 from ..call.kvappend import append, positions
-from ..call.kvcache import KVCall, run
+from ..call.kvcache import KVCall, refuse_device, run
 from ..call.operators import register
 from ..call.ragged import default_scale
 from ..errors import NoKernelError
@@ -95,6 +95,7 @@ def attention_with_kvcache(
         raise NoKernelError("an input has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
     if forward_mode():
         raise NoKernelError(NO_TANGENTS)
+    refuse_device(q.device)
     if on_host(q):
         check_lengths(at)
     pages, tokens = at.cache.views(layer), q.reshape(at.tokens, *q.shape[-2:])
@@ -105,7 +106,7 @@ def attention_with_kvcache(
             step = 0 if not causal and tuple(window_size) == (-1, -1) else 1
             cos, sin, interleaved = turn
             tokens = rope(tokens, cos, sin, positions(at.cu_q, at.lengths, len(tokens), step), interleaved)
-        new = tuple(x.reshape(at.new, *x.shape[-2:]) for x in (k, v))
+        new = k.reshape(at.new, *k.shape[-2:]), v.reshape(at.new, *v.shape[-2:])
         used = append(at.cache, new, at.cu_new, used, at.page_table, at.descales, layer, turn)
     left, right = window_size
     inside = pages.k_descale is not None and pages.v_descale is not None

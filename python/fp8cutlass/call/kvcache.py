@@ -55,11 +55,16 @@ def clamped(call: KVCall) -> KVCall:
     )
 
 
+def refuse_device(device: torch.device) -> None:
+    """NoKernelError for anything but the CPU."""
+    if device.type != "cpu":
+        raise NoKernelError(f"attention_with_kvcache has no kernel for {device.type} yet; CPU tensors run the emulator")
+
+
 def run(call: KVCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Out (T, H, D) and LSE (H, T): 0 and -inf where a token belongs to no sequence; the LSE (0,) where it is not
     wanted."""
-    if call.q.is_cuda:
-        raise NoKernelError("attention_with_kvcache has no decode kernel for a card yet; CPU tensors run the emulator")
+    refuse_device(call.q.device)
     tokens, heads, _ = call.q.shape
     out = torch.zeros_like(call.q, memory_format=torch.contiguous_format)
     lse = call.q.new_full((heads, tokens), -torch.inf, dtype=torch.float32)

@@ -8,11 +8,15 @@ wrong argument that is taken in silence.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from paged_cases import POISON, Batch, attention64, check, make, refusals, slots
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8cutlass
 from fp8cutlass import PagedKVCache, UnsupportedError, attention_varlen, attention_with_kvcache
@@ -310,6 +314,24 @@ def test_layers_have_their_own_keys() -> None:
     assert not zero.any() and one.any()
 
 
+def test_a_sequence_does_not_depend_on_its_batch() -> None:
+    batch = make(KEYS, ROWS, options={"num_splits": 1})
+    whole, begin = batch.run()[0], 0
+    for s, rows in enumerate(ROWS):
+        of = slice(begin, begin + rows)
+        begin += rows
+        alone = Batch(batch.cache, batch.table[s : s + 1], KEYS[s : s + 1], [rows], batch.q[of], [], [], batch.options)
+        assert torch.equal(alone.run()[0], whole[of])
+
+
+def test_the_example_of_the_documentation() -> None:
+    text = (Path(fp8cutlass.__file__).parents[2] / "docs" / "serving.md").read_text()
+    step = text.split("```python")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(step, names)  # noqa: S102
+    assert names["out"].shape == (2, 1, 32, 128) and names["out"].isfinite().all()
+
+
 def test_an_int_length_is_the_length_of_all() -> None:
     batch = make([64, 64], [1, 1])
     assert torch.equal(batch.run(cache_seqlens=64)[0], batch.run()[0])
@@ -460,12 +482,7 @@ def test_other_devices_have_no_kernel_yet() -> None:
 def test_torch_compile(arguments: dict[str, Any]) -> None:
     """One graph, with append in it; the same bits; no second compilation for other lengths of the cache."""
     torch._dynamo.reset()
-    frames = 0
-
-    def counted(graph: Any, inputs: Any) -> Any:
-        nonlocal frames
-        frames += 1
-        return graph.forward
+    backend = CompileCounterWithBackend("aot_eager")
 
     def step(batch: Batch, cache: PagedKVCache, lengths: torch.Tensor, k: torch.Tensor) -> Any:
         return attention_with_kvcache(
@@ -473,7 +490,7 @@ def test_torch_compile(arguments: dict[str, Any]) -> None:
             window_size=(50, 0), softcap=20.0, return_lse=True,
         )  # fmt: skip
 
-    compiled = torch.compile(step, backend=counted, fullgraph=True)
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
     results = []
     for function in (step, compiled):
         batch = make([40, 3, 64, 130], [1] * 4, **arguments)
@@ -482,9 +499,35 @@ def test_torch_compile(arguments: dict[str, Any]) -> None:
             k = batch.q.view(4, 1, 4, 64)[:, :, :2] * cut
             results.append(function(batch, batch.cache, batch.lengths - cut + 1, k))
         results.append((batch.cache.pages,) * 2)
-    assert frames == 1
+    assert backend.frame_count == 1
     for (out, lse), (wanted, wanted_lse) in zip(results[3:], results[:3], strict=True):
         assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
+
+
+@pytest.mark.parametrize("kind", ["side by side", "five axes", "pair"])
+def test_torch_compile_of_engines_caches(kind: str) -> None:
+    """K and V that are views of one tensor, and that are not; lengths and shapes change."""
+    torch._dynamo.reset()
+
+    def step(q: torch.Tensor, cache: PagedKVCache, table: torch.Tensor, lengths: torch.Tensor, k: torch.Tensor) -> Any:
+        return attention_with_kvcache(q, cache, page_table=table, cache_seqlens=lengths, k=k, v=k, return_lse=True)
+
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        for rows in (3, 1):
+            raw = torch.zeros(6, 16, 2, 128, dtype=torch.uint8)
+            raw = raw if kind == "side by side" else raw.view(6, 2, 16, 2, 64)
+            pair = (raw[:, 0].clone(), raw[:, 1].clone())
+            cache = PagedKVCache.from_tensor(pair if kind == "pair" else raw, k_descale=0.02, v_descale=0.01)
+            random = torch.Generator().manual_seed(rows)
+            q, k = (torch.randn(2, rows, heads, 64, generator=random).half() for heads in (4, 2))
+            table = torch.arange(6, dtype=torch.int32).view(2, 3)
+            for length in (0, 15, 20):
+                lengths = torch.tensor([length, length + 1], dtype=torch.int32)
+                results.append(function(q, cache, table, lengths, k))
+            results.append(tuple(x.clone() for x in (cache.views().k, cache.views().v)))
+    for found, wanted in zip(results[8:], results[:8], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_fake_tensors_and_the_operators_rules() -> None:
@@ -494,6 +537,33 @@ def test_fake_tensors_and_the_operators_rules() -> None:
     torch.library.opcheck(torch.ops.fp8cutlass.attention_with_kvcache.default, arguments)
     q16, _ = queries(batch.q)
     assert q16.shape == batch.q.shape
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_random_calls(data: st.DataObject) -> None:
+    """Lengths, heads, pages, masks and what goes with them, at random."""
+    draw = data.draw
+    edges = st.sampled_from([0, 1, 15, 16, 63, 64, 65, 128, 129])
+    count = draw(st.integers(1, 4))
+    keys = [draw(edges | st.integers(0, 400)) for _ in range(count)]
+    rows = [draw(st.integers(0, 3) | edges) for _ in range(count)]
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    arguments = dict(draw(st.sampled_from(FORMATS)))
+    arguments["page_size"] = draw(st.sampled_from([16, 32, 64, 128, 48]))
+    options = {
+        "window_size": (draw(st.integers(-1, 200)), draw(st.integers(-1, 200))),
+        "causal": draw(st.booleans()),
+        "softcap": draw(st.sampled_from([0.0, 2.0, 30.0])),
+        "num_splits": draw(st.integers(0, 9)),
+    }
+    if draw(st.booleans()):
+        options["sinks"] = torch.linspace(-2, 4, kv_heads * group)
+    batch = make(
+        keys, rows, (kv_heads * group, kv_heads), draw(st.sampled_from([16, 48, 64, 128])),
+        seed=draw(st.integers(0, 99)), dtype=draw(st.sampled_from([torch.bfloat16, torch.float16])), **arguments,
+    )  # fmt: skip
+    check(batch, **options)
 
 
 def test_gates_refuse_another_sequence() -> None:

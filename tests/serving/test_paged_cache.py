@@ -383,3 +383,22 @@ def test_tokens_that_are_refused() -> None:
 def test_slots_of_the_helper_are_the_tables() -> None:
     batch = make([40], [1], page_size=16)
     assert slots(batch, 0, 16, 18).tolist() == [int(batch.table[0, 1]) * 16, int(batch.table[0, 1]) * 16 + 1]
+
+
+@pytest.mark.parametrize(
+    ("size", "one", "found"),
+    [(1.0, 0.028, 0.028), (0.002, 0.2, 0.028), (1000.0, 0.3, 0.028)],
+    ids=["1", "0.002", "1000"],
+)
+def test_what_scales_of_v_cost(size: float, one: float, found: float) -> None:
+    """docs/serving.md has the table: powers of two are as exact as a calibrated descale, and 1 is only near 1."""
+    v = (size * draw(256, 2, 64).float()).bfloat16()
+    calibrated = v.float().abs().amax((0, 2)) / 448
+    off = {}
+    for name, arguments in {"pow2": {"v_scale": "pow2"}, "own": {"v_descale": calibrated}, "one": {}}.items():
+        cache = PagedKVCache(4, 2, 64, **arguments)
+        cache.append(v, v, torch.arange(256))
+        real = cache.dequantise(torch.arange(4).int()[None], torch.tensor([256]))[1][0].transpose(0, 1)
+        off[name] = error(real, v)
+    assert off["own"] < found and off["pow2"] < 1.03 * off["own"]
+    assert (off["one"] < one) if size == 1 else (off["one"] > one)

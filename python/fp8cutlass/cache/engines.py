@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,34 +19,53 @@ one tensor with K and V side by side in its last axis, (pages, page_size, kv_hea
 (pages, kv_heads, page_size, 2 * head_dim) in hnd""".replace("\n", " ")
 
 
-def pages_of(
-    cache: torch.Tensor | Sequence[torch.Tensor], layout: str, page_size: int | None = None, kv_axis: int = 1
-) -> Pages:
-    """Views (pages, page_size, kv_heads, head_dim) of an engine's tensors. UnsupportedError with what is wrong."""
+Given = torch.Tensor | Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Source:
+    """An engine's tensors, and how they are to be read."""
+
+    cache: Given
+    layout: str
+    page_size: int | None
+    kv_axis: int
+
+    def pages(self) -> Pages:
+        """Views (pages, page_size, kv_heads, head_dim)."""
+        k, v = _pair(self.cache, self.page_size, self.kv_axis)
+        if self.layout == "hnd" and (isinstance(self.cache, torch.Tensor) or self.cache[0].dim() == 4):
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        return Pages(k.view(torch.uint8), v.view(torch.uint8), None, None)
+
+
+def source_of(cache: Given, layout: str, page_size: int | None = None, kv_axis: int = 1) -> Source:
+    """UnsupportedError with what is wrong."""
     if layout not in ("nhd", "hnd"):
         raise UnsupportedError(f"layout must be nhd or hnd, got {layout!r}")
     k, v = _pair(cache, page_size, kv_axis)
     if k.shape != v.shape:
         raise UnsupportedError(f"the caches of K and V differ in shape: {tuple(k.shape)} and {tuple(v.shape)}")
-    if layout == "hnd" and not _is_slots(cache):
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if page_size is not None and k.shape[1] != page_size:
-        raise UnsupportedError(f"page_size={page_size}, and the pages of the cache have {k.shape[1]} tokens")
-    wrong = [reason for name, x in (("K", k), ("V", v)) for reason in _wrong(name, x)]
+    wrong = [
+        f"the cache of {name} must be float8_e4m3fn, or its bytes as uint8, got {x.dtype}"
+        for name, x in (("K", k), ("V", v))
+        if x.dtype not in DTYPES
+    ]
     if k.device != v.device:
         wrong.append(f"the caches of K and V are on {k.device} and {v.device}")
     if wrong:
         raise UnsupportedError(*wrong)
-    return Pages(k.view(torch.uint8), v.view(torch.uint8), None, None)
+    source = Source(cache, layout, page_size, kv_axis)
+    pages = source.pages()
+    if page_size is not None and pages.k.shape[1] != page_size:
+        wrong.append(f"page_size={page_size}, and the pages of the cache have {pages.k.shape[1]} tokens")
+    wrong += _wrong("K", pages.k) + _wrong("V", pages.v)
+    if wrong:
+        raise UnsupportedError(*wrong)
+    return source
 
 
-def _is_slots(cache: torch.Tensor | Sequence[torch.Tensor]) -> bool:
-    return not isinstance(cache, torch.Tensor) and cache[0].dim() == 3
-
-
-def _pair(
-    cache: torch.Tensor | Sequence[torch.Tensor], page_size: int | None, kv_axis: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(cache: Given, page_size: int | None, kv_axis: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V with four axes each."""
     if isinstance(cache, torch.Tensor):
         if cache.dim() == 5 and kv_axis in (0, 1) and cache.shape[kv_axis] == 2:
@@ -73,8 +93,6 @@ def _pair(
 def _wrong(name: str, x: torch.Tensor) -> list[str]:
     """Of a view (pages, page_size, kv_heads, head_dim)."""
     wrong = []
-    if x.dtype not in DTYPES:
-        wrong.append(f"the cache of {name} must be float8_e4m3fn, or its bytes as uint8, got {x.dtype}")
     if x.shape[3] % VECTOR or not x.shape[3]:
         wrong.append(f"head_dim of the cache of {name} must be a multiple of {VECTOR}, got {x.shape[3]}")
     if not x.shape[1] or not x.shape[2]:

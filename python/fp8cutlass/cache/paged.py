@@ -21,7 +21,7 @@ from .checks import (
     wrong_rotary,
     wrong_tokens,
 )
-from .engines import pages_of
+from .engines import Source, source_of
 from .pages import Pages, page_bytes, views
 from .write import E4M3
 
@@ -74,9 +74,10 @@ class PagedKVCache:
         }  # fmt: skip
         check_new(sizes, format, v_scale, k_descale, v_descale)
         size = page_bytes(kv_heads, head_dim, page_size, format)
+        self._source: Source  # of a cache of from_tensor
         self.pages: torch.Tensor | None = torch.zeros(layers, num_pages, size, dtype=torch.uint8, device=device)
-        layered = [views(raw, kv_heads, head_dim, page_size, format) for raw in self.pages]
-        self._settle(layered, format, v_scale, k_descale, v_descale, k_mean, hadamard)
+        shape = (layers, num_pages, page_size, kv_heads, head_dim)
+        self._settle(shape, self.pages.device, format, v_scale, k_descale, v_descale, k_mean, hadamard)
 
     @classmethod
     def from_tensor(
@@ -109,15 +110,15 @@ class PagedKVCache:
             UnsupportedError: a shape, dtype or stride outside the above.
         """
         self = cls.__new__(cls)
-        self.pages = None
-        self._settle(
-            [pages_of(cache, layout, page_size, kv_axis)], layout, "static", k_descale, v_descale, k_mean, hadamard
-        )
+        self.pages, self._source = None, source_of(cache, layout, page_size, kv_axis)
+        k = self._source.pages().k
+        self._settle((1, *k.shape), k.device, layout, "static", k_descale, v_descale, k_mean, hadamard)
         return self
 
     def _settle(
         self,
-        layered: list[Pages],
+        shape: tuple[int, ...],
+        device: torch.device,
         format: str,
         v_scale: str,
         k_descale: torch.Tensor | float | None,
@@ -125,13 +126,12 @@ class PagedKVCache:
         k_mean: torch.Tensor | None,
         hadamard: bool,
     ) -> None:
-        self.layers, self.format, self.v_scale, self._layered = len(layered), format, v_scale, layered
-        self.num_pages, self.page_size, self.kv_heads, self.head_dim = layered[0].k.shape
-        self.device = layered[0].k.device
-        shape = (self.layers, self.kv_heads)
-        self.k_descale = static_descale("k_descale", k_descale, shape, self.device)  # (layers, kv_heads) float32
-        self.v_descale = static_descale("v_descale", v_descale, shape, self.device)
-        self.k_mean = settled_mean(k_mean, (*shape, self.head_dim), self.device)
+        self.layers, self.num_pages, self.page_size, self.kv_heads, self.head_dim = shape
+        self.format, self.v_scale, self.device = format, v_scale, device
+        heads = (self.layers, self.kv_heads)
+        self.k_descale = static_descale("k_descale", k_descale, heads, device)  # (layers, kv_heads) float32
+        self.v_descale = static_descale("v_descale", v_descale, heads, device)
+        self.k_mean = settled_mean(k_mean, (*heads, self.head_dim), device)
         check_hadamard(hadamard, self.head_dim)
         self.hadamard = hadamard
 
@@ -144,7 +144,10 @@ class PagedKVCache:
         """K and V (num_pages, page_size, kv_heads, head_dim) uint8 of a layer, and the descales in its pages."""
         if not 0 <= layer < self.layers:
             raise UnsupportedError(f"layer must be 0 to {self.layers - 1}, got {layer}")
-        return self._layered[layer]
+        # Made anew in each call: a compiled graph then has one input for all views that it writes to.
+        if self.pages is None:
+            return self._source.pages()
+        return views(self.pages[layer], self.kv_heads, self.head_dim, self.page_size, self.format)
 
     def mean(self, layer: int = 0) -> torch.Tensor | None:
         """What is subtracted from the keys of a layer, (kv_heads, head_dim), or None."""
@@ -250,7 +253,8 @@ class PagedKVCache:
         """All bytes, as tensors (num_pages, ...)."""
         if self.pages is not None:
             return list(self.pages)
-        return [x for pages in self._layered for x in (pages.k, pages.v)]
+        pages = self._source.pages()
+        return [pages.k, pages.v]
 
     def dequantise(
         self, page_table: torch.Tensor, lens: torch.Tensor, layer: int = 0

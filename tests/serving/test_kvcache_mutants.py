@@ -109,11 +109,11 @@ MUTANTS: dict[str, tuple[Patch, dict[str, Any]]] = {
     "splits overlap": (steps("ranges", twice), {"num_splits": 2}),
     "heads grouped across": (steps("grouped", interleaved), {}),
     "P in e4m3": (
-        steps("values", lambda p, v, seen: CLEAN["values"]((p * 256).to(E4M3).float() / 256, v, seen)), {},
+        steps("values", lambda p, v, seen: CLEAN["values"]((p / 128).to(E4M3).float() * 128, v, seen)), {},
     ),
     "P in bf16": (steps("values", lambda p, v, seen: CLEAN["values"](p.bfloat16().float(), v, seen)), {}),
     "Q in e4m3": (
-        steps("queries", lambda q, f=decode.queries: (f(q)[0].to(E4M3).float(), f(q)[1])), {},
+        steps("queries", lambda q, f=decode.queries: ((f(q)[0] * 200).to(E4M3).float(), f(q)[1] / 200)), {},
     ),
 }  # fmt: skip
 

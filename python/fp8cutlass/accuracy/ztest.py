@@ -24,8 +24,8 @@ P_ERROR = {"exp2": 0.0255, "linear": 0.0255 * 1.19, "quadratic": 0.0255, "exp2x2
 # toward zero, by half a unit on average. All keys of a row are so read a little too close to each other. Beside the
 # rounding of P in one term that is nothing; two terms are exact enough to show it.
 SCORE_CUT = {"exp2": 0.0, "linear": 0.0, "quadratic": 0.0, "exp2x2": 2.0**-14, "f16": 0.0}
-# log2 of the P of a row maximum: 2^8, and code 122; in f16 it is 1, 2^24 of the smallest step as 2^15 is of e4m3's.
-P_OFFSET = {"exp2": 8.0, "linear": math.log2(320.0), "quadratic": 8.0, "exp2x2": 8.0, "f16": 15.0}
+# log2 of the P of a row maximum: 2^8, and code 122; in f16 it is 2^15, 2^39 of the smallest step as 2^30 is of e4m3's.
+P_OFFSET = {"exp2": 8.0, "linear": math.log2(320.0), "quadratic": 8.0, "exp2x2": 8.0, "f16": 30.0}
 # The largest relative rounding error of an output.
 OUT_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float8_e4m3fn: 2.0**-4}
 

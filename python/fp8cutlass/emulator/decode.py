@@ -1,8 +1,9 @@
 """Attention over a paged cache in torch: the specification of the decode kernels. docs/numerics.md has it in words.
 
-Q is kept in f16 relative to the largest magnitude of its row. K and V are e4m3, which f16 holds exactly. Scores,
-softmax and O are float32. P is rounded to f16. A split makes a :class:`Part`, and :func:`merge` adds parts in
-their order.
+Q is kept in f16 relative to a power of two of its row. K and V are e4m3, which f16 holds exactly. Scores, softmax and O
+are float32. P is rounded to f16. A split makes a :class:`Part`, and :func:`merge` adds parts in their order.
+
+Not modelled: tiles of another size than TILE, the last bits of the card's exp2, and where its CTAs cut the keys.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from .softmax import row_max
 
 TILE = 64  # keys; the running maximum rises from tile to tile
-Q_AMAX = 448.0  # what the largest magnitude of a row of Q becomes
+P_BIAS = 15.0  # P is 2^15 in a row's maximum: in f16, what is 2^-39 of it still counts
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 
 
@@ -42,8 +43,8 @@ class Keys:
 
 @dataclass(frozen=True)
 class Part:
-    """Attention over some keys, not normalised: ``2^top * out`` and ``2^top * total``; top is -inf where a row saw no
-    key."""
+    """Attention over some keys, not normalised: ``2^(top - P_BIAS)`` times ``out`` and ``total``; top is -inf where a
+    row saw no key."""
 
     out: torch.Tensor  # (Hkv, R, D)
     top: torch.Tensor  # (Hkv, R, 1), octaves
@@ -51,10 +52,13 @@ class Part:
 
 
 def queries(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q (..., D) as values of f16 in float32, and the float32 descale of each row (..., 1)."""
-    magnitude = torch.where(q.isfinite(), q.abs(), 0).float().amax(-1, keepdim=True)
-    magnitude = torch.where(magnitude > 0, magnitude.clamp_min(Q_AMAX * 2.0**-126), Q_AMAX)
-    return (q.float() * (Q_AMAX / magnitude)).half().float(), magnitude * (1.0 / Q_AMAX)
+    """Q (..., D) as values of f16 in float32, and the float32 descale of each row (..., 1): the power of two of its
+    largest magnitude, 2^-126 to 2^126."""
+    x = q.float()
+    most = torch.where(x.isfinite(), x.abs(), 0.0).amax(-1, keepdim=True)
+    descale = torch.exp2(torch.frexp(most).exponent.float() - 1).clamp(2.0**-126, 2.0**126)
+    descale = torch.where(most > 0, descale, 2.0**-126)
+    return (x / descale).half().float(), descale
 
 
 def grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -90,6 +94,7 @@ def attend(rows: Rows, keys: Keys, begin: int, end: int) -> Part:
     out = torch.zeros_like(rows.q)
     total = torch.zeros_like(rows.slope)
     top = torch.full_like(rows.slope, -torch.inf)
+    largest = torch.zeros_like(keys.v_descale[:, :1, None])  # descale of V so far, which O lacks
     for tile in range(begin, end):
         of = slice(tile * TILE, (tile + 1) * TILE)
         k, v = keys.k[:, of], keys.v[:, of]
@@ -101,12 +106,15 @@ def attend(rows: Rows, keys: Keys, begin: int, end: int) -> Part:
         most, dead = row_max(x)
         risen = torch.maximum(top, most.masked_fill(dead, -torch.inf))
         base = risen.masked_fill(risen == -torch.inf, 0.0)
-        p = torch.exp2(x - base).half().float()
+        p = torch.exp2(x - (base - P_BIAS))
         shrink = torch.exp2(top - base)
-        out = out * shrink + values(p, v * v_descale[..., None], seen)
+        larger = torch.maximum(largest, v_descale.amax(1)[:, None, None])
+        share = torch.where(larger > 0, v_descale[:, None] / larger, 0.0)
+        shrunk = torch.where(larger > 0, largest / larger, 0.0)
+        out = out * (shrink * shrunk) + values((p * share).half().float(), v, seen)
         total = total * shrink + p.sum(-1, keepdim=True)
-        top = risen
-    return Part(out, top, total)
+        top, largest = risen, larger
+    return Part(out * largest, top, total)
 
 
 def merge(parts: list[Part]) -> Part:
@@ -132,9 +140,10 @@ def finish(part: Part, sinks: torch.Tensor | None, shift: torch.Tensor | None) -
     if sinks is not None:
         sink = (sinks if shift is None else sinks - shift) * LOG2E
         higher = torch.maximum(top, sink).masked_fill(dead, 0.0)
-        out, total = out * torch.exp2(top - higher), total * torch.exp2(top - higher) + torch.exp2(sink - higher)
+        shrink = torch.exp2(top - higher)
+        out, total = out * shrink, total * shrink + torch.exp2(sink - higher + P_BIAS)
         top = higher
-    lse = LN2 * (top + torch.log2(total))
+    lse = LN2 * (top - P_BIAS + torch.log2(total))
     lse = lse if shift is None else lse + shift
     return (out / total).masked_fill(dead, 0.0), lse.masked_fill(dead, -torch.inf)
 

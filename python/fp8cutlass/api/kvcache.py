@@ -54,7 +54,7 @@ def attention_with_kvcache(
         page_table: (B, most pages) int32: the pages of each sequence. Entries past its length are not read.
         cache_seqlens: (B,) int32, or a number for all: keys of each sequence before ``k`` is appended.
         cu_seqlens_q: (B + 1,) int32: where the tokens of each sequence begin, and the last one's end.
-        max_seqlen_q: an upper bound of the tokens of a sequence; taken for FlashAttention's sake, it changes nothing.
+        max_seqlen_q: an upper bound of the tokens of a sequence. It helps to choose a kernel and changes no result.
         k, v: tokens to be appended first, at ``cache_seqlens``: (B, S', Hkv, D), or (T', Hkv, D) with
             ``cu_seqlens_k_new``. Attention then sees them. Their pages must be in the table.
         cu_seqlens_k_new: (B + 1,) int32; default ``cu_seqlens_q``.
@@ -70,7 +70,9 @@ def attention_with_kvcache(
         window_size: (left, right): a row sees that many keys before and after its own; -1 for all.
         softcap: 0, or c > 0: a logit x becomes ``c * tanh(x / c)`` before the mask.
         sinks: (H,) bf16, fp16 or float32: a logit for each head without a value, which joins the denominator once.
-        num_splits: parts that the keys of a sequence are cut into; 0: as many as suit the card, one on the CPU.
+        num_splits: 0: a card cuts the keys of sequences so that all its multiprocessors have work; the CPU does not
+            cut them. 1: no sequence is cut, and its bits do not depend on the batch. Above, as 0 on a card, so many
+            parts on the CPU.
         out: takes the result; of the shape and dtype of q.
         return_lse: also return the natural-log sum of exponentials, sinks included.
 
@@ -95,7 +97,7 @@ def attention_with_kvcache(
         raise NoKernelError("an input has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
     if forward_mode():
         raise NoKernelError(NO_TANGENTS)
-    refuse_device(q.device)
+    refuse_device(q.device, q.shape[-1])
     if on_host(q):
         check_lengths(at)
     pages, tokens = at.cache.views(layer), q.reshape(at.tokens, *q.shape[-2:])
@@ -115,6 +117,7 @@ def attention_with_kvcache(
         tokens, pages.k, pages.v, *descales, at.page_table, used, at.cu_q, None if sinks is None else sinks.float(),
         at.cache.mean(layer), default_scale(q.shape[-1]) if softmax_scale is None else float(softmax_scale),
         left, 0 if causal else right, float(softcap), num_splits, at.cache.hadamard, return_lse,
+        max_seqlen_q,
     )  # fmt: skip
     result = result.view(q.shape)
     if q.dim() == 4 and return_lse:
@@ -125,14 +128,14 @@ def attention_with_kvcache(
 
 def _fake(q: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, _ = q.shape
-    lse = q.new_empty((heads, tokens) if rest[-1] else (0,), dtype=torch.float32)
+    lse = q.new_empty((heads, tokens) if rest[-2] else (0,), dtype=torch.float32)
     return q.new_empty(q.shape), lse
 
 
 _operator = register(
     "attention_with_kvcache(Tensor q, Tensor k, Tensor v, Tensor k_descale, Tensor v_descale, Tensor page_table, "
     "Tensor used, Tensor cu_seqlens_q, Tensor? sinks, Tensor? k_mean, float scale, int left, int right, float softcap, "
-    "int num_splits, bool hadamard, bool return_lse) -> (Tensor out, Tensor lse)",
+    "int num_splits, bool hadamard, bool return_lse, SymInt? max_seqlen_q) -> (Tensor out, Tensor lse)",
     lambda *args: run(KVCall(*args)),
     _fake,
 )

@@ -1,7 +1,7 @@
 """Attention over a paged cache from tensors to its outputs. The CPU runs the specification, sequence by sequence.
 
-What only the device knows is clamped (:func:`clamped`): lengths to what the page table holds, page numbers to the
-cache, ends of queries to their tensor. So nothing outside the tensors is read or written.
+What only the device knows is clamped, here by :func:`clamped`, on a card by the kernels: lengths to what the page table
+holds, page numbers to the cache, ends of queries to their tensor. So nothing outside the tensors is read or written.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..choose.target import Target, target
 from ..emulator.decode import Keys, decode
 from ..errors import NoKernelError
 from ..quant.prepare import prepared
+from .kvlaunch import launch, unserved
 
 E4M3 = torch.float8_e4m3fn
 
@@ -38,6 +40,7 @@ class KVCall:
     splits: int  # 0: the kernel chooses
     hadamard: bool
     return_lse: bool
+    most_q: int | None = None  # upper bound of the tokens of a sequence, to choose a kernel by
 
     @property
     def inline(self) -> bool:
@@ -55,17 +58,20 @@ def clamped(call: KVCall) -> KVCall:
     )
 
 
-def refuse_device(device: torch.device) -> None:
-    """NoKernelError for anything but the CPU."""
-    if device.type != "cpu":
-        raise NoKernelError(f"attention_with_kvcache has no kernel for {device.type} yet; CPU tensors run the emulator")
+def refuse_device(device: torch.device, head_dim: int) -> None:
+    """NoKernelError where no kernel serves the device."""
+    reasons = unserved(device.type, device.index, head_dim)
+    if reasons:
+        raise NoKernelError(*reasons)
 
 
 def run(call: KVCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Out (T, H, D) and LSE (H, T): 0 and -inf where a token belongs to no sequence; the LSE (0,) where it is not
     wanted."""
-    refuse_device(call.q.device)
-    tokens, heads, _ = call.q.shape
+    tokens, heads, head_dim = call.q.shape
+    refuse_device(call.q.device, head_dim)
+    if call.q.is_cuda and tokens and call.used.shape[0] and call.page_table.shape[1]:
+        return on_card(call, target(call.q.device))
     out = torch.zeros_like(call.q, memory_format=torch.contiguous_format)
     lse = call.q.new_full((heads, tokens), -torch.inf, dtype=torch.float32)
     call = clamped(call)
@@ -78,12 +84,34 @@ def run(call: KVCall) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse if call.return_lse else lse.new_empty(0)
 
 
-def _one(call: KVCall, s: int, q: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+def on_card(call: KVCall, at: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """``run`` by the kernels of a target. They clamp numbers themselves."""
+    q, shift = turned(call, call.q)
+    sinks = call.sinks
+    if sinks is not None and shift is not None:
+        sinks = (sinks - shift).t().contiguous()
+    out, lse = launch(
+        at, q, call.k, call.v, (call.k_descale, call.v_descale), call.page_table, call.used, call.cu_q, sinks,
+        most_q=call.most_q, scale=call.scale, left=call.left, right=call.right, softcap=call.softcap,
+        share=call.splits != 1, return_lse=call.return_lse,
+    )  # fmt: skip
+    if lse is None:
+        return out.to(call.q.dtype), out.new_empty(0, dtype=torch.float32)
+    return out.to(call.q.dtype), lse if shift is None else lse + shift.t()
+
+
+def turned(call: KVCall, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Q (T, H, D) as the scores need it, and what each logit lacks, (T, H) or None."""
     shift = None
     if call.mean is not None:
         shared = call.mean.repeat_interleave(q.shape[1] // call.mean.shape[0], 0)
         shift = (q.float() * shared).sum(-1) * call.scale
     q = prepared(q.transpose(0, 1)[None], None, head_dim=q.shape[2], hadamard=call.hadamard)[0].transpose(0, 1)
+    return q, shift
+
+
+def _one(call: KVCall, s: int, q: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    q, shift = turned(call, q)
     return decode(
         q, gathered(call, s, keys), scale=call.scale, left=call.left, right=call.right, softcap=call.softcap,
         sinks=call.sinks, shift=shift, splits=max(call.splits, 1),

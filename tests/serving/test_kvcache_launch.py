@@ -41,6 +41,8 @@ def names(operator: str) -> list[str]:
 class OnHost:
     """``torch.ops.fp8cutlass_C`` of decode."""
 
+    looks_only = False
+
     def __init__(self, kernel: Callable[[str], Kernel]) -> None:
         self.kernel, self.ran = kernel, []  # type: ignore[var-annotated]
 
@@ -59,6 +61,8 @@ class OnHost:
         assert a["parts"].shape == (c["arrived"].shape[0], 2, spec.part_floats) and c["cuts"].shape[1] == 8
         assert c["cuts"].shape[0] == c["arrived"].shape[0] + 1 == AT.sm_count * spec.ctas_per_sm + 1
         self.ran.append(spec)
+        if self.looks_only:
+            return
         shape = (len(a["lengths"]), k.shape[2])
         static = [a[name].expand(shape).contiguous() for name in ("k_descale", "v_descale")]
         sinks = a["sinks"]
@@ -156,8 +160,9 @@ def test_rows_of_a_unit(tokens: int, sequences: int, group: int, most: int | Non
 
 def test_the_kernel_is_of_the_rows(host: OnHost) -> None:
     batch = make([140, 64], [6, 1], (8, 2), 64)
+    host.looks_only = True
     for most, wanted in ((None, 16), (6, 32), (1, 8)):
-        judge(batch, most_q=most)
+        kvcache.on_card(call_of(batch, most_q=most), AT)
         assert host.ran[-1].rows == wanted
 
 

@@ -29,10 +29,10 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(("rows", "keys"), PAIRS)
-def test_flashattention_lengths(rows: int, keys: int, heads: str, mask: str) -> None:
-    """Five sequences of up to ``keys`` keys, by splits 1, 3 and what is chosen; every mask and kind of heads."""
+@pytest.mark.parametrize("number", range(len(PAIRS)))
+def test_flashattention_lengths(number: int, mask: str) -> None:
+    """Five sequences of up to ``keys`` keys; kinds of heads, pages and splits in turn."""
+    (rows, keys), heads = PAIRS[number], [*HEADS][(number + [*MASKS].index(mask)) % 3]
     lengths = [keys, max(rows, keys // 2), keys - keys // 5, max(1, keys // 3), min(keys, rows + 7)]
     page = {"mha": 64, "gqa": 128, "mqa": 16}[heads]
     batch = make(lengths, [rows] * 5, HEADS[heads], 64, page_size=page, seed=rows + keys, options=MASKS[mask])
@@ -44,10 +44,10 @@ def test_flashattention_lengths(rows: int, keys: int, heads: str, mask: str) -> 
     ("fraction", "interleaved"), [(0.0, True), (0.5, True), (0.5, False), (1.0, True), (1.0, False)]
 )
 @pytest.mark.parametrize("page_size", [None, 1, 4, 16, 64, 128])
-@pytest.mark.parametrize(("rows", "new"), [(1, 1), (3, 3), (5, 1), (2, 7)])
-def test_flashattention_kvcache(rows: int, new: int, page_size: int | None, fraction: float, interleaved: bool) -> None:
+def test_flashattention_kvcache(page_size: int | None, fraction: float, interleaved: bool) -> None:
     """Append, turn and attend in one call, of an engine's cache: the cache gets the tokens' bytes, the outputs are
     those of the whole sequence. Without pages the cache has a row for each sequence."""
+    rows, new = [(1, 1), (3, 3), (5, 1), (2, 7)][((page_size or 0) % 7 + int(4 * fraction) + interleaved) % 4]
     dim, before = 64, [0, 61, 130, 7, 64]
     size = page_size or 160
     most = -(-max(n + new for n in before) // size)
@@ -112,8 +112,9 @@ SEQUENCES = {
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "heads"), [(64, (4, 4)), (80, (8, 2)), (128, (8, 2)), (128, (4, 4)), (256, (4, 2))]
+)
 @pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (256, 50.0)])
 def test_vllm_varlen_with_paged_kv(
     name: str, heads: tuple[int, int], head_dim: int, window: int | None, softcap: float

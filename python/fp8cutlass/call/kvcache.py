@@ -70,12 +70,13 @@ def run(call: KVCall) -> tuple[torch.Tensor, torch.Tensor]:
     wanted."""
     tokens, heads, head_dim = call.q.shape
     refuse_device(call.q.device, head_dim)
-    if call.q.is_cuda and tokens and call.used.shape[0] and call.page_table.shape[1]:
+    nothing = not (tokens and call.used.shape[0] and call.page_table.shape[1])
+    if call.q.is_cuda and not nothing:
         return on_card(call, target(call.q.device))
     out = torch.zeros_like(call.q, memory_format=torch.contiguous_format)
     lse = call.q.new_full((heads, tokens), -torch.inf, dtype=torch.float32)
     call = clamped(call)
-    ends, lengths = call.cu_q.tolist(), call.used.tolist()
+    ends, lengths = ([], []) if nothing else (call.cu_q.tolist(), call.used.tolist())
     for s, keys in enumerate(lengths):
         of = slice(ends[s], ends[s + 1])
         if of.start < of.stop and keys:
@@ -112,10 +113,11 @@ def turned(call: KVCall, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | 
 
 def _one(call: KVCall, s: int, q: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
     q, shift = turned(call, q)
-    return decode(
+    out, lse = decode(
         q, gathered(call, s, keys), scale=call.scale, left=call.left, right=call.right, softcap=call.softcap,
         sinks=call.sinks, shift=shift, splits=max(call.splits, 1),
     )  # fmt: skip
+    return out.to(q.dtype), lse
 
 
 def gathered(call: KVCall, s: int, keys: int) -> Keys:

@@ -8,11 +8,11 @@ import torch
 
 from ..cache.checks import on_host
 from ..cache.paged import PagedKVCache
-from ..call.checks import NO_TANGENTS, forward_mode
 from ..call.kvappend import append, positions
 from ..call.kvcache import KVCall, refuse_device, run
 from ..call.operators import register
 from ..call.ragged import default_scale
+from ..call.reasons import no_derivatives
 from ..errors import NoKernelError
 from ..quant.rope import rope
 from .kvcache_checks import Given, check, check_lengths
@@ -93,10 +93,8 @@ def attention_with_kvcache(
         out, return_lse,
     )  # fmt: skip
     at = check(given)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, out)):
-        raise NoKernelError("an input has requires_grad=True and there is no backward: detach it, or torch.no_grad()")
-    if forward_mode():
-        raise NoKernelError(NO_TANGENTS)
+    if wrong := no_derivatives((("q", q), ("k", k), ("v", v), ("sinks", sinks), ("out", out))):
+        raise NoKernelError(*wrong)
     refuse_device(q.device, q.shape[-1])
     if on_host(q):
         check_lengths(at)

@@ -8,11 +8,12 @@ import torch
 from ..choose.target import Target, device_of, target
 from ..errors import NoKernelError
 from ..native.decode import FAR, Work, cut, kernel_for
+from ..tracing import constant
 
 ROW_BYTES = 8  # to which rows of Q are aligned
 
 
-@torch.compiler.assume_constant_result
+@constant
 def unserved(kind: str, index: int | None, head_dim: int) -> tuple[str, ...]:
     """The reasons why no kernel serves a device, none if one does. The CPU runs the emulator."""
     if kind == "cpu":

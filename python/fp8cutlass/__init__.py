@@ -2,6 +2,7 @@
 
 * ``attention`` takes the place of ``torch.nn.functional.scaled_dot_product_attention``. ``attention_varlen`` serves
   ragged batches.
+* ``attention_with_kvcache`` and ``PagedKVCache`` keep keys and values in pages, for the serving of language models.
 * ``pack_kv`` quantises and packs keys and values once for many calls.
 * ``quantize`` makes FP8 tensors and their descales. ``StaticScale`` and ``DelayedScale`` make descales that are known
   before the tensor is.
@@ -21,11 +22,13 @@ from ._version import __version__
 __all__ = [
     "DelayedScale",
     "PackedKV",
+    "PagedKVCache",
     "StaticScale",
     "UnsupportedError",
     "__version__",
     "attention",
     "attention_varlen",
+    "attention_with_kvcache",
     "explain",
     "pack_kv",
     "quantize",
@@ -38,10 +41,12 @@ __all__ = [
 HOMES = (
     "api.ask",
     "api.attention",
+    "api.kvcache",
     "api.pack",
     "api.tune",
     "api.varlen",
     "cache.packed",
+    "cache.paged",
     "errors",
     "quant.quantize",
     "quant.scaling",
@@ -62,10 +67,12 @@ def _is_command() -> bool:
 if TYPE_CHECKING or not _is_command():
     from .api.ask import explain, supports
     from .api.attention import attention
+    from .api.kvcache import attention_with_kvcache
     from .api.pack import pack_kv
     from .api.tune import tune
     from .api.varlen import attention_varlen
     from .cache.packed import PackedKV
+    from .cache.paged import PagedKVCache
     from .errors import UnsupportedError
     from .quant.quantize import quantize
     from .quant.scaling import DelayedScale, StaticScale

@@ -14,7 +14,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "emulator": set(),
     "native": {"quant"},
     "choose": {"native"},
-    "cache": {"choose"},
+    "cache": {"choose", "quant"},
     "call": {"quant", "emulator", "native", "choose", "cache"},
     "api": {"quant", "choose", "cache", "call"},
     "integrations": {"api", "cache"},

@@ -18,13 +18,14 @@ from .reference import STEP, Reference
 # Standard deviation of the relative rounding error of P: 0.0255 for a rounded e4m3; the linear code adds the error of
 # interpolating 2^x inside an octave, 19% in all, of which the quadratic one leaves 0.2%. Two terms lose 0.00075; the
 # tensor core's accumulator of 13 fraction bits, simulated, brings that to 0.0008 to 0.0010 at head_dim 64 to 256.
-P_ERROR = {"exp2": 0.0255, "linear": 0.0255 * 1.19, "quadratic": 0.0255, "exp2x2": 0.001}
+# P in f16, as decode has it, has steps of 2^-10 of the power of two below: 0.00028 there, 0.74 of it over an octave.
+P_ERROR = {"exp2": 0.0255, "linear": 0.0255 * 1.19, "quadratic": 0.0255, "exp2x2": 0.001, "f16": 0.00021}
 # A float32 score is cut to 13 fraction bits of itself or of the largest product in it after each step of 32 products:
 # toward zero, by half a unit on average. All keys of a row are so read a little too close to each other. Beside the
 # rounding of P in one term that is nothing; two terms are exact enough to show it.
-SCORE_CUT = {"exp2": 0.0, "linear": 0.0, "quadratic": 0.0, "exp2x2": 2.0**-14}
-# log2 of the P of a row maximum: 2^8, and code 122
-P_OFFSET = {"exp2": 8.0, "linear": math.log2(320.0), "quadratic": 8.0, "exp2x2": 8.0}
+SCORE_CUT = {"exp2": 0.0, "linear": 0.0, "quadratic": 0.0, "exp2x2": 2.0**-14, "f16": 0.0}
+# log2 of the P of a row maximum: 2^8, and code 122; in f16 it is 2^15, 2^39 of the smallest step as 2^30 is of e4m3's.
+P_OFFSET = {"exp2": 8.0, "linear": math.log2(320.0), "quadratic": 8.0, "exp2x2": 8.0, "f16": 30.0}
 # The largest relative rounding error of an output.
 OUT_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float8_e4m3fn: 2.0**-4}
 

@@ -1,0 +1,139 @@
+"""``attention_with_kvcache``: attention over a paged cache, with FlashAttention-3's names and meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..cache.checks import on_host
+from ..cache.paged import PagedKVCache
+from ..call.kvappend import append, positions
+from ..call.kvcache import KVCall, refuse_device, run
+from ..call.operators import register
+from ..call.ragged import default_scale
+from ..call.reasons import no_derivatives
+from ..errors import NoKernelError
+from ..quant.rope import rope
+from .kvcache_checks import Given, check, check_lengths
+
+
+def attention_with_kvcache(
+    q: torch.Tensor,
+    cache: PagedKVCache | Sequence[torch.Tensor],
+    *,
+    page_table: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | int,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    rotary_interleaved: bool = True,
+    k_descale: torch.Tensor | float | None = None,
+    v_descale: torch.Tensor | float | None = None,
+    layer: int = 0,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    num_splits: int = 0,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one or many query tokens a sequence over keys and values in pages of FP8.
+
+    Args:
+        q: (B, S, H, D), or (T, H, D) with ``cu_seqlens_q``, bf16 or fp16. H is a multiple of Hkv. Sequences may have
+            one token or many: decode and prefill in one call.
+        cache: a :class:`~fp8cutlass.PagedKVCache`; or (k_cache, v_cache), e4m3, (pages, page_size, Hkv, D) each.
+            Without ``page_table`` these are (B, tokens, Hkv, D).
+        page_table: (B, most pages) int32: the pages of each sequence. Entries past its length are not read.
+        cache_seqlens: (B,) int32, or a number for all: keys of each sequence before ``k`` is appended.
+        cu_seqlens_q: (B + 1,) int32: where the tokens of each sequence begin, and the last one's end.
+        max_seqlen_q: an upper bound of the tokens of a sequence. It helps to choose a kernel and changes no result.
+        k, v: tokens to be appended first, at ``cache_seqlens``: (B, S', Hkv, D), or (T', Hkv, D) with
+            ``cu_seqlens_k_new``. Attention then sees them. Their pages must be in the table.
+        cu_seqlens_k_new: (B + 1,) int32; default ``cu_seqlens_q``.
+        rotary_cos, rotary_sin: (positions, R / 2): the first R columns of ``k``, which is needed, and of q are turned.
+            Token i stands at ``cache_seqlens + i``, but all tokens of q at ``cache_seqlens`` where there is neither
+            causal nor a window.
+        rotary_interleaved: pairs are neighbouring columns, else columns i and i + R / 2.
+        k_descale, v_descale: with (k_cache, v_cache): a float, or float32 (1,), (Hkv,) or (B, Hkv). Default 1. A
+            PagedKVCache has its own.
+        layer: of a PagedKVCache.
+        softmax_scale: finite; default 1 / sqrt(D).
+        causal: row i of S sees no key past ``i + keys - S``, its own. The same as window_size=(left, 0).
+        window_size: (left, right): a row sees that many keys before and after its own; -1 for all.
+        softcap: 0, or c > 0: a logit x becomes ``c * tanh(x / c)`` before the mask.
+        sinks: (H,) bf16, fp16 or float32: a logit for each head without a value, which joins the denominator once.
+        num_splits: 0: a card cuts the keys of sequences so that all its multiprocessors have work; the CPU does not
+            cut them. 1: no sequence is cut, and its bits do not depend on the batch. Above, as 0 on a card, so many
+            parts on the CPU.
+        out: takes the result; of the shape and dtype of q.
+        return_lse: also return the natural-log sum of exponentials, sinks included.
+
+    Returns:
+        As q, then the LSE, (B, H, S) or (H, T) float32, where asked for. Rows that see no key, and tokens that belong
+        to no sequence, are 0, their LSE -inf, with and without sinks.
+
+    On a card nobody waits for a number. There page numbers, lengths and ends that are out of range are clamped. On the
+    CPU they are refused.
+
+    Raises:
+        UnsupportedError: with every reason, before anything is written or launched. NoKernelError: on a card, where no
+            kernel serves it yet.
+    """
+    given = Given(
+        q, cache, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q, k, v, cu_seqlens_k_new, rotary_cos, rotary_sin,
+        rotary_interleaved, k_descale, v_descale, layer, softmax_scale, causal, window_size, softcap, sinks, num_splits,
+        out, return_lse,
+    )  # fmt: skip
+    at = check(given)
+    if wrong := no_derivatives((("q", q), ("k", k), ("v", v), ("sinks", sinks), ("out", out))):
+        raise NoKernelError(*wrong)
+    refuse_device(q.device, q.shape[-1])
+    if on_host(q):
+        check_lengths(at)
+    pages, tokens = at.cache.views(layer), q.reshape(at.tokens, *q.shape[-2:])
+    used = at.lengths
+    if k is not None and v is not None and at.cu_new is not None:
+        turn = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin, rotary_interleaved)
+        if turn is not None:
+            step = 0 if not causal and tuple(window_size) == (-1, -1) else 1
+            cos, sin, interleaved = turn
+            tokens = rope(tokens, cos, sin, positions(at.cu_q, at.lengths, len(tokens), step), interleaved)
+        new = k.reshape(at.new, *k.shape[-2:]), v.reshape(at.new, *v.shape[-2:])
+        used = append(at.cache, new, at.cu_new, used, at.page_table, at.descales, layer, turn)
+    left, right = window_size
+    inside = pages.k_descale is not None and pages.v_descale is not None
+    descales = (pages.k_descale, pages.v_descale) if inside else at.descales
+    result, lse = _operator(
+        tokens, pages.k, pages.v, *descales, at.page_table, used, at.cu_q, None if sinks is None else sinks.float(),
+        at.cache.mean(layer), default_scale(q.shape[-1]) if softmax_scale is None else float(softmax_scale),
+        left, 0 if causal else right, float(softcap), num_splits, at.cache.hadamard, return_lse,
+        max_seqlen_q,
+    )  # fmt: skip
+    result = result.view(q.shape)
+    if q.dim() == 4 and return_lse:
+        lse = lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1)  # (B, H, S)
+    result = result if out is None else out.copy_(result)
+    return (result, lse) if return_lse else result
+
+
+def _fake(q: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads, _ = q.shape
+    lse = q.new_empty((heads, tokens) if rest[-2] else (0,), dtype=torch.float32)
+    return q.new_empty(q.shape), lse
+
+
+_operator = register(
+    "attention_with_kvcache(Tensor q, Tensor k, Tensor v, Tensor k_descale, Tensor v_descale, Tensor page_table, "
+    "Tensor used, Tensor cu_seqlens_q, Tensor? sinks, Tensor? k_mean, float scale, int left, int right, float softcap, "
+    "int num_splits, bool hadamard, bool return_lse, SymInt? max_seqlen_q) -> (Tensor out, Tensor lse)",
+    lambda *args: run(KVCall(*args)),
+    _fake,
+)

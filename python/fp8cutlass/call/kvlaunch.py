@@ -1,0 +1,78 @@
+"""Attention over a paged cache on a card: the kernel that cuts the work, then the one that does it. No number of the
+device is waited for."""
+
+from __future__ import annotations
+
+import torch
+
+from ..choose.target import Target, device_of, target
+from ..errors import NoKernelError
+from ..native.decode import FAR, Work, cut, kernel_for
+from ..tracing import constant
+
+ROW_BYTES = 8  # to which rows of Q are aligned
+
+
+@constant
+def unserved(kind: str, index: int | None, head_dim: int) -> tuple[str, ...]:
+    """The reasons why no kernel serves a device, none if one does. The CPU runs the emulator."""
+    if kind == "cpu":
+        return ()
+    if kind != "cuda":
+        return (f"attention_with_kvcache has no kernel for {kind}",)
+    try:
+        at = target(device_of(kind, index))
+        kernel_for(at.directory, at.arch, head_dim, 1)
+    except NoKernelError as error:
+        return error.reasons
+    return ()
+
+
+def rows_of(tokens: int, sequences: int, group: int, most: int | None) -> int:
+    """Rows of a unit that the call has use for: ``most`` tokens of a sequence, or the mean."""
+    mean = -(-tokens // max(sequences, 1))
+    return group * max(1, min(tokens, mean if most is None else most))
+
+
+def launch(
+    at: Target,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    descales: tuple[torch.Tensor, torch.Tensor],
+    page_table: torch.Tensor,
+    used: torch.Tensor,
+    cu_q: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *,
+    most_q: int | None,
+    scale: float,
+    left: int,
+    right: int,
+    softcap: float,
+    share: bool,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Out (T, H, D) and the LSE (H, T). Tensors are those of ``KVCall``; ``sinks`` are (H,) or (H, T). T, the sequences
+    and the table are not empty."""
+    (tokens, heads, head_dim), kv_heads = q.shape, k.shape[2]
+    rows = rows_of(tokens, used.shape[0], heads // kv_heads, most_q)
+    kernel, number = kernel_for(at.directory, at.arch, head_dim, rows)
+    used, cu_q = used.contiguous(), cu_q.contiguous()
+    work: Work = cut(
+        kernel, number, at.sm_count, used, cu_q, tokens=tokens, most_keys=page_table.shape[1] * k.shape[1],
+        heads=heads, kv_heads=kv_heads, left=left, right=right, share=share,
+    )  # fmt: skip
+    q = q.contiguous()
+    q = q if q.data_ptr() % ROW_BYTES == 0 else q.clone()
+    out = torch.empty_like(q)
+    lse = q.new_empty((heads, tokens), dtype=torch.float32) if return_lse else None
+    inline = descales[0].dim() == 3
+    one = descales[0].new_ones(1)
+    static = (one, one) if inline else (descales[0].contiguous(), descales[1].contiguous())
+    ends = (FAR if end < 0 else min(end, FAR) for end in (left, right))
+    torch.ops.fp8cutlass_C.decode(
+        number, q, k, v, *(descales if inline else (None, None)), *static, page_table.contiguous(), used, cu_q, sinks,
+        out, lse, work.cuts, work.arrived, work.parts, scale, softcap, *ends,
+    )  # fmt: skip
+    return out, lse

@@ -9,7 +9,7 @@ import torch
 from reference import masked64, randn, relative_l2
 
 from fp8cutlass import UnsupportedError, quantize, stats
-from fp8cutlass.integrations.flash import flash_attn_func, flash_attn_varlen_func
+from fp8cutlass.integrations.flash import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 BOUND = 0.06  # relative L2; losing a mask or a scale of these operands gives 0.3 and more
 
@@ -136,6 +136,77 @@ def test_the_fourth_argument_means_dropout_or_the_scale_and_goes_by_name() -> No
         flash_attn_func(*operands(), 0.5)  # type: ignore[misc]
     with pytest.raises(TypeError, match="learnable_sink"):
         flash_attn_func(*operands(), learnable_sink=None)  # type: ignore[call-arg]
+
+
+def caches(tokens: int = 64) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    """Keys and values (2, tokens, 2, 64), the same in e4m3, and descales (B, Hkv)."""
+    plain = 3 * randn(2, tokens, 2, 64, seed=7), 5 * randn(2, tokens, 2, 64, seed=8)
+    pairs = [quantize(x.transpose(1, 2), granularity="head") for x in plain]
+    fp8 = tuple(x.transpose(1, 2).contiguous() for x, _ in pairs)
+    return plain, fp8, {"k_descale": pairs[0][1], "v_descale": pairs[1][1]}
+
+
+LENGTHS = (40, 21)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left", "right"), [({}, -1, -1), ({"causal": True}, -1, 0), ({"window_size": (8, 2)}, 8, 2)]
+)
+@pytest.mark.parametrize("pages", [None, "page_table", "block_table"])
+@pytest.mark.parametrize("appended", [False, True])
+def test_a_cache_of_fp8(arguments: dict[str, Any], left: int, right: int, pages: str | None, appended: bool) -> None:
+    """Page 7 - i of 16 tokens stands for page i, so that an ignored table would show."""
+    plain, fp8, descales = caches()
+    q = randn(2, 4, 4, 64, seed=9)
+    lengths, new = torch.tensor(LENGTHS, dtype=torch.int32), {}
+    given: dict[str, Any] = {**arguments, **descales, "cache_seqlens": lengths}
+    if appended:
+        new = {"k": plain[0][:, :4], "v": plain[1][:, :4]}
+        for x, tokens in zip(plain, new.values(), strict=True):
+            for b, n in enumerate(LENGTHS):
+                x[b, n : n + 4] = tokens[b].clone()
+        new = {name: x.clone() for name, x in new.items()}
+    if pages is not None:
+        fp8 = tuple(x.reshape(8, 16, 2, 64).flip(0).contiguous() for x in fp8)
+        given[pages] = 7 - torch.arange(8, dtype=torch.int32).view(2, 4)
+    with stats.collect() as seen:
+        out, lse = flash_attn_with_kvcache(q, *fp8, **new, **given, return_softmax_lse=True)
+    assert (seen.result().served.calls, seen.result().fallback.calls) == (1, 0) and lse.shape == (2, 4, 4)
+    for b, n in enumerate(LENGTHS):
+        keys = n + 4 * appended
+        part = [q[b : b + 1], *(x[b : b + 1, :keys] for x in plain)]
+        want = wanted(*part, band(4, keys, left, right))
+        assert relative_l2(out[b : b + 1].transpose(1, 2), want.out) < 2 * BOUND
+        assert float((lse[b] - want.lse[0]).abs().max()) < 0.5
+
+
+def test_without_lengths_the_whole_cache_counts() -> None:
+    plain, fp8, descales = caches()
+    q = randn(2, 1, 4, 64, seed=9)
+    out = flash_attn_with_kvcache(q, *fp8, **descales)
+    want = wanted(q, *plain, band(1, 64))
+    assert relative_l2(out.transpose(1, 2), want.out) < 2 * BOUND
+    wrong = flash_attn_with_kvcache(q, *fp8, k_descale=descales["k_descale"])
+    assert relative_l2(wrong.transpose(1, 2), want.out) > 4 * BOUND
+
+
+@pytest.mark.parametrize(
+    "name", ["q_descale", "qv", "cache_batch_idx", "cache_leftpad", "rotary_seqlens", "alibi_slopes", "attention_chunk"]
+)
+def test_what_a_cache_does_not_serve_is_refused_by_name(name: str) -> None:
+    _, fp8, descales = caches()
+    value: Any = 128 if name == "attention_chunk" else torch.ones(2)
+    with pytest.raises(UnsupportedError, match=f"flash_attn_with_kvcache: {name}"):
+        flash_attn_with_kvcache(randn(2, 1, 4, 64, seed=9), *fp8, **descales, **{name: value})
+
+
+def test_pages_need_lengths_and_one_table() -> None:
+    _, fp8, descales = caches()
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="needs cache_seqlens"):
+        flash_attn_with_kvcache(randn(2, 1, 4, 64, seed=9), *fp8, page_table=table, **descales)
+    with pytest.raises(UnsupportedError, match="one argument"):
+        flash_attn_with_kvcache(randn(2, 1, 4, 64, seed=9), *fp8, page_table=table, block_table=table, **descales)
 
 
 @pytest.mark.parametrize("missing", ["q_descale", "k_descale", "v_descale"])

@@ -13,6 +13,7 @@ import torch
 
 from .. import stats
 from ..api.attention import attention
+from ..api.kvcache import attention_with_kvcache
 from ..api.varlen import attention_varlen
 from ..errors import UnsupportedError
 from .dense import count_ragged, effort, for_query_heads
@@ -143,6 +144,89 @@ def flash_attn_varlen_func(
         return_lse=return_attn_probs or return_softmax_lse,
     )  # fmt: skip
     count_ragged(DOOR, "flash_attn_varlen_func", q, k, cu_seqlens_q, causal)
+    return result
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    *,
+    cache_seqlens: torch.Tensor | int | None = None,
+    page_table: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    rotary_interleaved: bool = True,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] | None = NO_WINDOW,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    q_descale: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    attention_chunk: int = 0,
+    scheduler_metadata: torch.Tensor | None = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Result:
+    """Attention of new tokens over a cache of FP8, to which ``k`` and ``v`` are appended first.
+
+    Args:
+        q: (B, S, H, D), or (T, H, D) with ``cu_seqlens_q``; bf16 or fp16. FlashAttention-3 takes FP8 ones alone here.
+        k_cache, v_cache: e4m3, (B, tokens, Hkv, D), or (pages, page_size, Hkv, D) with ``page_table``. Written to where
+            ``k`` and ``v`` are given.
+        k, v: (B, S', Hkv, D), bf16 or fp16.
+        cache_seqlens: (B,) int32 or a number: keys of each sequence before. None: all of the cache, without pages.
+        page_table, block_table: (B, most pages) int32, the pages of each sequence; two names for one argument.
+        k_descale, v_descale: float32 (B, Hkv).
+        rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, softcap, num_splits:
+            as in :func:`fp8cutlass.attention_with_kvcache`.
+        causal, window_size, softmax_scale: as in :func:`flash_attn_func`.
+        q_descale, qv, cache_batch_idx, cache_leftpad, rotary_seqlens, alibi_slopes, attention_chunk: not served.
+        scheduler_metadata, pack_gqa, sm_margin: settings of FlashAttention's kernels, which change no result.
+
+    Returns:
+        As q, then the natural-log LSE, (B, H, S) or (H, T) float32, if asked for.
+
+    Raises:
+        UnsupportedError: an argument that is not served, by name; a call without a kernel.
+    """
+    name = "flash_attn_with_kvcache"
+    _refuse(name, q_descale=q_descale, qv=qv, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+            rotary_seqlens=rotary_seqlens, alibi_slopes=alibi_slopes, attention_chunk=attention_chunk)  # fmt: skip
+    if page_table is not None and block_table is not None:
+        raise UnsupportedError(f"{name}: page_table and block_table are one argument")
+    pages = block_table if page_table is None else page_table
+    if cache_seqlens is None:
+        if pages is not None:
+            raise UnsupportedError(f"{name}: a cache in pages needs cache_seqlens")
+        cache_seqlens = k_cache.shape[1]
+    result = attention_with_kvcache(
+        q, (k_cache, v_cache),
+        page_table=pages, cache_seqlens=cache_seqlens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+        k=k, v=v, cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
+        k_descale=k_descale, v_descale=v_descale, softmax_scale=softmax_scale, causal=causal,
+        window_size=NO_WINDOW if window_size is None else window_size,
+        softcap=softcap, num_splits=num_splits, return_lse=return_softmax_lse,
+    )  # fmt: skip
+    # The lengths are on the device: the work is that of the longest sequences that fit.
+    keys = k_cache.shape[1] if pages is None else k_cache.shape[1] * pages.shape[1]
+    rows = q.numel() // max(1, q.shape[-1])  # of all heads
+    stats.count_served(DOOR, name, work=stats.work(1, 1, rows, keys, 2 * q.shape[-1]), at=q)
     return result
 
 

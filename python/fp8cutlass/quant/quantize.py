@@ -14,7 +14,7 @@ SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # A power of two: a constant V becomes V8 = 256 everywhere, so the products P V8 lose to truncation in the accumulator
 # what the sum of P loses, and their quotient is exact (but for what tiles of many keys give back, see
-# docs/kernels.md).
+# docs/design/kernels.md).
 V_AMAX = 256.0
 
 

@@ -56,6 +56,9 @@ class Variant:
     cluster: Cluster = _axis(Cluster, plain=Cluster.SOLO, group="execution")
     walk: Walk = _axis(Walk, plain=Walk.DENSE, group="walk")
 
+    def __hash__(self) -> int:
+        return hash(self.id)  # a string keeps its hash
+
     @cached_property
     def id(self) -> str:
         return self._text(AXES)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from codegen.axes import Mask, Operand, Out, Scaling, Walk
-from codegen.evidence import Measurement, measured
+from codegen.evidence import Measurement, evidence, measured
 from codegen.families import FAMILIES, derive
 from codegen.keys import LOADS, MOST, SEQLEN_BOUNDS, representative
 from codegen.legal import Rejection, check
@@ -215,10 +215,17 @@ def _for_other_masks(emitted: Iterable[Variant], outranked: Mapping[str, Rejecti
 
 
 @cache
-def select(matrices: tuple[Matrix, ...] = MATRICES) -> Selection:
-    """The release profile: every point of the matrices, emitted or rejected."""
+def _judged(matrices: tuple[Matrix, ...]) -> tuple[list[Variant], list[Rejection | None]]:
+    """Every point of the matrices, and what is against it. No measurement has a say in that."""
     points = [v for m in matrices for v in m.points]
-    verdicts = [check(v) for v in points]
+    return points, [check(v) for v in points]
+
+
+@cache
+def select(matrices: tuple[Matrix, ...] = MATRICES) -> Selection:
+    """The release profile: every point of the matrices, emitted or rejected. Raises EvidenceError, before it begins."""
+    evidence()
+    points, verdicts = _judged(matrices)
     classes: dict[tuple[object, ...], list[Variant]] = {}
     for v, broken in zip(points, verdicts, strict=True):
         if broken is None:

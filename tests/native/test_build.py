@@ -15,12 +15,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from codegen.cli import main as codegen_main
 from codegen.gates import machine
 from scripts import build_extension, cubins, kernel_file, toolchain
 
@@ -233,8 +236,10 @@ def test_the_library_knows_its_manifest(built: Built, answers: dict[str, Any]) -
     assert answers["manifest"] == hashlib.sha256(text).hexdigest()
 
 
-def test_what_is_generated_is_what_the_build_asks_for(tmp_path: Path) -> None:
-    """The sm90a build without and with kernels that are only emulated there."""
+def test_what_is_generated_is_what_the_build_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sm90a build without and with kernels that are only emulated there; the command runs in this process, which
+    has selected already."""
+    monkeypatch.setattr(build_extension, "_run", codegen_here)
     families = []
     for emulated in (False, True):
         build_extension.generate(tmp_path, profile="dev", archs=["sm90a"], emulated=emulated)
@@ -242,6 +247,12 @@ def test_what_is_generated_is_what_the_build_asks_for(tmp_path: Path) -> None:
         assert all(variant["targets"] == ["sm90a"] for variant in variants)
         families.append({variant["family"] for variant in variants})
     assert families == [{"sm90a"}, {"sm89", "sm90a"}]
+
+
+def codegen_here(command: Sequence[str | Path]) -> None:
+    assert command[:3] == [sys.executable, "-m", "codegen"]
+    result = CliRunner().invoke(codegen_main, [str(x) for x in command[3:]])
+    assert result.exit_code == 0, result.output
 
 
 def fake_tool(path: Path, output: str) -> Path:

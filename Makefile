@@ -51,7 +51,7 @@ gates:
 	$(VENV) -m codegen gates --profile ci --check --built $(TEST_BUILD)
 
 pytest:
-	$(VENV) -m pytest -n auto
+	$(VENV) -m pytest -n auto --dist loadgroup
 
 clean:
 	rm -rf build dist python/fp8cutlass/_C.so python/fp8cutlass/_built python/fp8cutlass/_generated

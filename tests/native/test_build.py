@@ -28,6 +28,7 @@ from codegen.gates import machine
 from scripts import build_extension, cubins, kernel_file, toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.xdist_group("library")  # one process makes what all of these read
 PLACES = (ROOT / "build" / "test" / "fp8cutlass", ROOT / "python" / "fp8cutlass")
 
 COMMON = (

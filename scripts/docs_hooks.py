@@ -73,13 +73,11 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Any, config: Any) -> Any:
     """Pictures of measurements come along."""
-    from mkdocs.structure.files import File
-
     docs = Path(config.docs_dir)
     for page in [file for file in files if file.src_uri.endswith(".md")]:
         for name in relink((docs / page.src_uri).read_text(encoding="utf-8"), page.src_uri, docs)[2]:
             if files.get_file_from_path(name) is None:
-                files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+                files.append(type(page).generated(config, name, abs_src_path=str(ROOT / name)))
     return files
 
 

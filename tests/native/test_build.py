@@ -26,6 +26,7 @@ from click.testing import CliRunner
 from codegen.cli import main as codegen_main
 from codegen.gates import machine
 from scripts import build_extension, cubins, kernel_file, toolchain
+from scripts.progress import forecast
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.xdist_group("library")  # one process makes what all of these read
@@ -341,9 +342,13 @@ def test_job_count(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             toolchain.job_count()
 
 
-def test_archs_follow_the_cards(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archs_follow_the_cards(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     fake_tool(bare / "bin" / "nvidia-smi", "")  # shadows that of a machine with a card
     assert build_extension.requested_archs() == ["sm89"]
+    said = capsys.readouterr().err
+    assert "a guess" in said and "FP8CUTLASS_ARCHS=sm90a" in said
     fake_tool(bare / "bin" / "nvidia-smi", "9.0\n8.9\n9.0")
     assert toolchain.card_capabilities() == [(8, 9), (9, 0)]
     assert build_extension.requested_archs() == ["sm89", "sm90a"]
@@ -355,6 +360,20 @@ def test_archs_follow_the_cards(bare: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("FP8CUTLASS_ARCHS", " ;")
     with pytest.raises(build_extension.BuildError, match="FP8CUTLASS_ARCHS"):
         build_extension.requested_archs()
+
+
+def test_a_build_says_first_what_it_compiles_and_how_long_that_takes() -> None:
+    """And that there is a smaller one, where it is much smaller."""
+    entries = [{"id": f"k{i}", "profile": "ci" if i < 2 else "release"} for i in range(20)]
+    job = cubins.Job(target="sm89", gencode="", source=Path("k.cu"))
+    kernels = {"sm89": {str(entry["id"]): job for entry in entries}}
+    manifest = {"archs": ["sm89"], "profile": "release", "packs": [], "variants": entries}
+    said = forecast(manifest, kernels, 2)
+    assert said == (
+        "building 20 kernels for sm89, 2 at a time: about 1m00s. "
+        "FP8CUTLASS_PROFILE=ci builds 2 that serve fewer calls, in about 33s"
+    )
+    assert "FP8CUTLASS_PROFILE" not in forecast(manifest | {"profile": "ci"}, kernels, 2)
 
 
 def test_progress_lines() -> None:

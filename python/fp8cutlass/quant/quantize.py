@@ -32,14 +32,12 @@ def quantize(
 
     ``attention(..., scaling=mode)`` takes FP8 operands of these granularities:
 
-    ======  =======  =======  =======
-    mode    query    key      value
-    ======  =======  =======  =======
-    tensor  tensor   tensor   tensor
-    head    head     head     head
-    block   token    block    block
-    token   token    token    channel
-    ======  =======  =======  =======
+    | mode | query | key | value |
+    |---|---|---|---|
+    | tensor | tensor | tensor | tensor |
+    | head | head | head | head |
+    | block | token | block | block |
+    | token | token | token | channel |
 
     Args:
         x: (B, H, S, D), bf16, fp16 or fp32, any strides, CPU or CUDA.

@@ -73,12 +73,10 @@ def generate(*arguments: str | Path, cwd: Path, seed: str) -> None:
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two whole generations, by processes with other hash seeds, working directories and output paths; the first is
-    this process, which has selected already."""
+    """Two whole generations, by processes with other hash seeds, working directories and output paths."""
     base = tmp_path_factory.mktemp("generated")
     (base / "elsewhere").mkdir()
-    selection = select()
-    write(base / "one", files(Request(archs=tuple(TARGETS), profile="release", variants=selection.emitted), selection))
+    generate("--out", base / "one", cwd=ROOT, seed="1")
     generate("--out", Path("..") / "a longer" / "two", cwd=base / "elsewhere", seed="4242")
     return base / "one", base / "a longer" / "two"
 

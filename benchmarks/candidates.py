@@ -80,7 +80,7 @@ def legal(of: Class) -> list[Variant]:
     head_dim, causal, softmax = of
     mine = replace(matrix, head_dim=(head_dim,), mask=(Mask.of(causal),), softmax=(softmax,))
     mine = replace(mine, scaling=(Scaling.BLOCK,), dtype=(Operand.E4M3,), out=(Out.BF16,))
-    return [v for v in mine.points() if check(v) is None]
+    return [v for v in mine.points if check(v) is None]
 
 
 def candidates(of: Class, shapes: Iterable[Shape], most: int, kept: Iterable[str]) -> list[Variant]:

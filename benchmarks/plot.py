@@ -31,7 +31,8 @@ class PlotError(RuntimeError):
     """There is nothing to draw, or nothing to draw with."""
 
 
-def _pyplot() -> Any:
+def open_pyplot() -> Any:
+    """matplotlib, drawing into files. PlotError where there is none."""
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError as error:
@@ -50,7 +51,7 @@ def draw(stamp: Mapping[str, str], rows: Iterable[Row], path: Path) -> None:
     by_shape = {shape: cell for shape, cell in cells(rows).items() if shape.in_grid}
     if not by_shape:
         raise PlotError("no shape of the grid was measured: nothing to plot")
-    pyplot = _pyplot()
+    pyplot = open_pyplot()
     head_dims = [d for d in GRID_HEAD_DIMS if any(shape.head_dim == d for shape in by_shape)]
     figure, axes = pyplot.subplots(
         2, len(head_dims), figsize=(5 * len(head_dims), 8), squeeze=False, sharex=True, sharey="row"
@@ -94,7 +95,7 @@ def draw_losses(stamp: Mapping[str, str], losses: Iterable[Loss], path: Path) ->
     found = {key: loss for key, loss in found.items() if loss is not None}
     if not found:
         raise PlotError("no contender gave a result: nothing to plot")
-    pyplot = _pyplot()
+    pyplot = open_pyplot()
     names, cases = (list(dict.fromkeys(key[i] for key in found)) for i in range(2))
     figure, ax = pyplot.subplots(figsize=(2 * len(cases) + 1, 5))
     width = 0.8 / len(names)

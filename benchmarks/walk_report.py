@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .plot import COLOURS, PlotError, _pyplot, _title
+from .plot import COLOURS, PlotError, _title, open_pyplot
 from .report import OWN, geometric_mean, heading, table
 from .walk import EQUAL, WalkTime
 
@@ -135,7 +135,7 @@ def draw_varlen(stamp: Mapping[str, str], rows: Sequence[WalkTime], path: Path) 
     by_key = cells(rows)
     if not by_key:
         raise PlotError("no batch was measured: nothing to plot")
-    pyplot = _pyplot()
+    pyplot = open_pyplot()
     head_dims, masks = (list(dict.fromkeys(key[i] for key in by_key)) for i in range(2))
     size = (5.5 * len(head_dims), 3.6 * len(masks) + 1)
     figure, axes = pyplot.subplots(len(masks), len(head_dims), figsize=size, squeeze=False, sharey="row")

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 Box = dict[str, tuple[Any, ...]]
 Point = tuple[Any, ...]
+Numbers = tuple[int, ...]  # of values of axes
 
 
 def boxes(points: Sequence[Point], axes: tuple[str, ...]) -> list[Box]:
     """Splits distinct points, which have a value for each axis, into few full products. Raises ValueError for twins."""
     if len(set(points)) < len(points):
         raise ValueError("duplicate points")
-    return [{axis: box[axis] for axis in axes} for box in _split(list(points), axes)]
+    # Numbers stand for the values: they hash in no time, and there are millions of look-ups.
+    values = [list(dict.fromkeys(column)) for column in zip(*points, strict=True)] or [[] for _ in axes]
+    numbers = [{value: number for number, value in enumerate(column)} for column in values]
+    numbered = [tuple(of[value] for of, value in zip(numbers, point, strict=True)) for point in points]
+    found = _split(numbered, tuple(range(len(axes))))
+    return [{axes[at]: tuple(values[at][n] for n in box[at]) for at in range(len(axes))} for box in found]
 
 
-def _split(points: list[Point], axes: tuple[str, ...]) -> list[Box]:
+def _split(points: list[Numbers], axes: tuple[int, ...]) -> list[dict[int, Numbers]]:
     """Along the axis whose values fall into the fewest groups that hold the same points of the other axes."""
-    if not axes:
-        return [{}]
+    columns = [dict.fromkeys(column) for column in zip(*points, strict=True)]
+    if points and math.prod(map(len, columns)) == len(points):  # a full product, as most of what is left is
+        return [dict(zip(axes, map(tuple, columns), strict=True))]
 
-    def groups(at: int) -> dict[frozenset[Point], list[object]]:
+    def groups(at: int) -> dict[frozenset[Numbers], list[int]]:
         """The values of an axis by the points that they have on the others."""
-        rests: dict[object, dict[Point, None]] = {}
+        rests: dict[int, set[Numbers]] = {}
         for point in points:
-            rests.setdefault(point[at], {})[point[:at] + point[at + 1 :]] = None
-        joined: dict[frozenset[Point], list[object]] = {}
+            rests.setdefault(point[at], set()).add(point[:at] + point[at + 1 :])
+        joined: dict[frozenset[Numbers], list[int]] = {}
         for value, rest in rests.items():
             joined.setdefault(frozenset(rest), []).append(value)
         return joined
 
     found = [groups(at) for at in range(len(axes))]
     at = min(range(len(axes)), key=lambda i: len(found[i]))
-    result = []
+    result: list[dict[int, Numbers]] = []
     for rest, values in found[at].items():
         inside = [p for p in dict.fromkeys(q[:at] + q[at + 1 :] for q in points) if p in rest]
         result += [{axes[at]: tuple(values)} | box for box in _split(inside, axes[:at] + axes[at + 1 :])]

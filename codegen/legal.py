@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from codegen.axes import Scaling
 from codegen.families import FAMILIES, Family
+from codegen.rule import Rule
 from codegen.variant import Variant
 
 
@@ -18,8 +20,18 @@ class Rejection:
 def check(v: Variant) -> Rejection | None:
     """The first rule of its family that the variant breaks, or None for a legal one."""
     family = FAMILIES[v.family]
-    d = family.derive(v)
-    for rule in family.rules:
+    if (problem := v.problem) not in _OF_PROBLEM:
+        _OF_PROBLEM[problem] = _first_broken(v, family.rules_of_choice)
+    return _OF_PROBLEM[problem] or _first_broken(v, family.other_rules)
+
+
+# What the leading rules say of a problem, which is the same for all of its rivals: most points fall there, unmeasured.
+_OF_PROBLEM: dict[tuple[object, ...], Rejection | None] = {}
+
+
+def _first_broken(v: Variant, rules: Iterable[Rule]) -> Rejection | None:
+    d = FAMILIES[v.family].derive(v)
+    for rule in rules:
         if rule.broken(v, d):
             return Rejection(rule=rule.name, message=rule.explain(v, d))
     return None

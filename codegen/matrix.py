@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from codegen.axes import Cluster, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
 from codegen.families import family_of
@@ -70,9 +70,14 @@ class Matrix:
 
     AXES = tuple(axis for axis in AXES if axis not in ("family", "kind"))
 
-    def points(self) -> Iterator[Variant]:
-        for values in itertools.product(*(getattr(self, axis) for axis in self.AXES)):
-            yield Variant(family=self.family, kind=self.kind, **dict(zip(self.AXES, values, strict=True)))
+    @cached_property
+    def points(self) -> tuple[Variant, ...]:
+        """The variants of the product, made once: with them their ids are kept."""
+        products = itertools.product(*(getattr(self, axis) for axis in self.AXES))
+        return tuple(
+            Variant(family=self.family, kind=self.kind, **dict(zip(self.AXES, values, strict=True)))
+            for values in products
+        )
 
     def is_of(self, v: Variant) -> bool:
         """Whether this is the matrix for a variant of that family, kind, mask and walk."""

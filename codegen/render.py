@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
 
+@cache  # compiling the templates takes longer than rendering a profile; one that is edited is compiled again
 def environment(templates: Path = TEMPLATES) -> Environment:
     return Environment(
         loader=FileSystemLoader(templates),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from codegen.axes import Mask, Operand, Out, Scaling, Walk
-from codegen.evidence import Measurement, measured
+from codegen.evidence import Measurement, evidence, measured
 from codegen.families import FAMILIES, derive
 from codegen.keys import LOADS, MOST, SEQLEN_BOUNDS, representative
 from codegen.legal import Rejection, check
@@ -88,7 +88,7 @@ def order(v: Variant, t: Timing) -> Order:
 
 def problem_class(v: Variant) -> tuple[object, ...]:
     """Variants that compete: everything equal but tile, stages, schedule and cluster."""
-    return (v.family, v.kind, v.head_dim, v.scaling, v.mask, v.dtype, v.out, v.softmax, v.walk)
+    return v.problem
 
 
 def _floor(costs: Costs) -> dict[Cell, float]:
@@ -215,10 +215,17 @@ def _for_other_masks(emitted: Iterable[Variant], outranked: Mapping[str, Rejecti
 
 
 @cache
+def _judged(matrices: tuple[Matrix, ...]) -> tuple[list[Variant], list[Rejection | None]]:
+    """Every point of the matrices, and what is against it. No measurement has a say in that."""
+    points = [v for m in matrices for v in m.points]
+    return points, [check(v) for v in points]
+
+
+@cache
 def select(matrices: tuple[Matrix, ...] = MATRICES) -> Selection:
-    """The release profile: every point of the matrices, emitted or rejected."""
-    points = [v for m in matrices for v in m.points()]
-    verdicts = [check(v) for v in points]
+    """The release profile: every point of the matrices, emitted or rejected. Raises EvidenceError, before it begins."""
+    evidence()
+    points, verdicts = _judged(matrices)
     classes: dict[tuple[object, ...], list[Variant]] = {}
     for v, broken in zip(points, verdicts, strict=True):
         if broken is None:
@@ -226,9 +233,13 @@ def select(matrices: tuple[Matrix, ...] = MATRICES) -> Selection:
     emitted: list[Variant] = []
     outranked: dict[str, Rejection] = {}
     for members in classes.values():
-        chosen, rejections = _winners(tuple(_modelled(v) for v in members), _most(members[0]))
-        emitted += [v for v in members if _modelled(v) in chosen]
-        outranked |= {v.id: rejections[_modelled(v)] for v in members if _modelled(v) not in chosen}
+        ranked = tuple(map(_modelled, members))
+        chosen, rejections = _winners(ranked, _most(members[0]))
+        for v, stand_in in zip(members, ranked, strict=True):
+            if stand_in in chosen:
+                emitted.append(v)
+            else:
+                outranked[v.id] = rejections[stand_in]
     for v in _for_other_masks(emitted, outranked):
         emitted.append(v)
         del outranked[v.id]

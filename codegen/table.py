@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from codegen.axes import Cluster, Kind, Operand, Out, Scaling, Walk
 from codegen.families import FAMILIES, derive, families_of
@@ -158,20 +159,23 @@ def _refusal(key: Key, family: str) -> str | None:
 
 def keys(archs: tuple[str, ...]) -> Iterator[Key]:
     """All cells in table order."""
-    positions: list[list[object]] = []
+    typed: dict[str, Callable[[Any], object]] = {"head_dim": int, "dtype": Operand, "out": Out, "scaling": Scaling}
+    positions: list[list[Any]] = []
     for name, values in axes(archs):
-        positions.append(list(range(len(values))) if name == "seqlen" else values)
+        positions.append(
+            [*range(len(values))] if name == "seqlen" else [typed.get(name, lambda x: x)(x) for x in values]
+        )
     for arch, head_dim, seqlen, dtype, out, scaling, causal, precision, load in itertools.product(*positions):
         yield Key(
-            arch=str(arch),
-            head_dim=int(str(head_dim)),
-            seqlen=int(str(seqlen)),
-            dtype=Operand(str(dtype)),
-            out=Out(str(out)),
-            scaling=Scaling(str(scaling)),
-            causal=bool(causal),
-            precision=str(precision),
-            load=str(load),
+            arch=arch,
+            head_dim=head_dim,
+            seqlen=seqlen,
+            dtype=dtype,
+            out=out,
+            scaling=scaling,
+            causal=causal,
+            precision=precision,
+            load=load,
         )
 
 

@@ -1,6 +1,7 @@
 """The dispatch table as two texts: which kernel serves what (`table.txt`), and the times behind it (`times.txt`).
 
-docs/formats.md has an example of each. Criteria and runners-up follow from the times, so that no text repeats them.
+docs/design/formats.md has an example of each. Criteria and runners-up follow from the times, so that no text repeats
+them.
 """
 
 from __future__ import annotations

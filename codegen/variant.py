@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from codegen.axes import Cluster, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
@@ -56,19 +56,28 @@ class Variant:
     cluster: Cluster = _axis(Cluster, plain=Cluster.SOLO, group="execution")
     walk: Walk = _axis(Walk, plain=Walk.DENSE, group="walk")
 
+    def __hash__(self) -> int:
+        return hash(self.id)  # a string keeps its hash
+
     @cached_property
     def id(self) -> str:
         return self._text(AXES)
 
-    @property
+    @cached_property
     def shape(self) -> str:
         """What tells the rivals of a problem apart: tile, stages, schedule, cluster."""
         return self._text(SHAPE)
 
+    @property
+    def problem(self) -> tuple[object, ...]:
+        """What rivals have in common: everything but tile, stages, schedule and cluster."""
+        same = (self.family, self.kind, self.head_dim, self.scaling, self.mask, self.dtype, self.out, self.softmax)
+        return (*same, self.walk)
+
     def _text(self, axes: tuple[str, ...]) -> str:
-        parts = {axis: _PARTS[axis] for axis in axes}
-        written = {p.group for axis, p in parts.items() if p.plain is None or getattr(self, axis) is not p.plain}
-        return "_".join(f"{p.prefix}{getattr(self, axis)}" for axis, p in parts.items() if p.group in written)
+        parts, values = _parts(axes), self.__dict__
+        written = {p.group for axis, p in parts if p.plain is None or values[axis] is not p.plain}
+        return "_".join([f"{p.prefix}{values[axis]}" for axis, p in parts if p.group in written])
 
     @property
     def causal(self) -> bool:
@@ -122,6 +131,11 @@ class Variant:
 _PARTS: dict[str, _Part] = {f.name: f.metadata["part"] for f in fields(Variant)}
 AXES = tuple(_PARTS)
 SHAPE = ("tile", "stages", "schedule", "cluster")  # the axes in which rivals of a problem differ
+
+
+@cache
+def _parts(axes: tuple[str, ...]) -> tuple[tuple[str, _Part], ...]:
+    return tuple((axis, _PARTS[axis]) for axis in axes)
 
 
 def _pattern() -> re.Pattern[str]:

@@ -1,5 +1,5 @@
 // The code of the kernels: cubins, loaded when they are first needed, from the file of the card's architecture that
-// lies beside the library as `_built/kernels-<target>.bin` (docs/formats.md).
+// lies beside the library as `_built/kernels-<target>.bin` (docs/design/formats.md).
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,6 +1,6 @@
 """Makes `.venv` with what a target needs and nothing that is there already.
 
-    python3 scripts/bootstrap.py demo | generate | build | lint | test
+    python3 scripts/bootstrap.py demo | generate | build | lint | test | wheel | docs
 
 * `.venv` sees the packages of the interpreter that makes it, so a torch with CUDA that is installed there is used as
   it is (also when that interpreter is itself a virtual environment).
@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 from scripts import requirements, toolchain  # noqa: E402  (needs the path above when run as a file)
 
-TARGETS = ("demo", "generate", "build", "lint", "test")
+TARGETS = ("demo", "generate", "build", "lint", "test", "wheel", "docs")
 MIN_PYTHON = (3, 10)
 
 # Run by the environment's interpreter: which of these are found from it.
@@ -122,6 +122,10 @@ def _wanted(target: str) -> list[str]:
         return [*generate, *requirements.LINT, "torch"]
     if target == "build":
         return [*generate, *compile_needs]
+    if target == "wheel":
+        return [*generate, *compile_needs, "setuptools>=77", *requirements.WHEEL]
+    if target == "docs":
+        return [*generate, "torch", *requirements.DOCS]
     if target == "test":
         return [*generate, *requirements.LINT, *requirements.TEST, "numpy", *compile_needs, "nvdisasm"]
     on_gpu = compile_needs if toolchain.card_capabilities() else ["torch"]

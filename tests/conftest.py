@@ -11,6 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+CARD_TESTS = ROOT / "tests" / "gpu"
 SUBJECTS = sorted(path for path in (ROOT / "tests").iterdir() if any(path.glob("test_*.py")))
 for folder in (*SUBJECTS, ROOT / "tests", ROOT / "python", ROOT):
     if str(folder) not in sys.path:
@@ -41,7 +42,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """The plugin that follows the edge cases."""
-    config.pluginmanager.register(EdgeCases(config), "edge-cases")
+    config.pluginmanager.register(EdgeCases(config, left_out(config)), "edge-cases")
+
+
+def left_out(config: pytest.Config) -> list[Path]:
+    """The files of which no test could run: those of tests/gpu without a card, unless that folder, or something in it,
+    is asked for by name. `tests/project/test_collection.py` collects them all the same, once."""
+    asked = [(config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in config.args]
+    inside = any(path == CARD_TESTS or CARD_TESTS in path.parents for path in asked)
+    around = any(path in CARD_TESTS.parents for path in asked)
+    return sorted(CARD_TESTS.glob("test_*.py")) if around and not inside and not torch.cuda.is_available() else []
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Thousands of tests would be collected in each process, and reported one by one, to say that there is no card."""
+    return True if collection_path == CARD_TESTS and left_out(config) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -56,8 +71,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """One line for the mutants that ran; `-q` shows it too."""
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """A line for what was left out, and one for the mutants that ran; `-q` shows them too."""
+    if files := left_out(config):
+        terminalreporter.write_line(f"left out: {len(files)} files in tests/gpu, which need an NVIDIA card")
     line = mutants_line(terminalreporter.stats)
     if line is not None:
         terminalreporter.write_line(line)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from edge_cases import CASES, Case
 from outcomes import Outcome, outcomes
 
 FOLDER = Path(__file__).resolve().parent
+NO_CARD = "Skipped: needs an NVIDIA card"
 STATES = ("passed", "in part", "skipped", "failed", "not run", "no test")
 
 
@@ -113,8 +114,10 @@ def _function(test: Outcome) -> str:
 class EdgeCases:
     """The plugin that tests/conftest.py registers."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, left_out: Sequence[Path] = ()) -> None:
+        """left_out: files that were not collected, because all of their tests need a card."""
         self.config = config
+        self.left_out = {path.name for path in left_out}
         self.target: str | None = config.getoption("--edge-table")
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
@@ -134,9 +137,20 @@ class EdgeCases:
         names = ("keyword", "markexpr", "lf", "deselect", "maxfail", "stepwise")
         return any(self.config.getoption(name, None) for name in names) or any("::" in x for x in self.config.args)
 
+    def with_left_out(self, ran: dict[Any, list[Outcome]], places: dict[int, set[str]]) -> dict[Any, list[Outcome]]:
+        """What ran, and as skipped what claims a case in a file that was left out."""
+        found = {number: list(tests) for number, tests in ran.items()}
+        for number, claimed in places.items():
+            for place in sorted(claimed):
+                if place.split("::")[0] in self.left_out:
+                    found.setdefault(number, []).append(Outcome(place, "skipped", NO_CARD, {"gpu": True}))
+        return found
+
     def summary(self, ran: dict[Any, list[Outcome]], *, selected: bool) -> Iterator[str]:
         """The lines to print; writes the table."""
         places = declared()
+        if not selected:
+            ran = self.with_left_out(ran, places)
         states = {
             number: state(case, places.get(number, set()), ran.get(number, []), selected=selected)
             for number, case in CASES.items()

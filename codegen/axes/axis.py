@@ -24,4 +24,7 @@ class Axis(str, Enum):
         return member
 
     def __str__(self) -> str:
-        return str(self.value)
+        return str(self._value_)  # `value` is a descriptor, and the ids of all points take millions of these
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self._value_), spec)

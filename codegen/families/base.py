@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from codegen.arch import CARDS, TARGETS, Card
 from codegen.cost import Cost, Shape
@@ -31,6 +33,16 @@ class Family:
     rules: tuple[Rule, ...]
     cost: Callable[[Variant, Shape, Card], Cost]
     view: Callable[[Variant], object]
+
+    @cached_property
+    def rules_of_choice(self) -> tuple[Rule, ...]:
+        """The leading rules whose verdict all rivals of a problem share."""
+        return tuple(itertools.takewhile(lambda rule: rule.of_choice, self.rules))
+
+    @cached_property
+    def other_rules(self) -> tuple[Rule, ...]:
+        """The rules behind those."""
+        return self.rules[len(self.rules_of_choice) :]
 
     @property
     def card(self) -> Card:

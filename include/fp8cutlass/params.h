@@ -61,7 +61,7 @@ struct RaggedBatch {
 struct ForwardParams {
   const uint8_t* q;  // (B, H, Sq, D), strides in bytes, last dimension contiguous, 16-byte aligned rows
   const uint8_t* k;  // (B, Hkv, Sk, D), likewise
-  const uint8_t* v;  // packed V^T: (B, Hkv, D, seqlen_k_padded), contiguous, see docs/numerics.md
+  const uint8_t* v;  // packed V^T: (B, Hkv, D, seqlen_k_padded), contiguous, see docs/design/numerics.md
   int64_t q_stride_batch, q_stride_head, q_stride_row;
   int64_t k_stride_batch, k_stride_head, k_stride_row;
   const float* q_descale;  // canonical shapes of the scaling mode, contiguous; of Q null where `query` is no FP8

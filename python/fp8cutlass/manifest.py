@@ -1,5 +1,5 @@
-"""The list of kernels (``manifest.json``), and where it and the tables beside it are read from. docs/formats.md defines
-the files.
+"""The list of kernels (``manifest.json``), and where it and the tables beside it are read from.
+docs/design/formats.md defines the files.
 
 Where they are read from, first match wins:
 

@@ -94,8 +94,8 @@ def test_the_operands_of_the_z_test_are_those_of_the_kernel(mode: Mode, precisio
 
 
 def test_the_figures_are_documented() -> None:
-    """docs/accuracy.md has the figures of every mode, in their order."""
-    text = (ROOT / "docs" / "accuracy.md").read_text()
+    """docs/evidence/accuracy.md has the figures of every mode, in their order."""
+    text = (ROOT / "docs" / "evidence" / "accuracy.md").read_text()
     table = text[text.index("## What the user loses") : text.index("## The z-test")]
     rows = [line.strip("|").split("|")[1:] for line in table.splitlines() if "| ." in line]
     assert [tuple(float(cell) for cell in row) for row in rows] == [mode.figures for mode in MODES]
@@ -288,15 +288,16 @@ def test_a_page_is_made_of_files_without_measuring(tiny: None, tmp_path: Path) -
 
 def test_the_committed_page_is_made_of_the_committed_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Or a new accuracy.csv is committed and the page goes on showing the old one."""
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "evidence").mkdir(parents=True)
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     monkeypatch.chdir(tmp_path)
     here, there = (f"benchmarks/results/{device}/accuracy.csv" for device in ("emulator", "h200"))
-    result = run("--from", here, "--beside", there, "docs/accuracy_h200.md")
+    result = run("--from", here, "--beside", there, "docs/evidence/accuracy_h200.md")
     assert result.exit_code == 0, result.output
-    assert Path("docs/accuracy_h200.md").read_text() == (ROOT / "docs" / "accuracy_h200.md").read_text(), (
-        f"run `python -m fp8cutlass.accuracy --from {here} --beside {there} docs/accuracy_h200.md`"
-    )
+    assert (
+        Path("docs/evidence/accuracy_h200.md").read_text()
+        == (ROOT / "docs" / "evidence" / "accuracy_h200.md").read_text()
+    ), f"run `python -m fp8cutlass.accuracy --from {here} --beside {there} docs/evidence/accuracy_h200.md`"
 
 
 def test_the_stated_rmse_is_asked_of_modes_that_rotate_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -337,7 +337,7 @@ def test_forward_mode_is_refused(fallback: str) -> None:
 
 @pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
 def test_a_nan_in_a_tensor_of_descales_reaches_its_head_alone(name: str) -> None:
-    """The emulator keeps it visible; nobody reads the values of tensors (docs/results.md has what a card does)."""
+    """The emulator keeps it visible; nobody reads tensors (docs/evidence/results.md has what a card does)."""
     descales = {n: torch.ones(4) for n in ("q_descale", "k_descale", "v_descale")}
     want = attention(fp8(), fp8(), fp8(), scaling="head", **descales)
     descales[name] = torch.tensor([1.0, 1.0, math.nan, 1.0])

@@ -95,7 +95,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_the_keys_are_documented() -> None:
-    text = (ROOT / "docs" / "command_line.md").read_text()
+    text = (ROOT / "docs" / "reference" / "command_line.md").read_text()
     for keys in (*KEYS.values(), CARD):
         assert all(f"`{key}`" in text for key in keys)
 

@@ -42,11 +42,18 @@ def run(*arguments: str | Path, code: int = 0) -> Result:
     return result
 
 
-@pytest.fixture
-def dev(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def dev_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The dev profile, generated into a folder."""
-    run("--profile", "dev", "--out", tmp_path / "dev")
-    return tmp_path / "dev"
+    folder = tmp_path_factory.mktemp("dev") / "dev"
+    run("--profile", "dev", "--out", folder)
+    return folder
+
+
+@pytest.fixture
+def dev(dev_once: Path, tmp_path: Path) -> Path:
+    """A copy of it, for a test to change."""
+    return Path(shutil.copytree(dev_once, tmp_path / "dev"))
 
 
 def test_count_adds_up() -> None:

@@ -73,7 +73,7 @@ def test_families_and_targets_name_each_other() -> None:
 
 
 def test_every_finding_is_about_a_declared_kernel() -> None:
-    points = [v for m in MATRICES for v in m.points() if v.kind is Kind.FWD]
+    points = [v for m in MATRICES for v in m.points if v.kind is Kind.FWD]
     for (family, what, head_dim), findings in tuned.read(tuned.PATH).items():
         mine = [v for v in points if (v.family, v.head_dim) == (family, head_dim)]
         for finding in findings:

@@ -18,7 +18,7 @@ from codegen.select import problem_class, select
 from codegen.variant import Variant, axis_text
 
 SELECTION = select()
-DECLARED = {v.id: v for matrix in MATRICES for v in matrix.points()}
+DECLARED = {v.id: v for matrix in MATRICES for v in matrix.points}
 ROW = re.compile(r" *(?P<count>[\d,]+)  (?P<where>everything|\w+=\S+(?: \w+=\S+)*): (?P<message>.+)")
 
 

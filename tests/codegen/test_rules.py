@@ -380,7 +380,7 @@ def spelled(env: Env) -> str:
 @pytest.mark.parametrize("family", RULES)
 def test_python_and_cpp_agree_on_every_condition(family: str, tmp_path: Path) -> None:
     """Over every environment that the declared matrix has, and those of the cases."""
-    variants = [v for matrix in MATRICES if matrix.family == family for v in matrix.points()]
+    variants = [v for matrix in MATRICES if matrix.family == family for v in matrix.points]
     variants += [v for _, v, _ in CASES if v.family == family]
     found = {tuple(environment(v, derive(v)).items()) for v in variants}
     environments = [dict(items) for items in sorted(found)]

@@ -151,7 +151,7 @@ def test_the_release_table_is_empty_only_where_nothing_is_legal() -> None:
     declared = defaultdict(list)
     for matrix in MATRICES:
         if matrix.kind is Kind.FWD:
-            for v in matrix.points():
+            for v in matrix.points:
                 for scaling in served(v):
                     declared[v.family, v.head_dim, scaling, v.causal, v.dtype, v.out].append(v)
     seen = set()
@@ -268,7 +268,7 @@ def test_ci_holds_every_value_of_every_axis() -> None:
 def test_the_comparator_is_total() -> None:
     classes = defaultdict(list)
     for matrix in MATRICES:
-        for v in matrix.points():
+        for v in matrix.points:
             if check(v) is None:
                 classes[problem_class(v)].append(v)
     for members in classes.values():

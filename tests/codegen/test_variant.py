@@ -18,7 +18,7 @@ from codegen.axes.axis import Axis
 from codegen.matrix import MATRICES, Matrix
 from codegen.variant import AXES, Variant, axis_text, parse_id
 
-POINTS = [v for matrix in MATRICES for v in matrix.points()]
+POINTS = [v for matrix in MATRICES for v in matrix.points]
 GOOD = "sm89_fwd_d64_m128n64w4_s2_block_causal_e4m3_bf16_linear"
 HOPPER = "sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo"
 

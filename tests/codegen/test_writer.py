@@ -31,6 +31,7 @@ from codegen.select import select
 from codegen.writer import DIFF_LINES, compare, is_ours, write
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.xdist_group("generated")  # one process makes what all of these read
 FILES = {
     "manifest.json": "{}\n",
     "registry.cpp": "// registry\n",

@@ -15,16 +15,21 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from codegen.cli import main as codegen_main
 from codegen.gates import machine
 from scripts import build_extension, cubins, kernel_file, toolchain
+from scripts.progress import forecast
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.xdist_group("library")  # one process makes what all of these read
 PLACES = (ROOT / "build" / "test" / "fp8cutlass", ROOT / "python" / "fp8cutlass")
 
 COMMON = (
@@ -233,8 +238,10 @@ def test_the_library_knows_its_manifest(built: Built, answers: dict[str, Any]) -
     assert answers["manifest"] == hashlib.sha256(text).hexdigest()
 
 
-def test_what_is_generated_is_what_the_build_asks_for(tmp_path: Path) -> None:
-    """The sm90a build without and with kernels that are only emulated there."""
+def test_what_is_generated_is_what_the_build_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sm90a build without and with kernels that are only emulated there; the command runs in this process, which
+    has selected already."""
+    monkeypatch.setattr(build_extension, "_run", codegen_here)
     families = []
     for emulated in (False, True):
         build_extension.generate(tmp_path, profile="dev", archs=["sm90a"], emulated=emulated)
@@ -242,6 +249,12 @@ def test_what_is_generated_is_what_the_build_asks_for(tmp_path: Path) -> None:
         assert all(variant["targets"] == ["sm90a"] for variant in variants)
         families.append({variant["family"] for variant in variants})
     assert families == [{"sm90a"}, {"sm89", "sm90a"}]
+
+
+def codegen_here(command: Sequence[str | Path]) -> None:
+    assert command[:3] == [sys.executable, "-m", "codegen"]
+    result = CliRunner().invoke(codegen_main, [str(x) for x in command[3:]])
+    assert result.exit_code == 0, result.output
 
 
 def fake_tool(path: Path, output: str) -> Path:
@@ -329,9 +342,13 @@ def test_job_count(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             toolchain.job_count()
 
 
-def test_archs_follow_the_cards(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archs_follow_the_cards(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     fake_tool(bare / "bin" / "nvidia-smi", "")  # shadows that of a machine with a card
     assert build_extension.requested_archs() == ["sm89"]
+    said = capsys.readouterr().err
+    assert "a guess" in said and "FP8CUTLASS_ARCHS=sm90a" in said
     fake_tool(bare / "bin" / "nvidia-smi", "9.0\n8.9\n9.0")
     assert toolchain.card_capabilities() == [(8, 9), (9, 0)]
     assert build_extension.requested_archs() == ["sm89", "sm90a"]
@@ -343,6 +360,20 @@ def test_archs_follow_the_cards(bare: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("FP8CUTLASS_ARCHS", " ;")
     with pytest.raises(build_extension.BuildError, match="FP8CUTLASS_ARCHS"):
         build_extension.requested_archs()
+
+
+def test_a_build_says_first_what_it_compiles_and_how_long_that_takes() -> None:
+    """And that there is a smaller one, where it is much smaller."""
+    entries = [{"id": f"k{i}", "profile": "ci" if i < 2 else "release"} for i in range(20)]
+    job = cubins.Job(target="sm89", gencode="", source=Path("k.cu"))
+    kernels = {"sm89": {str(entry["id"]): job for entry in entries}}
+    manifest = {"archs": ["sm89"], "profile": "release", "packs": [], "variants": entries}
+    said = forecast(manifest, kernels, 2)
+    assert said == (
+        "building 20 kernels for sm89, 2 at a time: about 1m00s. "
+        "FP8CUTLASS_PROFILE=ci builds 2 that serve fewer calls, in about 33s"
+    )
+    assert "FP8CUTLASS_PROFILE" not in forecast(manifest | {"profile": "ci"}, kernels, 2)
 
 
 def test_progress_lines() -> None:

@@ -1,4 +1,4 @@
-"""Who may import whom in python/fp8cutlass: docs/architecture.md has the picture."""
+"""Who may import whom in python/fp8cutlass: docs/design/architecture.md has the picture."""
 
 import ast
 from pathlib import Path

@@ -69,6 +69,23 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_files_that_were_left_out_count_as_skipped(
+    pytestconfig: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a card nothing in tests/gpu is collected; the table must not say that nobody tests these cases."""
+    monkeypatch.setattr(edges, "CASES", {1: Case("a"), 2: Case("b"), 3: Case("c")})
+    monkeypatch.setattr(edges, "declared", lambda: {1: PLACES, 2: {"test_b.py::test_y"}, 3: {"test_a.py::test_x"}})
+    plugin = EdgeCases(pytestconfig, [Path("tests/gpu/test_b.py")])
+    plugin.target = str(tmp_path / "table.md")
+    (first, _) = plugin.summary({1: ran((X, "passed"))}, selected=False)
+    assert first == (
+        "edge cases: 0 passed, 1 passed in part, 1 skipped for want of a GPU, 0 failed, 0 without a test, 1 not run"
+    )
+    assert "| b | skipped | test_b.py::test_y (1 skipped) | needs an NVIDIA card |" in Path(plugin.target).read_text()
+    (first, _) = plugin.summary({1: ran((X, "passed"))}, selected=True)
+    assert "0 skipped for want of a GPU" in first and "2 not run" in first
+
+
 def test_marks_are_found_in_sources(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(
         "import pytest\nROWS = [pytest.param(1, marks=pytest.mark.edge(7))]\n"

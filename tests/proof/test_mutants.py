@@ -163,7 +163,7 @@ ALIKE = {mutant.name for mutant in MUTANTS if not mutant.rising}  # of one probl
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_why_not_a_tolerance(tolerance: Tolerance, survivors: set[str]) -> None:
-    """Each of these kernels is broken, and none of these tolerances sees it (docs/accuracy.md)."""
+    """Each of these kernels is broken, and none of these tolerances sees it (docs/evidence/accuracy.md)."""
     p = problem("exp2", 4096)
     outputs = {mutant.name: mutant.output(p) for mutant in MUTANTS if mutant.name in ALIKE}
     assert {name for name, out in outputs.items() if tolerance(p, out, p.exact)} == survivors

@@ -194,7 +194,7 @@ def test_errors_name_the_argument(change: dict, named: str) -> None:
 
 
 def test_pack_v_against_the_formula() -> None:
-    """docs/numerics.md, element by element."""
+    """docs/design/numerics.md, element by element."""
     keys, head_dim = 37, 64
     v = torch.randint(0, 256, (2, 3, keys, head_dim), generator=torch.Generator().manual_seed(6), dtype=torch.uint8)
     packed = pack_v(v.view(E4M3)).view(torch.uint8)

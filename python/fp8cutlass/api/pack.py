@@ -39,7 +39,7 @@ def pack_kv(
     """Quantise and pack key and value once, for many queries: cross-attention, a prefix that requests share.
 
     ``attention(query, packed)`` then takes the place of ``attention(query, key, value)`` and gives the same bits where
-    the same kernel runs. In each call only query is quantised::
+    the same kernel runs. In each call only query is quantised:
 
         packed = fp8cutlass.pack_kv(key, value, query_shape=query.shape)
         for query in queries:

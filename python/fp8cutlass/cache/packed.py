@@ -16,7 +16,7 @@ HELD = ("scaling", "precision", "smooth_k", "hadamard")  # arguments of attentio
 @dataclass(frozen=True, repr=False, eq=False)
 class PackedKV:
     """What ``pack_kv`` returns and ``attention`` takes as ``key``. The bytes are those that a call on key and value
-    itself would make; docs/numerics.md describes them. Not to be made or changed by hand.
+    itself would make; docs/design/numerics.md describes them. Not to be made or changed by hand.
 
     It is a node of torch's pytrees, whose leaves are its tensors, and ``torch.load`` reads it with its defaults.
     """

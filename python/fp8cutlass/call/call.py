@@ -17,7 +17,7 @@ FAR = 1 << 30  # keys before or after a row's own, of a window without an end th
 class Tensors(NamedTuple):
     """The tensors of a call: q (B, H, Sq, D), k and v (B, Hkv, Sk, D), any strides, or packed K and V.
 
-    bf16 or fp16 operands have no descales, FP8 ones canonical ones (docs/numerics.md). ``k_mean`` is what was
+    bf16 or fp16 operands have no descales, FP8 ones canonical ones (docs/design/numerics.md). ``k_mean`` is what was
     subtracted from packed keys.
     """
 

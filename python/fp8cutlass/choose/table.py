@@ -1,6 +1,6 @@
 """The dispatch table, read from ``table.txt``: from a problem to a cell, and from a cell to a kernel or a reason.
 
-docs/formats.md defines the file. Why a kernel was chosen is in another one: see :mod:`.why`.
+docs/design/formats.md defines the file. Why a kernel was chosen is in another one: see :mod:`.why`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is installed here, found out without raising an error. docs/command_line.md lists the keys."""
+"""What is installed here, found out without raising an error. docs/reference/command_line.md lists the keys."""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ DIGEST_LENGTH = 16  # of 64 characters: enough to tell two builds apart by eye
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON object with the keys of docs/command_line.md.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object with the keys of docs/reference/command_line.md."
+)
 def info(as_json: bool) -> None:
     """Show versions, cards, what is built and which tables answer.
 

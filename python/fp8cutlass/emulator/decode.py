@@ -1,4 +1,5 @@
-"""Attention over a paged cache in torch: the specification of the decode kernels. docs/numerics.md has it in words.
+"""Attention over a paged cache in torch: the specification of the decode kernels.
+docs/design/numerics.md has it in words.
 
 Q is kept in f16 relative to a power of two of its row. K and V are e4m3, which f16 holds exactly. Scores, softmax and O
 are float32. P is rounded to f16. A split makes a :class:`Part`, and :func:`merge` adds parts in their order.

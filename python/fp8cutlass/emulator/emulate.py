@@ -1,6 +1,6 @@
 """The forward kernels' arithmetic in torch, tile by tile: what CPU tensors run and what every kernel is held to.
 
-The specification is docs/numerics.md ("From tile to tile"), which the families share. Not modelled: the order
+The specification is docs/design/numerics.md ("From tile to tile"), which the families share. Not modelled: the order
 and width of the tensor core's accumulator inside one product, the last bits of the card's exp2, and the merge of a
 cluster that splits the keys.
 """

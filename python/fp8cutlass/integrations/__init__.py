@@ -9,7 +9,7 @@ its keys, so that few queries do not pay for it.
 from __future__ import annotations
 
 # From how many query tokens a whole call from bf16 is faster than the fastest bf16 attention, by head_dim and mask: the
-# table "Whole calls" of docs/results.md (H200), the first column whose speedup is 1.02 or more.
+# table "Whole calls" of docs/evidence/results.md (H200), the first column whose speedup is 1.02 or more.
 MEASURED = {64: {False: 512, True: 1024}, 128: {False: 1024, True: 1024}, 256: {False: 1024, True: 2048}}
 
 _minimum: int | None = None

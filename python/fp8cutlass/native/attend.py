@@ -1,7 +1,7 @@
 """bf16 and fp16 operands on a card, from the chosen kernel to its outputs.
 
 One operator of the extension allocates, quantises, packs and attends. The bits are those of :mod:`.fused` and
-``forward`` one after the other. docs/terms.md defines "Q left" and "handover"."""
+``forward`` one after the other. docs/design/terms.md defines "Q left" and "handover"."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # A power of two: a constant V becomes V8 = 256 everywhere, so the products P V8 lose to truncation in the accumulator
 # what the sum of P loses, and their quotient is exact (but for what tiles of many keys give back, see
-# docs/kernels.md).
+# docs/design/kernels.md).
 V_AMAX = 256.0
 
 
@@ -32,14 +32,12 @@ def quantize(
 
     ``attention(..., scaling=mode)`` takes FP8 operands of these granularities:
 
-    ======  =======  =======  =======
-    mode    query    key      value
-    ======  =======  =======  =======
-    tensor  tensor   tensor   tensor
-    head    head     head     head
-    block   token    block    block
-    token   token    token    channel
-    ======  =======  =======  =======
+    | mode | query | key | value |
+    |---|---|---|---|
+    | tensor | tensor | tensor | tensor |
+    | head | head | head | head |
+    | block | token | block | block |
+    | token | token | token | channel |
 
     Args:
         x: (B, H, S, D), bf16, fp16 or fp32, any strides, CPU or CUDA.

@@ -1,6 +1,6 @@
 """The layouts of what kernels read in tiles of 128 keys: V (transposed, keys and columns permuted), K's token descales.
 
-Packing V is a pure permutation of bytes (docs/numerics.md gives the reasons for the order):
+Packing V is a pure permutation of bytes (docs/design/numerics.md gives the reasons for the order):
 
 * key ``8 h + 2 t + c`` of each 16 keys (h < 2, t < 4, c < 2) is stored at position ``4 t + 2 h + c``;
 * column ``8 a + 2 b + c`` of each 32 columns (a < 4, b < 4, c < 2) is stored in row ``8 b + 2 a + c``.

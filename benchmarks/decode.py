@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fp8cutlass.choose.target import target
+from fp8cutlass.manifest import Decode, load_manifest
 from fp8cutlass.native import decode, extension
 from fp8cutlass.timing import Capture, capture, interleave
 
@@ -150,7 +151,22 @@ def ours(data: DecodeData) -> list[Way]:
     """The kernel alone, and with the kernel that cuts its work."""
     step, at = data.step, target(data.q.device)
     rows = step.queries * step.heads // step.kv_heads
-    kernel, number = decode.kernel_for(at.directory, at.arch, step.head_dim, rows)
+    return _ways(data, *decode.kernel_for(at.directory, at.arch, step.head_dim, rows), "ours")
+
+
+def candidates(data: DecodeData) -> list[Way]:
+    """Built kernels of other shapes, with as many rows."""
+    step, at = data.step, target(data.q.device)
+    chosen, _ = decode.kernel_for(at.directory, at.arch, step.head_dim, step.queries * step.heads // step.kv_heads)
+    return [
+        _ways(data, kernel, number, kernel.id)[0]
+        for number, kernel in enumerate(load_manifest(at.directory).decodes)
+        if kernel.candidate and (kernel.arch, kernel.head_dim, kernel.rows) == (at.arch, step.head_dim, chosen.rows)
+    ]
+
+
+def _ways(data: DecodeData, kernel: Decode, number: int, name: str) -> list[Way]:
+    step, at = data.step, target(data.q.device)
     extension.load()
     caches = decode.Caches(data.k8.view(torch.uint8), data.v8.view(torch.uint8), data.descale, data.descale, None, None)
     sizes: dict[str, Any] = {
@@ -168,8 +184,8 @@ def ours(data: DecodeData) -> list[Way]:
 
     work = cut()
     return [
-        Way("ours", "fp8", lambda table: attend(work, table), 1),
-        Way("ours with the cut", "fp8", lambda table: attend(cut(), table), 1),
+        Way(name, "fp8", lambda table: attend(work, table), 1),
+        Way(f"{name} with the cut", "fp8", lambda table: attend(cut(), table), 1),
     ]
 
 

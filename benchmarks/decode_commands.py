@@ -48,24 +48,27 @@ def markdown(stamp: Mapping[str, str], rows: Sequence[DecodeTime]) -> str:
 
 @click.command()
 @click.option("--no-peers", is_flag=True, help="Only our kernels.")
+@click.option("--candidates", "shapes", is_flag=True, help="Also built kernels of other shapes.")
 @click.option("--quick", is_flag=True, help="Shorter replays and fewer of them.")
 @click.option("--budget", type=click.FloatRange(min=0), default=150.0, show_default=True, help="Seconds.")
 @out_option
 @commit_option
-def decode(no_peers: bool, quick: bool, budget: float, out: Path | None, commit: str) -> None:
+def decode(no_peers: bool, shapes: bool, quick: bool, budget: float, out: Path | None, commit: str) -> None:
     """Time decode steps over paged caches against FlashAttention-3; write CSV and table.
 
     Ends with 2 where nothing can be measured, with 1 where a contender failed, a result was wrong or time ran out.
     """
     need_card("timing decode")
     from . import machine
-    from .decode import STEPS, DecodeTime, fa3, measure, ours
+    from .decode import STEPS, DecodeTime, candidates, fa3, measure, ours
     from .grid import QUICK, Settings
     from .peers import PEERS, Own
 
     if (reason := Own().available()) is not None:
         stop(reason)
     sources: dict[str, Source] = {"ours": ours}
+    if shapes:
+        sources["candidates"] = candidates
     if not no_peers:
         sources |= {f"fa3_{precision}": fa3(precision) for precision in ("fp8", "bf16")}
     stamp = machine.stamp(commit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -12,6 +13,8 @@ from codegen.arch import TARGETS
 from codegen.axes import Operand, Out, Scaling
 from codegen.cover import committed
 from codegen.decode import ALL as ALL_DECODES
+from codegen.decode import HEAD_DIMS as DECODE_HEAD_DIMS
+from codegen.decode import candidates as decode_candidates
 from codegen.evidence import EvidenceError
 from codegen.explain import explain as explain_text
 from codegen.families import model_card
@@ -56,6 +59,13 @@ class _Commands(click.Group):
 @filter_option
 @emulated_option
 @click.option(
+    "--candidates",
+    "head_dims",
+    multiple=True,
+    type=click.Choice([str(d) for d in DECODE_HEAD_DIMS]),
+    help="Also decode kernels of other shapes with this head_dim, to be timed.",
+)
+@click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), default=DEFAULT_OUT, help="Default: generated/."
 )
 @click.option(
@@ -69,6 +79,7 @@ def main(
     only: tuple[str, ...],
     filters: tuple[str, ...],
     emulated: bool,
+    head_dims: tuple[str, ...],
     out: Path,
     check_only: bool,
 ) -> None:
@@ -84,8 +95,13 @@ def main(
             )
         return
     request = choose(archs, profile, only, filters, emulated)
+    if head_dims:
+        more = decode_candidates(tuple(map(int, head_dims)), request.archs)
+        request = replace(request, profile="custom", decodes=request.decodes + more)
     if not check_only and request.profile == "custom" and out.resolve() == DEFAULT_OUT:
-        raise click.ClickException("--only and --filter leave kernels out: name another folder with --out")
+        raise click.ClickException(
+            "--only, --filter and --candidates make another set of kernels: name another folder with --out"
+        )
     rendered = files(request, select())
     if out.resolve() == DEFAULT_OUT:
         rendered = committed(rendered)

@@ -3,10 +3,10 @@ follows from their shape."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
-from codegen.arch import SMEM_RESERVED_PER_CTA, TARGETS
+from codegen.arch import REGISTERS_PER_SM, SMEM_RESERVED_PER_CTA, TARGETS
 from codegen.cover import cover
 from codegen.profiles import PROFILES
 
@@ -26,23 +26,31 @@ def _up(x: int, to: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Decode:
-    """One kernel. ``rows`` are those of a unit: pairs of a query and a head of the group."""
+    """One kernel. ``rows`` are those of a unit: pairs of a query and a head of the group.
+
+    A candidate states ``keys`` of a slice, ``ctas`` an SM and ``warps``, to be timed against what follows where they
+    are 0 and WARPS.
+    """
 
     target: str
     head_dim: int
     rows: int
+    keys: int = 0
+    ctas: int = 0
+    warps: int = WARPS
 
     @property
     def id(self) -> str:
-        return f"decode_{self.target}_d{self.head_dim}_r{self.rows}"
+        shape = f"_k{self.keys}c{self.ctas}w{self.warps}" if self.candidate else ""
+        return f"decode_{self.target}_d{self.head_dim}_r{self.rows}{shape}"
+
+    @property
+    def candidate(self) -> bool:
+        return self.keys > 0
 
     @property
     def path(self) -> str:
         return f"decode/{self.id}.cu"
-
-    @property
-    def warps(self) -> int:
-        return WARPS
 
     @property
     def threads(self) -> int:
@@ -51,6 +59,8 @@ class Decode:
     @property
     def slice(self) -> int:
         """Keys that a warp takes at a time: 16 where scores of 32 rows, or O, leave registers for no more."""
+        if self.candidate:
+            return self.keys
         large = self.rows == ROWS[-1] or self.outputs > MOST_OUTPUTS // 2
         return 16 if large else SLICES[self.target]
 
@@ -93,11 +103,18 @@ class Decode:
     @property
     def ctas_per_sm(self) -> int:
         """Two, so that one loads while the other ends a unit, where both have stages enough."""
+        if self.candidate:
+            return self.ctas
         return 2 if self._stages_with(2) >= FEWEST_STAGES[self.target] else 1
 
     @property
     def stages(self) -> int:
         return self._stages_with(self.ctas_per_sm)
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, a guess that errs low: O, S and P, and what any kernel takes."""
+        return 80 + self.outputs // 32 + 3 * self.slice * self.rows // 64
 
     @property
     def smem_bytes(self) -> int:
@@ -118,9 +135,21 @@ ALL = tuple(
 )  # in the order of the registry
 
 
+def candidates(head_dims: tuple[int, ...], archs: tuple[str, ...]) -> tuple[Decode, ...]:
+    """What is worth timing: shapes with two stages or more that an SM has shared memory and registers for."""
+    shapes = [(k, c, w) for w in (4, 8) for k in (16, 32) for c in (1, 2, 3, 4)]
+    found = [
+        replace(d, keys=k, ctas=c, warps=w) for d in ALL if d.target in archs and d.head_dim in head_dims
+        for k, c, w in shapes
+    ]  # fmt: skip
+    return tuple(d for d in found if d.stages >= 2 and d.registers * d.threads * d.ctas <= REGISTERS_PER_SM)
+
+
 @cache
 def profile_of(d: Decode) -> str:
     """The smallest profile that has the kernel: `ci` has each head_dim and each number of rows, `dev` one kernel."""
+    if d.candidate:
+        return PROFILES[-1]
     if (d.head_dim, d.rows) == (HEAD_DIMS[0], ROWS[0]):
         return "dev"
     parts = {x.id: frozenset({x.head_dim, -x.rows}) for x in ALL if x.target == d.target}

@@ -787,6 +787,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "20463034bd733bf860592a0ff3c449c07133030d02ec6bb4858af658799148cf";
+const char kManifest[] = "a224e7d8dc6241e1fa0ed7f38bc696ee43ddb4740e65196692efe1eba779daf8";
 
 }  // namespace fp8cutlass

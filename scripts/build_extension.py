@@ -52,16 +52,21 @@ def _run(command: Sequence[str | Path], *, env: dict[str, str] | None = None) ->
         raise BuildError(f"{command[0]} failed with status {result.returncode}")
 
 
-def generate(out: Path, *, profile: str, archs: Sequence[str], emulated: bool = False) -> None:
+def generate(
+    out: Path, *, profile: str, archs: Sequence[str], emulated: bool = False, candidates: Sequence[str] = ()
+) -> None:
     """Renders `profile` for `archs` into `out` (files that did not change keep their time stamps).
 
-    emulated: also the kernels that are only emulated on one of the targets.
+    emulated: also the kernels that are only emulated on one of the targets. candidates: also decode kernels of other
+    shapes with these head_dims, to be timed.
     """
     command: list[str | Path] = [sys.executable, "-m", "codegen", "--profile", profile, "--out", out]
     for arch in archs:
         command += ["--arch", arch]
     if emulated:
         command.append("--emulated")
+    for head_dim in candidates:
+        command += ["--candidates", head_dim]
     _run(command)
 
 
@@ -143,12 +148,14 @@ def build(
     build_dir: Path | None = None,
     generated: Path | None = None,
     emulated: bool = False,
+    candidates: Sequence[str] = (),
     jobs: int | None = None,
 ) -> Path:
     """Builds the extension into `dest` and returns the path of `_C.so`.
 
-    profile, archs, emulated: what to generate. generated: a directory that codegen wrote earlier, to be built as it is
-    instead. build_dir: work files, default `build/<profile>-<archs>`, with `-emulated` behind it if that is asked for.
+    profile, archs, emulated, candidates: what to generate. generated: a directory that codegen wrote earlier, to be
+    built as it is instead. build_dir: work files, default `build/<profile>-<archs>`, with `-emulated` behind it if that
+    is asked for.
     jobs: compilers at once, default `toolchain.job_count()`.
     Raises ToolchainError when something needed is missing, BuildError when a step fails.
     """
@@ -160,7 +167,7 @@ def build(
     work = (build_dir or ROOT / "build" / name).resolve()
     if generated is None:
         generated = work / "generated"
-        generate(generated, profile=profile, archs=archs, emulated=emulated)
+        generate(generated, profile=profile, archs=archs, emulated=emulated, candidates=candidates)
     generated = generated.resolve()
     manifest = json.loads((generated / "manifest.json").read_text())
     jobs = jobs or toolchain.job_count()
@@ -233,6 +240,9 @@ def main() -> int:
     parser.add_argument(
         "--emulated", action="store_true", help="also the kernels that are only emulated on a target, for tests there"
     )
+    parser.add_argument(
+        "--candidates", action="append", default=[], metavar="HEAD_DIM", help="also decode kernels of other shapes"
+    )
     parser.add_argument("--jobs", type=int, help="compilers at once (default: FP8CUTLASS_JOBS, cores, memory)")
     options = parser.parse_args()
     if options.jobs is not None and options.jobs < 1:
@@ -247,6 +257,7 @@ def main() -> int:
             build_dir=options.build_dir,
             generated=options.generated,
             emulated=options.emulated,
+            candidates=options.candidates,
             jobs=options.jobs,
         )
     except (BuildError, toolchain.ToolchainError) as error:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from compilers import ROOT
 
-from codegen.decode import ALL
+from codegen.arch import TARGETS
+from codegen.decode import ALL, HEAD_DIMS, candidates
 from codegen.render import environment, render_cut, render_decode
 
 FAR = 1 << 30
@@ -98,7 +99,7 @@ class Kernel:
     """One decode kernel. ``edits`` replace texts in the headers: (file, text, other text)."""
 
     def __init__(self, name: str, folder: Path, edits: Sequence[tuple[str, str, str]] = ()) -> None:
-        self.spec = next(d for d in ALL if d.id == name)
+        self.spec = next(d for d in (*ALL, *candidates(HEAD_DIMS, tuple(TARGETS))) if d.id == name)
         folder.mkdir(parents=True, exist_ok=True)
         headers, env = folder / "include", environment()
         shutil.copytree(ROOT / "include" / "fp8cutlass" / "decode", headers / "fp8cutlass" / "decode")

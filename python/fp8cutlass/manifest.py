@@ -91,6 +91,7 @@ class Decode:
     ctas_per_sm: int
     smem_bytes: int
     part_floats: int
+    candidate: bool  # built to be timed, and chosen by its number alone
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from codegen.arch import SMEM_RESERVED_PER_CTA, TARGETS
-from codegen.decode import ALL, FEWEST_STAGES, HEAD_DIMS, ROWS, Decode, decodes_of
+from codegen.decode import ALL, FEWEST_STAGES, HEAD_DIMS, ROWS, Decode, candidates, decodes_of
 
 
 def test_every_head_dim_has_units_of_few_rows_on_every_target() -> None:
@@ -24,6 +24,16 @@ def test_shared_memory_is_used_and_not_exceeded(d: Decode) -> None:
     assert d.stages >= FEWEST_STAGES[d.target] and d.tile % 64 == 0
     more = d.ctas_per_sm * (d.smem_with(d.stages + 1) + SMEM_RESERVED_PER_CTA) > target.smem_per_sm
     assert more or d.smem_with(d.stages + 1) > target.smem_per_block or d.stages == 4
+
+
+def test_candidates_fit_and_are_in_no_profile() -> None:
+    found = candidates((128,), ("sm90a",))
+    assert len({d.id for d in found}) == len(found) > 10 and all(d.candidate for d in found)
+    for d in found:
+        target = TARGETS[d.target]
+        assert d.ctas_per_sm * (d.smem_bytes + SMEM_RESERVED_PER_CTA) <= target.smem_per_sm
+        assert d.smem_bytes <= target.smem_per_block and d.stages >= 2
+    assert not set(found) & set(decodes_of("release", tuple(TARGETS)))
 
 
 def test_profiles_contain_one_another() -> None:

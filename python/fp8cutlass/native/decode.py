@@ -25,7 +25,11 @@ def kernel_for(directory: Path, arch: str, head_dim: int, rows: int) -> tuple[De
     NoKernelError lists the head_dims of the architecture.
     """
     manifest = load_manifest(directory)
-    there = [(d.rows, number) for number, d in enumerate(manifest.decodes) if (arch, head_dim) == (d.arch, d.head_dim)]
+    there = [
+        (d.rows, number)
+        for number, d in enumerate(manifest.decodes)
+        if (arch, head_dim) == (d.arch, d.head_dim) and not d.candidate
+    ]
     if not there:
         served = sorted({d.head_dim for d in manifest.decodes if d.arch == arch})
         raise NoKernelError(

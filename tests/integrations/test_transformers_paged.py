@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 ft = pytest.importorskip("fp8cutlass.integrations.transformers")
 
 from fp8cutlass.integrations.transformers import paged as attention_of_pages  # noqa: E402
-from fp8cutlass.integrations.transformers import pool  # noqa: E402
+from fp8cutlass.integrations.transformers import pool, route  # noqa: E402
 
 BOUND = 0.06  # relative L2 of logits, as in test_transformers.py
 PAGE = 16  # tokens: the 40 of a sequence are in three pages
@@ -273,6 +273,16 @@ def test_masks_of_other_patterns_run_on_what_the_pages_hold() -> None:
         assert 0 < error < BOUND
 
 
+def test_a_later_mask_may_hide_what_the_pages_hold() -> None:
+    def way(model: Any, cache: Callable[[Any], Any]) -> torch.Tensor:
+        held, ids = cache(model), tiny.tokens()
+        model(ids[:, :39], **tiny.cached(model, held))
+        return model(ids[:, 39:], attention_mask=tiny.padding(True), **tiny.cached(model, held)).logits
+
+    error, served = error_of("llama", way)
+    assert counts(served) == (2, 2) and 0 < error < BOUND
+
+
 def test_without_a_kernel_transformers_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*args: Any, **kwargs: Any) -> Any:
         raise NoKernelError("none is built")
@@ -282,6 +292,37 @@ def test_without_a_kernel_transformers_attends(monkeypatch: pytest.MonkeyPatch) 
         error, served = error_of(name, WAYS["left_chunked"][0])
         assert counts(served) == (0, 10) and 0 < error < BOUND
         assert {key.what for key in served.counts} == {"no_kernel"}
+
+
+@pytest.mark.parametrize("scale", ["static", "pow2"])
+def test_values_narrower_than_keys(scale: str) -> None:
+    """As the attention function gets them, in fp16, in two calls."""
+    model = made("llama")
+    model.set_attn_implementation(FULL)
+    module = model.model.layers[1].self_attn
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 21, d, generator=draw).half() for h, d in ((4, 48), (2, 48), (2, 16)))
+    cache = pages(model, v_scale=scale)
+    found = []
+    for part in (slice(0, 20), slice(20, 21)):
+        got = cache.update(k[:, :, part], v[:, :, part], 1)
+        with torch.no_grad(), stats.collect() as seen:
+            found.append(route.full(module, q[:, :, part], *got, None)[0])
+        assert counts(seen.result()) == (1, 0)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True
+    )
+    assert tiny.relative(torch.cat(found, 1), want.transpose(1, 2)) < 0.04
+
+
+def test_autocast_is_seen() -> None:
+    model = tiny.make(tiny.CAUSAL["llama"], torch.float32)
+    found = []
+    with torch.autocast("cpu", torch.bfloat16):
+        for name, cache in (("sdpa", tiny.dynamic), (FULL, pages)):
+            found.append(run(model, name, WAYS["decode"][0], cache))
+    (want, _), (got, served) = found
+    assert counts(served) == (8, 0) and 0 < tiny.relative(got, want) < BOUND
 
 
 def test_what_is_refused_by_name() -> None:
@@ -317,6 +358,13 @@ def test_what_is_refused_by_name() -> None:
         ft.PagedCache(transformers.WhisperConfig())
     with pytest.raises(UnsupportedError, match="linear_attention"):
         ft.PagedCache(transformers.LlamaConfig(layer_types=["full_attention", "linear_attention"], num_hidden_layers=2))
+    with pytest.raises(UnsupportedError, match="share keys"):
+        ft.PagedCache(transformers.LlamaConfig(num_kv_shared_layers=1))
+    model = made("llama")
+    model.set_attn_implementation(FULL)
+    ends = {f"cu_seq_lens_{what}": torch.tensor([0, 19, 40], dtype=torch.int32) for what in "qk"}
+    with pytest.raises(UnsupportedError, match="cu_seq_lens_q"):
+        call(ids[:1], pages(model), **ends)
     deepseek = made("deepseek")  # makes its keys from what it keeps, after the cache has returned
     with pytest.raises(UnsupportedError, match="did not reach attention"):
         run(deepseek, FULL, in_parts(39, 40), pages)
@@ -324,7 +372,7 @@ def test_what_is_refused_by_name() -> None:
 
 def test_a_compiled_model_is_refused() -> None:
     """At the latest in its second call; until then all keys are those of the call."""
-    model = made("llama")
+    model = tiny.make(lambda: tiny._causal("LlamaConfig", num_hidden_layers=1))
     model.set_attn_implementation(FULL)
     torch.compiler.reset()
     compiled = torch.compile(model.forward, backend="eager")

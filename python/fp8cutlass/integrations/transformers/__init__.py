@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from .register import register
 
-__all__ = ["PackedCrossAttentionCache", "register"]
+__all__ = ["PackedCrossAttentionCache", "PagedCache", "register"]
 
 
 def __getattr__(name: str) -> object:
@@ -20,4 +20,8 @@ def __getattr__(name: str) -> object:
         from .cache import PackedCrossAttentionCache
 
         return PackedCrossAttentionCache
+    if name == "PagedCache":
+        from .paged_cache import PagedCache
+
+        return PagedCache
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

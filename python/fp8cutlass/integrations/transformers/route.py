@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ... import stats
+from ...errors import UnsupportedError
 from ...stats import Reason
+from . import paged
 from .band import CAUSAL, FULL, Band, of_sequences, padded, tag, tagged
 from .fallback import fall_back
 from .serve import DOOR, Features, Refusal, autocast, refusal, serve, work_of
@@ -48,20 +51,24 @@ def full(
     one row. A mask is the whole truth. What cannot be served runs by transformers, and is counted.
     """
     features = Features(dropout, softcap, position_bias, s_aux, block_table is not None, rest)
+    waiting = paged.waiting_of(key)
+    run = _run if waiting is None else partial(paged.attend, waiting)
     operands = query, key, value = autocast(query, key, value)
-    rows, keys = query.shape[2], key.shape[2]
+    rows, keys = query.shape[2], key.shape[2] if waiting is None else waiting.keys
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None:
         band, why = _of_mask(attention_mask, query, keys)
-        return _run(module, operands, band, why, lambda: attention_mask, features, scaling, is_causal)
+        return run(module, operands, band, why, lambda: attention_mask, features, scaling, is_causal)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        if waiting is not None:
+            raise UnsupportedError("a PagedCache has a row for each sequence: it does not go with cu_seq_lens_q")
         band = _of_lengths(CAUSAL if causal else FULL, operands, cu_seq_lens_q, cu_seq_lens_k, max_length_q)
         return _run(module, operands, band, None, _dense(band, operands), features, scaling, False)
     why = None
     if sliding_window is not None and keys > sliding_window:
         why = Refusal(Reason.WINDOW, "a window without its mask")
     band = CAUSAL if rows > 1 and causal else FULL  # the shape first, for torch.compile
-    return _run(module, operands, band, why, lambda: None, features, scaling, is_causal)
+    return run(module, operands, band, why, lambda: None, features, scaling, is_causal)
 
 
 def flash(

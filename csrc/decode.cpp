@@ -100,7 +100,7 @@ void cut_decode(const DecodeEntry& entry, const DecodeBatch& b, const DecodeWork
   const int device = static_cast<int>(b.lengths.device());
   const DeviceGuard guard(device);
   void* arguments[] = {&p};
-  const LaunchShape shape{1, decode::kCutThreads, decode::kCutThreads / 32 * int(sizeof(int64_t))};
+  const LaunchShape shape{1, decode::kCutThreads, decode::kCutBytes};
   check_launch(start(cut_kernel(device), shape, arguments, current_stream(device), context_id()), "cut", device);
 }
 
@@ -149,6 +149,7 @@ void run_decode(const DecodeEntry& entry, const DecodeBatch& b, const DecodeWork
           " keys, the work was cut for ", b.most_keys);
   p.page_table = static_cast<const int*>(a.page_table.data()), p.table_row = a.page_table.stride(0);
   p.page_size = to_int(page_size, "the tokens of a page"), p.pages = to_int(pages, "the pages");
+  p.entries = to_int(entries, "the columns of page_table");
 
   if (a.sinks) {
     p.sinks = float_pointer(*a.sinks, "sinks", a.q);

@@ -53,7 +53,7 @@ def cases(head_dim: int) -> dict[str, Batch]:
     plain = of()
     pages, random = plain.k.shape[0], torch.Generator().manual_seed(9)
     hit = of(seed=3)
-    page, token = divmod(LENGTHS[3] - 1, 16)
+    page, token = divmod(LENGTHS[3] - 2, 16)
     hit.v[int(hit.table[3, page]), token, 0, 5] = 0x7F
     return {
         "plain": plain,
@@ -68,7 +68,8 @@ def cases(head_dim: int) -> dict[str, Batch]:
             k_token=torch.rand(pages, 16, 2, generator=random) + 0.5,
             v_page=2.0 ** torch.randint(-9, 12, (pages, 2), generator=random).float(),
         ),
-        "a NaN that one query sees": hit,
+        "a NaN that two queries see": hit,
+        "a NaN in a query": replace(plain, q=plain.q.index_fill(0, torch.tensor(4), torch.nan)),
     }
 
 

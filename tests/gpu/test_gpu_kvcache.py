@@ -73,10 +73,11 @@ def test_append_writes_the_bytes_of_the_cpu(arguments: dict[str, Any]) -> None:
 def test_numbers_out_of_range_are_clamped_and_slots_ignored() -> None:
     batch = make([700, 40, 130], [1, 1, 1], (8, 2), 128)
     there = on_card(batch, {})
-    right, _ = run(there)
+    right, _ = run(there, num_splits=1)
     wild = there.table.clone()
     wild[1] = 2**31 - 1
-    found, _ = run(there, page_table=wild, cache_seqlens=torch.tensor([700, 2**30, 130], dtype=torch.int32).cuda())
+    lengths = torch.tensor([700, 2**30, 130], dtype=torch.int32).cuda()
+    found, _ = run(there, page_table=wild, cache_seqlens=lengths, num_splits=1)
     assert torch.equal(found[0], right[0]) and torch.equal(found[2], right[2])
     before = there.cache.pages.clone()  # type: ignore[union-attr]
     k = torch.randn(3, 2, 128).half().cuda()
@@ -92,11 +93,14 @@ def test_a_captured_step_follows_lengths_and_pages() -> None:
     lengths = torch.tensor([600, 30, 100], dtype=torch.int32).cuda()
     k = v = torch.randn(3, 1, 2, 128).half().cuda()
 
+    ends = there.ends.cuda()
+
     def step() -> torch.Tensor:
-        return run(there, page_table=table, cache_seqlens=lengths, k=k, v=v)[0]
+        return there.run(page_table=table, cache_seqlens=lengths, cu_seqlens_q=ends, k=k, v=v)[0]
 
     eager = step().clone()
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)

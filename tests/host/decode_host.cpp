@@ -69,6 +69,7 @@ extern "C" const char* run(const Call* call) {
   p.k_descale = {c.k_descale, int(c.k_descale_sequence), int(c.k_descale_step)};
   p.v_descale = {c.v_descale, int(c.v_descale_sequence), int(c.v_descale_step)};
   p.page_table = c.page_table, p.table_row = c.table_row, p.page_size = int(c.page_size), p.pages = int(c.pages);
+  p.entries = int(c.most_keys / c.page_size);
   p.sinks = c.sinks, p.sink_head = c.sink_head, p.sink_token = c.sink_token, p.ctas = int(c.ctas);
   p.scale = float(c.scale), p.softcap = float(c.softcap);
   p.o = c.o, p.o_row = c.o_row, p.o_head = c.o_head, p.lse = c.lse;

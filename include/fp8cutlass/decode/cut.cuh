@@ -26,8 +26,9 @@ CUTE_HOST_DEVICE Cut cut_at(const CutParams& p, int64_t ctas, int64_t line, int6
   return cut;
 }
 
-// One CTA of kCutThreads.
-__device__ __forceinline__ void cut_work(const CutParams& p, int64_t* sums) {
+// One CTA of kCutThreads. `memory` is kCutBytes of shared memory.
+__device__ __forceinline__ void cut_work(const CutParams& p, int64_t* memory) {
+  int64_t *const begins = memory, *const costs = begins + kCutThreads, *const sums = costs + kCutThreads;
   dependents_may_begin();  // they wait for the cuts
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   // The sum of `x` over the threads before this one; `total` is that of all.
@@ -71,16 +72,19 @@ __device__ __forceinline__ void cut_work(const CutParams& p, int64_t* sums) {
   for (int base = 0; base < p.batch.sequences; base += kCutThreads) {
     int64_t all;
     const int64_t length = length_of(base + thread, cost), begin = passed + sum_before(length, all);
-    passed += all;
-    // A warp takes its 32 sequences one after the other, so that all lanes write the cuts of a long one.
-    for (int i = 0; i < 32; ++i) {
-      const int64_t from = __shfl_sync(~0u, begin, i), many = __shfl_sync(~0u, length, i);
-      const int64_t each = __shfl_sync(~0u, cost, i);
-      if (many == 0) continue;
-      const int64_t past = ceil_div((from + many) * ctas, line);
-      for (int64_t c = ceil_div(from * ctas, line) + lane; c < past; c += 32)
-        p.cuts[c] = cut_at(p, ctas, line, line * c / ctas, base + warp * 32 + i, from, each);
+    begins[thread] = begin, costs[thread] = cost;
+    __syncthreads();
+    const int64_t past = ceil_div((passed + all) * ctas, line);
+    for (int64_t c = ceil_div(passed * ctas, line) + thread; c < past; c += kCutThreads) {
+      const int64_t at = line * c / ctas;
+      int s = 0;  // the last sequence that begins there or before: those that have no unit begin where the next does
+#pragma unroll
+      for (int step = kCutThreads / 2; step > 0; step /= 2)
+        if (begins[s + step] <= at) s += step;
+      p.cuts[c] = cut_at(p, ctas, line, at, base + s, begins[s], costs[s]);
     }
+    passed += all;
+    __syncthreads();  // before the next ones' sums
   }
 }
 

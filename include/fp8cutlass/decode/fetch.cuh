@@ -22,8 +22,8 @@ struct Fetcher {
 
   Shares<kRows, kTile> shares;
   Share share{};
-  int tile = 0;  // of the share, the next one to load
-  int page = 0;  // where this lane's key of that tile lies
+  int tile = 0;             // of the share, the next one to load
+  int page = 0, token = 0;  // where this lane's key of that tile lies
   bool more = true;
 
   __device__ __forceinline__ Fetcher(const DecodeParams& p, const Cut& from, const Cut& to) : shares(from, to) {
@@ -39,29 +39,28 @@ struct Fetcher {
   __device__ __forceinline__ void step(const DecodeParams& p) {
     while (more && tile >= share.tiles) more = shares.next(p.batch, share), tile = 0;
     if (!more) return;
-    const int most = p.batch.most_keys / p.page_size - 1;
-    const int entry = min((key() + int(threadIdx.x) % kSlice) / p.page_size, most);
-    page = p.page_table[share.sequence * p.table_row + entry];
+    const unsigned own = key() + threadIdx.x % kSlice, entry = own / unsigned(p.page_size);
+    token = int(own - entry * unsigned(p.page_size));
+    page = p.page_table[share.sequence * p.table_row + min(int(entry), p.entries - 1)];
   }
 
-  // Issues the copies of the slice into `slot`, and goes on to the next. Keys past the sequence's end are zeros and are
-  // not read.
+  // Issues the copies of the slice into `slot`, and goes on to the next. Keys that no row of the unit sees are zeros
+  // and are not read.
   __device__ __forceinline__ void load(const DecodeParams& p, Slot<kHeadDim, kSlice>& slot) {
     if (!more) return;
     delay_point(19);
     constexpr int kChunks = kHeadDim / 16;
     constexpr int kLanes = kChunks > 8 ? kChunks % 8 == 0 ? 8 : 4 : kChunks % 4 == 0 ? kChunks : 2;  // of a key
     constexpr int kKeys = 32 / kLanes;                                                               // at a time
-    const int lane = threadIdx.x % 32, begin = key(), valid = share.of.keys - begin;
+    const int lane = threadIdx.x % 32, first = share.seen.first - key(), end = share.seen.end - key();
     const int own_page = clamped(page, 0, p.pages - 1);
-    const int own_token = (begin + lane % kSlice) % p.page_size;
 #pragma unroll
     for (int i = 0; i < kSlice; i += kKeys) {
       const int row = i + lane / kLanes;
-      const int64_t at_page = __shfl_sync(~0u, own_page, row), at_token = __shfl_sync(~0u, own_token, row);
+      const int64_t at_page = __shfl_sync(~0u, own_page, row), at_token = __shfl_sync(~0u, token, row);
       const uint8_t* k = p.k.base + at_page * p.k.page + at_token * p.k.token + share.kv_head * p.k.head;
       const uint8_t* v = p.v.base + at_page * p.v.page + at_token * p.v.token + share.kv_head * p.v.head;
-      const int bytes = row < valid ? 16 : 0;
+      const int bytes = row >= first && row < end ? 16 : 0;
 #pragma unroll
       for (int c = 0; c < kChunks; c += kLanes) {
         const int chunk = c + lane % kLanes;
@@ -71,8 +70,8 @@ struct Fetcher {
     }
     const auto copy_descale = [&](float* to, const TokenDescale& of) {
       if (of.base == nullptr || lane >= kSlice) return;
-      const uint8_t* from = of.base + own_page * of.page + own_token * of.token + share.kv_head * of.head;
-      copy4(&to[lane], from, lane < valid ? 4 : 0);
+      const uint8_t* from = of.base + own_page * of.page + token * of.token + share.kv_head * of.head;
+      copy4(&to[lane], from, lane >= first && lane < end ? 4 : 0);
     };
     copy_descale(slot.k_descale, p.k_token);
     copy_descale(slot.v_descale, p.v_token);

@@ -96,7 +96,7 @@ __device__ __forceinline__ void store_rows(const DecodeParams& p, const Share& s
     if (query >= share.of.queries) break;
     const int64_t token = share.of.query + query;
     float most = exchange.row_most[row], sum = exchange.row_sum[row], shrink = 1.f;
-    const bool none = most == -INFINITY;
+    const bool none = most == -INFINITY && sum == 0.f;  // a NaN is no largest score, but in the sum
     if (p.sinks != nullptr) {
       const float sink = p.sinks[head * p.sink_head + token * p.sink_token] * 1.4426950408889634f,
                   larger = fmaxf(most, sink);
@@ -149,10 +149,10 @@ __device__ __forceinline__ bool leave_part(const DecodeParams& p, int slot, int 
     part[kRows * kHeadDim + threadIdx.x] = exchange.row_most[threadIdx.x];
     part[kRows * kHeadDim + kRows + threadIdx.x] = exchange.row_sum[threadIdx.x];
   }
-  __threadfence();
   __syncthreads();
   delay_point(22);
   if (threadIdx.x == 0) {
+    __threadfence();  // of what all threads wrote: the barrier was before it
     exchange.is_last = atomicAdd(&p.arrived[first], 1u) == unsigned(count - 1);
     if (exchange.is_last) p.arrived[first] = 0;
     __threadfence();
@@ -170,22 +170,40 @@ template <int kHeadDim, int kRows, int kWarps>
 __device__ __forceinline__ void join_parts(const DecodeParams& p, int first, int last,
                                            Exchange<kHeadDim, kRows, kWarps>& exchange) {
   const auto part = [&](int c) { return p.parts + int64_t(slot_of(c, first)) * kPartFloats<kHeadDim, kRows>; };
-  for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += 32 * kWarps) {
-    const int row = i / (kHeadDim / 4), column = 4 * (i % (kHeadDim / 4));
-    float most = -INFINITY, sum = 0.f;
-#pragma unroll 4
-    for (int c = first; c <= last; ++c) most = fmaxf(most, load_result(part(c) + kRows * kHeadDim + row));
-    float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
+  constexpr int kThreads = 32 * kWarps, kPieces = kRows * kHeadDim / 4;
+  constexpr int kEach = (kPieces + kThreads - 1) / kThreads;  // pieces of four columns, of a thread
+  constexpr int kTogether = kEach < 4 ? kEach : 4;            // for which it walks the parts once: registers limit them
+#pragma unroll 1
+  for (int piece = threadIdx.x; piece < kPieces; piece += kTogether * kThreads) {
+    float most[kTogether], sum[kTogether] = {};
+    float4 o[kTogether];
+    const auto row = [&](int k) { return min(piece + k * kThreads, kPieces - 1) / (kHeadDim / 4); };
+    const auto column = [&](int k) { return 4 * (min(piece + k * kThreads, kPieces - 1) % (kHeadDim / 4)); };
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) most[k] = -INFINITY, o[k] = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 2
+    for (int c = first; c <= last; ++c) {
+      const float* const from = part(c) + kRows * kHeadDim;
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) most[k] = fmaxf(most[k], load_result(from + row(k)));
+    }
+#pragma unroll 2
     for (int c = first; c <= last; ++c) {
       const float* const from = part(c);
-      const float factor = weight(load_result(from + kRows * kHeadDim + row), most);
-      const float4 x = load_results(from + row * kHeadDim + column);
-      sum += factor * load_result(from + kRows * kHeadDim + kRows + row);
-      o.x += factor * x.x, o.y += factor * x.y, o.z += factor * x.z, o.w += factor * x.w;
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        const float factor = weight(load_result(from + kRows * kHeadDim + row(k)), most[k]);
+        const float4 x = load_results(from + row(k) * kHeadDim + column(k));
+        sum[k] += factor * load_result(from + kRows * kHeadDim + kRows + row(k));
+        o[k].x += factor * x.x, o[k].y += factor * x.y, o[k].z += factor * x.z, o[k].w += factor * x.w;
+      }
     }
-    *reinterpret_cast<float4*>(exchange.o + row * kResultPitch<kHeadDim> + column) = o;
-    if (column == 0) exchange.row_most[row] = most, exchange.row_sum[row] = sum;
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      if (piece + k * kThreads >= kPieces) break;
+      *reinterpret_cast<float4*>(exchange.o + row(k) * kResultPitch<kHeadDim> + column(k)) = o[k];
+      if (column(k) == 0) exchange.row_most[row(k)] = most[k], exchange.row_sum[row(k)] = sum[k];
+    }
   }
   __syncthreads();
 }

@@ -66,8 +66,8 @@ struct DecodeParams {
   HeadDescale k_descale, v_descale;
   const int* page_table;  // (sequences, most_keys / page_size)
   int64_t table_row;
-  int page_size, pages;  // tokens of a page; pages in the cache
-  const float* sinks;    // (H,) or (H, total_q): a score that joins the sum of a row; null: none
+  int page_size, entries, pages;  // tokens of a page; pages of a row of the table, and of the cache
+  const float* sinks;             // (H,) or (H, total_q): a score that joins the sum of a row; null: none
   int64_t sink_head, sink_token;
   float scale;    // softmax scale
   float softcap;  // scores become softcap * tanh(score / softcap); 0: they stay
@@ -80,7 +80,8 @@ struct DecodeParams {
   float* parts;       // for each CTA two results of units that it shares
 };
 
-constexpr int kCutThreads = 512;  // of the one CTA that cuts the work
-constexpr int kFar = 1 << 30;     // a window's end that no length reaches
+constexpr int kCutThreads = 512;                                     // of the one CTA that cuts the work
+constexpr int kCutBytes = 8 * (2 * kCutThreads + kCutThreads / 32);  // of its shared memory
+constexpr int kFar = 1 << 30;                                        // a window's end that no length reaches
 
 }  // namespace fp8cutlass::decode

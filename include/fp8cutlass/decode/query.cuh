@@ -20,20 +20,32 @@ __device__ __forceinline__ void load_queries(const DecodeParams& p, const Share&
   const int lane = threadIdx.x % 32, group = p.batch.heads / p.batch.kv_heads;
   const float k_descale = p.k_descale.base[share.sequence * p.k_descale.sequence + share.kv_head * p.k_descale.head];
   const float unit = p.softcap > 0.f ? 1.f / p.softcap : 1.4426950408889634f;
+  constexpr int kOwn = kRows / kWarps;  // rows of a warp: all are asked for before the first is used
+  static_assert(kRows % kWarps == 0);
+  uint2 bits[kOwn][kPasses];
 #pragma unroll
-  for (int row = threadIdx.x / 32; row < kRows; row += kWarps) {
-    const int at = share.row + row, query = at / group, head = share.kv_head * group + at % group;
-    const bool there = query < share.of.queries;
-    const uint8_t* from = static_cast<const uint8_t*>(p.q) +
-                          2 * ((there ? share.of.query + query : 0) * p.q_row + (there ? head : 0) * p.q_head);
-    float x[kPasses][4], most = 0.f;
+  for (int r = 0; r < kOwn; ++r) {
+    const int at = share.row + int(threadIdx.x) / 32 + r * kWarps, query = at / group;
+    const int head = share.kv_head * group + at % group;
+    const auto* const from =
+        static_cast<const uint8_t*>(p.q) + 2 * ((share.of.query + query) * p.q_row + head * p.q_head);
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const int column = 4 * (lane + 32 * i);
-      uint2 bits = make_uint2(0, 0);
-      if (there && column < kHeadDim) bits = *reinterpret_cast<const uint2*>(from + 2 * column);
-      x[i][0] = from_half_bits(bits.x & 0xffff, p.q_bf16), x[i][1] = from_half_bits(bits.x >> 16, p.q_bf16);
-      x[i][2] = from_half_bits(bits.y & 0xffff, p.q_bf16), x[i][3] = from_half_bits(bits.y >> 16, p.q_bf16);
+      bits[r][i] = make_uint2(0, 0);
+      if (query < share.of.queries && column < kHeadDim)
+        bits[r][i] = *reinterpret_cast<const uint2*>(from + 2 * column);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kOwn; ++r) {
+    const int row = int(threadIdx.x) / 32 + r * kWarps;
+    float x[kPasses][4], most = 0.f;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const uint2 two = bits[r][i];
+      x[i][0] = from_half_bits(two.x & 0xffff, p.q_bf16), x[i][1] = from_half_bits(two.x >> 16, p.q_bf16);
+      x[i][2] = from_half_bits(two.y & 0xffff, p.q_bf16), x[i][3] = from_half_bits(two.y >> 16, p.q_bf16);
 #pragma unroll
       for (int j = 0; j < 4; ++j) most = fmaxf(most, fabsf(x[i][j]));
     }

@@ -255,12 +255,13 @@ __device__ __forceinline__ void add_slice(const DecodeParams& params, const Shar
   for (int n = 0; n < kBlocks; ++n) {
     float reference[2];
 #pragma unroll
-    for (int c = 0; c < 2; ++c) reference[c] = (state.most[n][c] == -INFINITY ? 0.f : state.most[n][c]) - kBias;
+    for (int c = 0; c < 2; ++c) reference[c] = state.most[n][c] == -INFINITY ? 0.f : state.most[n][c];
 #pragma unroll
     for (int m = 0; m < kSteps; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        s[m][n][i] = exp2_approx(s[m][n][i] - reference[i % 2]);
+        s[m][n][i] =
+            exp2_approx((s[m][n][i] - reference[i % 2]) + kBias);  // the bias beside a large score would be lost
         state.sum[n][i % 2] += s[m][n][i];
         if (own_v) s[m][n][i] *= slot.v_descale[16 * m + g + i / 2 * 8] * per_v_descale;
       }

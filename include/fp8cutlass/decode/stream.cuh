@@ -12,6 +12,7 @@ struct Share {
   int sequence, kv_head;
   int row;              // the first row of the unit, of the sequence's rows of this head
   int first_key;        // of the first tile
+  Keys seen;            // by any row of the unit
   int tiles;            // of the share; 0 where none of its keys is seen by one of its rows
   int unit, tile, end;  // the share goes from one tile of the unit to another, `tiles_of` counts them
   int all;              // tiles of the unit
@@ -59,10 +60,9 @@ struct Shares {
     share.end = until < tiles.count ? until : tiles.count;
     // Of these tiles, those that the rows of this unit see.
     const int past = share.row + kRows < rows ? share.row + kRows : rows;
-    const int first_key = seen_by(b, share.of, share.row / group).first,
-              end_key = seen_by(b, share.of, (past - 1) / group).end;
-    const int begin = max(tiles.first + share.tile, first_key / kTile);
-    const int end = min(tiles.first + share.end, (end_key + kTile - 1) / kTile);
+    share.seen = {seen_by(b, share.of, share.row / group).first, seen_by(b, share.of, (past - 1) / group).end};
+    const int begin = max(tiles.first + share.tile, share.seen.first / kTile);
+    const int end = min(tiles.first + share.end, (share.seen.end + kTile - 1) / kTile);
     share.first_key = begin * kTile;
     share.tiles = max(end - begin, 0);
   }

@@ -7,7 +7,7 @@ import torch
 
 from ..choose.target import Target, device_of, target
 from ..errors import NoKernelError
-from ..native.decode import FAR, Work, cut, kernel_for
+from ..native.decode import Caches, attend, cut, kernel_for
 from ..tracing import constant
 
 ROW_BYTES = 8  # to which rows of Q are aligned
@@ -58,21 +58,21 @@ def launch(
     (tokens, heads, head_dim), kv_heads = q.shape, k.shape[2]
     rows = rows_of(tokens, used.shape[0], heads // kv_heads, most_q)
     kernel, number = kernel_for(at.directory, at.arch, head_dim, rows)
-    used, cu_q = used.contiguous(), cu_q.contiguous()
-    work: Work = cut(
+    used, cu_q, page_table = used.contiguous(), cu_q.contiguous(), page_table.contiguous()
+    sinks = None if sinks is None else sinks.contiguous()
+    q = q.contiguous()
+    q = q if q.data_ptr() % ROW_BYTES == 0 else q.clone()
+    if descales[0].dim() == 3:
+        one = descales[0].new_ones(1)
+        caches = Caches(k, v, one, one, *descales)
+    else:
+        caches = Caches(k, v, descales[0].contiguous(), descales[1].contiguous(), None, None)
+    # Nothing between the two launches, so that the second begins while the first ends.
+    work = cut(
         kernel, number, at.sm_count, used, cu_q, tokens=tokens, most_keys=page_table.shape[1] * k.shape[1],
         heads=heads, kv_heads=kv_heads, left=left, right=right, share=share,
     )  # fmt: skip
-    q = q.contiguous()
-    q = q if q.data_ptr() % ROW_BYTES == 0 else q.clone()
-    out = torch.empty_like(q)
-    lse = q.new_empty((heads, tokens), dtype=torch.float32) if return_lse else None
-    inline = descales[0].dim() == 3
-    one = descales[0].new_ones(1)
-    static = (one, one) if inline else (descales[0].contiguous(), descales[1].contiguous())
-    ends = (FAR if end < 0 else min(end, FAR) for end in (left, right))
-    torch.ops.fp8cutlass_C.decode(
-        number, q, k, v, *(descales if inline else (None, None)), *static, page_table.contiguous(), used, cu_q, sinks,
-        out, lse, work.cuts, work.arrived, work.parts, scale, softcap, *ends,
+    return attend(
+        work, q, caches, page_table, used, cu_q, scale=scale, left=left, right=right, softcap=softcap, sinks=sinks,
+        return_lse=return_lse,
     )  # fmt: skip
-    return out, lse

@@ -107,8 +107,10 @@ def attend(rows: Rows, keys: Keys, begin: int, end: int) -> Part:
         most, dead = row_max(x)
         risen = torch.maximum(top, most.masked_fill(dead, -torch.inf))
         base = risen.masked_fill(risen == -torch.inf, 0.0)
-        p = torch.exp2(x - (base - P_BIAS))
+        p = torch.exp2((x - base) + P_BIAS)
         shrink = torch.exp2(top - base)
+        if v_descale.shape[1] > 1:  # those of keys that no row sees do not count
+            v_descale = v_descale.masked_fill(~seen.any(0), 0.0)
         larger = torch.maximum(largest, v_descale.amax(1)[:, None, None])
         share = torch.where(larger > 0, v_descale[:, None] / larger, 0.0)
         shrunk = torch.where(larger > 0, largest / larger, 0.0)

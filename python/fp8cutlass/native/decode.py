@@ -4,7 +4,7 @@ for, and what is launched can be captured."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ OVERHEAD = 4  # what a unit costs beside its tiles, in tiles; a guess that no ca
 CUT_WORDS = 8  # of decode::Cut
 
 
-@cache
+@lru_cache(maxsize=1024)
 def kernel_for(directory: Path, arch: str, head_dim: int, rows: int) -> tuple[Decode, int]:
     """The kernel with the fewest rows a unit that holds ``rows``, else the one with the most, and its number.
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import conftest
 import pytest
 import torch
 
@@ -30,6 +29,13 @@ def test_the_tests_on_a_card_can_be_collected() -> None:
     assert collected == {path.name for path in CARD_TESTS}
 
 
+@pytest.fixture
+def conftest(request: pytest.FixtureRequest) -> Any:
+    """tests/conftest.py, as pytest loaded it: a folder below may have one of the same name."""
+    plugins = request.config.pluginmanager.get_plugins()
+    return next(p for p in plugins if getattr(p, "__file__", None) == str(ROOT / "tests" / "conftest.py"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "card", "files"),
     [
@@ -41,7 +47,9 @@ def test_the_tests_on_a_card_can_be_collected() -> None:
         (["tests", "tests/gpu/test_gpu_pack.py::test_x"], False, 0),
     ],
 )
-def test_what_is_left_out(arguments: list[str], card: bool, files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_out(
+    arguments: list[str], card: bool, files: int, conftest: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
     config: Any = SimpleNamespace(args=arguments, invocation_params=SimpleNamespace(dir=ROOT))
     assert len(conftest.left_out(config)) == files

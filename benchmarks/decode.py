@@ -7,9 +7,11 @@ the cache that together are larger than any L2 cache; `hot` ones read the same p
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +19,11 @@ import torch
 from fp8cutlass.choose.target import target
 from fp8cutlass.manifest import Decode, load_manifest
 from fp8cutlass.native import decode, extension
-from fp8cutlass.timing import Capture, capture, interleave
+from fp8cutlass.timing import Capture
 
-from .data import ERROR_LIMIT
-from .grid import Settings, timed
-from .machine import Monitor
-from .results import FAILED, OK, UNAVAILABLE, WRONG, first_line
+from .grid import Settings
+from .results import OK, UNAVAILABLE, first_line
+from .turns import checked, in_turns
 
 PAGE = 64
 COLD_BYTES = 256 << 20  # of the copies that take turns, or of the one that has as many
@@ -250,22 +251,8 @@ def row_of(step: Step, l2: str, name: str, precision: str, status: str, reason: 
     return DecodeTime(step.name, *sizes, l2, name, precision, status, reason, **more)
 
 
-def _record(way: Way, data: DecodeData, l2: str, settings: Settings) -> tuple[DecodeTime, Capture | None]:
-    row, turns = row_of(data.step, l2, way.name, way.precision, OK), Turns(way, data.tables)
-    try:
-        recorded = capture(turns, settings.target_us)
-        if not isinstance(recorded.out, torch.Tensor):
-            raise TypeError(f"{way.name} returned {type(recorded.out).__name__}, expected its output")
-        recorded.out.view(torch.uint8).fill_(0xFF)  # NaN: what a replay does not write is no result
-        recorded.graph.replay()
-        torch.cuda.synchronize()
-        error = data.error(recorded.out, turns.table)
-    except Exception as failure:  # a contender that breaks must not end the run
-        return replace(row, status=FAILED, reason=first_line(failure)), None
-    if error > ERROR_LIMIT[way.precision]:
-        reason = f"relative L2 error {error:.3g}, the limit is {ERROR_LIMIT[way.precision]:g}"
-        return replace(row, status=WRONG, reason=reason, error=error), None
-    return replace(row, error=error), recorded
+def _error(data: DecodeData, turns: Turns, out: torch.Tensor) -> float:
+    return data.error(out, turns.table)
 
 
 Source = Callable[[DecodeData], list[Way]]  # what it raises is the reason why there are no ways
@@ -273,6 +260,8 @@ Source = Callable[[DecodeData], list[Way]]  # what it raises is the reason why t
 
 def measure(step: Step, cold: bool, sources: Mapping[str, Source], settings: Settings) -> list[DecodeTime]:
     """Rows of one step, taken in turns."""
+    gc.collect()  # not during a capture, where a graph that goes may call the driver
+    torch.cuda.empty_cache()
     data, l2 = make(step, cold), "cold" if cold else "hot"
     rows: list[DecodeTime] = []
     running: list[tuple[DecodeTime, int, Capture]] = []
@@ -283,15 +272,12 @@ def measure(step: Step, cold: bool, sources: Mapping[str, Source], settings: Set
             rows.append(row_of(step, l2, name, "", UNAVAILABLE, first_line(refusal)))
             continue
         for way in ways:
-            row, recorded = _record(way, data, l2, settings)
+            turns, row = Turns(way, data.tables), row_of(step, l2, way.name, way.precision, OK)
+            row, recorded = checked(row, turns, partial(_error, data, turns), settings)
             if recorded is None:
                 rows.append(row)
             else:
                 running.append((row, way.element, recorded))
-    monitor = Monitor()
-    captures = [recorded for _, _, recorded in running]
-    replays = settings.replays_of(max((recorded.replay_us for recorded in captures), default=0.0))
-    for (row, element, _), timing in zip(running, interleave(captures, replays, monitor.sample), strict=True):
-        rate = step.bytes_of(element) / timing.median_us * 1e-6
-        rows.append(replace(row, **timed(timing, monitor), tb_s=rate))
+    for row, element, us in in_turns(running, settings):
+        rows.append(replace(row, tb_s=step.bytes_of(element) / us * 1e-6))
     return rows

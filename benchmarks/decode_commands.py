@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .options import commit_option, need_card, out_option, results_folder, stop
-from .results import FAILED, WRONG, write_records
+from .results import FAILED, WRONG
 
 if TYPE_CHECKING:
     from .decode import DecodeTime, Source
@@ -63,6 +62,7 @@ def decode(no_peers: bool, shapes: bool, quick: bool, budget: float, out: Path |
     from .decode import STEPS, DecodeTime, candidates, fa3, measure, ours
     from .grid import QUICK, Settings
     from .peers import PEERS, Own
+    from .turns import record
 
     if (reason := Own().available()) is not None:
         stop(reason)
@@ -74,20 +74,12 @@ def decode(no_peers: bool, shapes: bool, quick: bool, budget: float, out: Path |
     stamp = machine.stamp(commit)
     stamp |= {peer: PEERS[peer].version() for peer in sources if peer in PEERS and PEERS[peer].available() is None}
     path = results_folder(out, stamp) / "decode.csv"
-    begun, rows, wanted = time.monotonic(), [], [(step, cold) for step in STEPS for cold in (True, False)]
-    left = len(wanted)
-    for step, cold in wanted:
-        found = measure(step, cold, sources, QUICK if quick else Settings())
-        rows += found
-        left -= 1
-        with path.open("w", encoding="utf-8", newline="") as file:
-            write_records(file, stamp, DecodeTime, rows)
-        shown = (f"{r.contender} {r.status if r.median_us is None else f'{r.median_us:.1f}'}" for r in found)
-        elapsed = time.monotonic() - begun
-        click.echo(f"{elapsed:5.0f} s  {step.label}, {'cold' if cold else 'hot'}, us: {', '.join(shown)}")
-        if left and elapsed > budget:
-            click.echo(f"{elapsed:.0f} s of {budget:g} s are spent: {left} of {len(wanted)} are left out")
-            break
+    settings = QUICK if quick else Settings()
+    rows, left = record(
+        path, stamp, DecodeTime, [(step, cold) for step in STEPS for cold in (True, False)],
+        lambda problem: measure(*problem, sources, settings),
+        lambda problem: f"{problem[0].label}, {'cold' if problem[1] else 'hot'}", "steps", budget, click.echo,
+    )  # fmt: skip
     text = markdown(stamp, rows)
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     click.echo(text)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import math
 import random
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
@@ -18,12 +17,12 @@ from typing import Any
 
 import torch
 
-from fp8cutlass.timing import Capture, capture, interleave
+from fp8cutlass.timing import Capture
 
-from .data import ERROR_LIMIT
-from .grid import Settings, timed
-from .machine import Monitor
-from .results import FAILED, OK, UNAVAILABLE, WRONG, first_line, write_records
+from . import turns
+from .grid import Settings
+from .results import OK, UNAVAILABLE, first_line
+from .turns import checked, in_turns
 
 SAMPLED_ROWS = 64  # of the first and the last head of three sequences
 
@@ -198,20 +197,8 @@ def row_of(mix: Mix, name: str, precision: str, status: str, reason: str = "", *
 
 def _record(way: Way, data: RaggedData, settings: Settings) -> tuple[WalkTime, Capture | None]:
     row = row_of(way.mix, way.name, way.precision, OK, kernel=way.kernel, cells=way.cells)
-    try:
-        recorded = capture(way.launch, settings.target_us)
-        if not isinstance(recorded.out, torch.Tensor):
-            raise TypeError(f"{way.name} returned {type(recorded.out).__name__}, expected its output")
-        recorded.out.view(torch.uint8).fill_(0xFF)  # NaN: what a replay does not write is no result
-        recorded.graph.replay()
-        torch.cuda.synchronize()
-        error = replace(data, mix=way.mix).error(way.ragged(recorded.out))
-    except Exception as failure:  # a contender that breaks must not end the run
-        return replace(row, status=FAILED, reason=first_line(failure)), None
-    if error > ERROR_LIMIT[way.precision]:
-        reason = f"relative L2 error {error:.3g}, the limit is {ERROR_LIMIT[way.precision]:g}"
-        return replace(row, status=WRONG, reason=reason, error=error), None
-    return replace(row, error=error), recorded
+    of = replace(data, mix=way.mix)
+    return checked(row, way.launch, lambda out: of.error(way.ragged(out)), settings)
 
 
 Source = Callable[[RaggedData], list[Way]]  # of contenders; what it raises is the reason why there are none
@@ -236,11 +223,8 @@ def measure(mix: Mix, sources: Mapping[str, Source], settings: Settings) -> list
                 rows.append(row)
             else:
                 running.append((row, way.mix, recorded))
-    monitor = Monitor()
-    captures = [recorded for _, _, recorded in running]
-    replays = settings.replays_of(max((recorded.replay_us for recorded in captures), default=0.0))
-    for (row, of, _), timing in zip(running, interleave(captures, replays, monitor.sample), strict=True):
-        rows.append(replace(row, **timed(timing, monitor), tflops=of.flops / timing.median_us * 1e-6))
+    for row, of, us in in_turns(running, settings):
+        rows.append(replace(row, tflops=of.flops / us * 1e-6))
     return rows
 
 
@@ -255,22 +239,10 @@ def record(
 ) -> tuple[list[WalkTime], int]:
     """Measure batches until ``budget`` seconds have passed, writing the rows so far after each; returns the rows, and
     how many batches are left."""
-    begun = time.monotonic()
-    rows: list[WalkTime] = []
-    left = len(problems)
-    for mix in problems:
-        found = measure(mix, sources, settings)
-        rows += found
-        left -= 1
-        with path.open("w", encoding="utf-8", newline="") as file:
-            write_records(file, stamp, WalkTime, rows)
-        elapsed = time.monotonic() - begun
-        shown = (f"{r.contender} {r.status if r.median_us is None else f'{r.median_us:.1f}'}" for r in found)
-        say(f"{elapsed:5.0f} s  {mix.label}, us: {', '.join(shown)}")
-        if left and elapsed > budget:
-            say(f"{elapsed:.0f} s of {budget:g} s are spent: {left} of {len(problems)} batches are left out")
-            break
-    return rows, left
+    return turns.record(
+        path, stamp, WalkTime, problems, lambda mix: measure(mix, sources, settings), lambda mix: mix.label, "batches",
+        budget, say,
+    )  # fmt: skip
 
 
 COLUMNS = tuple(field.name for field in fields(WalkTime))

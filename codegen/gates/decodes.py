@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from codegen.arch import TARGETS
 from codegen.decode import Decode
-from codegen.gates.subject import Kernel, write_source
+from codegen.gates.subject import Kernel, ahead, write_source
 from codegen.outputs import CUT, CUT_PATH
 from codegen.render import environment, render_cut, render_decode
-from scripts.cubins import INCLUDE
 
 FAMILY = "decode"
-_CUT_THREADS = re.compile(r"constexpr int kCutThreads = (\d+);")  # in the header that the host launches it by
-
-
-def cut_threads() -> int:
-    stated = _CUT_THREADS.search((INCLUDE / "fp8cutlass" / "decode" / "params.h").read_text())
-    if stated is None:
-        raise LookupError("decode/params.h states no kCutThreads")
-    return int(stated[1])
 
 
 def render(chosen: Mapping[str, tuple[Decode, ...]], folder: Path) -> list[Kernel]:
@@ -48,19 +38,5 @@ def render(chosen: Mapping[str, tuple[Decode, ...]], folder: Path) -> list[Kerne
             )
         if decodes:
             write_source(folder / CUT_PATH, render_cut(env))
-            kernels.append(
-                Kernel(
-                    id=CUT,
-                    target=target,
-                    family=CUT,
-                    source=folder / CUT_PATH,
-                    emulated=False,
-                    head_dim=0,
-                    threads=cut_threads(),
-                    ctas_per_sm=1,
-                    smem_bytes=0,
-                    smem_limit=TARGETS[target].smem_per_block,
-                    mma_in_loop=0,
-                )
-            )
+            kernels.append(ahead(CUT, target, folder / CUT_PATH, "decode/params.h", "kCutThreads"))
     return sorted(kernels, key=lambda k: (k.target, k.id))

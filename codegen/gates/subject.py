@@ -14,8 +14,6 @@ from codegen.render import environment, render_kernel, render_plan
 from codegen.variant import Variant
 from scripts.cubins import INCLUDE
 
-_PLAN_THREADS = re.compile(r"constexpr int kThreads = (\d+);")  # in the header that the host launches it by
-
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
@@ -132,14 +130,16 @@ def mangled(name: str) -> str:
     return f"{len(name)}{name}"
 
 
-def _plan(target: str, source: Path) -> Kernel:
-    stated = _PLAN_THREADS.search((INCLUDE / "fp8cutlass" / "walk" / "plan_params.h").read_text())
+def ahead(name: str, target: str, source: Path, header: str, constant: str) -> Kernel:
+    """A kernel of one CTA that runs before others. Its threads are a constant of a header, by which the host launches
+    it. LookupError where the header does not state it."""
+    stated = re.search(rf"constexpr int {constant} = (\d+);", (INCLUDE / "fp8cutlass" / header).read_text())
     if stated is None:
-        raise LookupError("walk/plan_params.h states no kThreads")
+        raise LookupError(f"{header} states no {constant}")
     return Kernel(
-        id=PLAN,
+        id=name,
         target=target,
-        family=PLAN,
+        family=name,
         source=source,
         emulated=False,
         head_dim=0,
@@ -190,5 +190,6 @@ def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kern
     ragged = [t for t, variants in chosen.items() if any(v.walk.tables for v in variants)]
     if ragged:
         write_source(folder / PLAN_PATH, render_plan(env))
-    kernels += [_plan(target, folder / PLAN_PATH) for target in ragged]
+    header = "walk/plan_params.h"
+    kernels += [ahead(PLAN, target, folder / PLAN_PATH, header, "kThreads") for target in ragged]
     return sorted(kernels, key=lambda k: (k.target, k.id))

@@ -21,7 +21,7 @@ import torch
 from click.testing import CliRunner
 from test_varlen import expected
 
-from benchmarks import machine, walk, walk_commands, walk_report
+from benchmarks import machine, turns, walk, walk_commands, walk_report
 from benchmarks.__main__ import cli
 from benchmarks.grid import QUICK
 from benchmarks.peers import Own, own, ragged
@@ -82,9 +82,9 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         return made(data, *rest)
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(walk, "capture", capture)
+    monkeypatch.setattr(turns, "capture", capture)
     monkeypatch.setattr(
-        walk, "interleave", lambda found, *_: [timing.summarise(2, [9.0 + i, 10.0 + i]) for i, _ in enumerate(found)]
+        turns, "interleave", lambda found, *_: [timing.summarise(2, [9.0 + i, 10.0 + i]) for i, _ in enumerate(found)]
     )
     monkeypatch.setattr(walk, "make_ragged", lambda mix: make_ragged(mix, "cpu"))
     for module in (ragged, own):

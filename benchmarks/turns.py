@@ -1,0 +1,83 @@
+"""Contenders that take turns: each is recorded and checked, then all are timed, and rows are kept as they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from fp8cutlass.timing import Capture, capture, interleave
+
+from .data import ERROR_LIMIT
+from .grid import Settings, timed
+from .machine import Monitor
+from .results import FAILED, WRONG, first_line, write_records
+
+Row = TypeVar("Row", bound=Any)  # a dataclass with the fields of a contender, a status and a timing
+Problem = TypeVar("Problem")
+Other = TypeVar("Other")
+
+
+def checked(
+    row: Row, launch: Callable[[], torch.Tensor], error_of: Callable[[torch.Tensor], float], settings: Settings
+) -> tuple[Row, Capture | None]:
+    """Record a contender and compare what a replay writes; no capture where it fails or is wrong."""
+    try:
+        recorded = capture(launch, settings.target_us)
+        if not isinstance(recorded.out, torch.Tensor):
+            raise TypeError(f"{row.contender} returned {type(recorded.out).__name__}, expected its output")
+        recorded.out.view(torch.uint8).fill_(0xFF)  # NaN: what a replay does not write is no result
+        recorded.graph.replay()
+        torch.cuda.synchronize()
+        error = error_of(recorded.out)
+    except Exception as failure:  # a contender that breaks must not end the run
+        return replace(row, status=FAILED, reason=first_line(failure)), None
+    limit = ERROR_LIMIT[row.precision]
+    if error > limit:
+        reason = f"relative L2 error {error:.3g}, the limit is {limit:g}"
+        return replace(row, status=WRONG, reason=reason, error=error), None
+    return replace(row, error=error), recorded
+
+
+def in_turns(running: Sequence[tuple[Row, Other, Capture]], settings: Settings) -> Iterator[tuple[Row, Other, float]]:
+    """Each row with its times, what stood beside it, and the microseconds of a launch."""
+    monitor = Monitor()
+    captures = [recorded for _, _, recorded in running]
+    replays = settings.replays_of(max((recorded.replay_us for recorded in captures), default=0.0))
+    for (row, other, _), timing in zip(running, interleave(captures, replays, monitor.sample), strict=True):
+        yield replace(row, **timed(timing, monitor)), other, timing.median_us
+
+
+def record(
+    path: Path,
+    stamp: Mapping[str, str],
+    kind: type[Row],
+    problems: Sequence[Problem],
+    measured: Callable[[Problem], list[Row]],
+    label: Callable[[Problem], str],
+    what: str,
+    budget: float,
+    say: Callable[[str], object],
+) -> tuple[list[Row], int]:
+    """Measure problems, ``what`` in the plural, until ``budget`` seconds have passed, writing the rows so far after
+    each; returns the rows, and how many problems are left."""
+    begun = time.monotonic()
+    rows: list[Row] = []
+    left = len(problems)
+    for problem in problems:
+        found = measured(problem)
+        rows += found
+        left -= 1
+        with path.open("w", encoding="utf-8", newline="") as file:
+            write_records(file, stamp, kind, rows)
+        elapsed = time.monotonic() - begun
+        shown = (f"{r.contender} {r.status if r.median_us is None else f'{r.median_us:.1f}'}" for r in found)
+        say(f"{elapsed:5.0f} s  {label(problem)}, us: {', '.join(shown)}")
+        if left and elapsed > budget:
+            say(f"{elapsed:.0f} s of {budget:g} s are spent: {left} of {len(problems)} {what} are left out")
+            break
+    return rows, left

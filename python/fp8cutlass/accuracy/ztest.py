@@ -28,6 +28,8 @@ SCORE_CUT = {"exp2": 0.0, "linear": 0.0, "quadratic": 0.0, "exp2x2": 2.0**-14, "
 P_OFFSET = {"exp2": 8.0, "linear": math.log2(320.0), "quadratic": 8.0, "exp2x2": 8.0, "f16": 30.0}
 # The largest relative rounding error of an output.
 OUT_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float8_e4m3fn: 2.0**-4}
+# The largest of a small output, half the step of subnormal numbers. That of FP8 depends on its descale and is left out.
+OUT_LEAST = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float8_e4m3fn: 0.0}
 
 LIMITS = {"rms": 1.10, "max": 7.0, "row_rms": 1.8, "mean": 0.03}
 FLOOR = 0.2  # rms on normal inputs: what is closer to float64 did not compute in FP8
@@ -71,7 +73,7 @@ def deviation(reference: Reference, softmax: str, out_dtype: torch.dtype) -> tor
         error = math.hypot(error, SCORE_CUT[softmax] * v.shape[-1] / STEP * reference.max_partial)
     step = 2.0**-9 * 2.0 ** -P_OFFSET[softmax] * a.amax(-1, keepdim=True) / math.sqrt(12)
     variance = torch.maximum(error * a, step) ** 2 @ v**2
-    variance += (OUT_ERROR[out_dtype] * r) ** 2 / 3
+    variance += (OUT_ERROR[out_dtype] * r).abs().clamp_min(OUT_LEAST[out_dtype]) ** 2 / 3
     return variance.clamp_min(1e-300).sqrt()
 
 

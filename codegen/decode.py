@@ -12,10 +12,11 @@ from codegen.profiles import PROFILES
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 ROWS = (8, 16, 32)  # of a unit
-WARPS = 4
+WARPS = {"sm89": (4, 2), "sm90a": (8, 4)}  # of a CTA: the first with which it has stages enough, else the last
 MOST_OUTPUTS = 4096  # rows times head_dim of a unit, whose float32 sums are in the registers of a warp
 SLICES = {"sm89": 16, "sm90a": 32}  # keys that a warp takes at a time
 MOST_STAGES = 4
+LENGTHS_BYTES = 4 * (32 + 33)  # of sequences, that a warp holds
 # Slices of a warp on their way while one is worked on. What an Ada card's memory delivers in its latency is in one.
 FEWEST_STAGES = {"sm89": 2, "sm90a": 3}
 
@@ -28,16 +29,15 @@ def _up(x: int, to: int) -> int:
 class Decode:
     """One kernel. ``rows`` are those of a unit: pairs of a query and a head of the group.
 
-    A candidate states ``keys`` of a slice, ``ctas`` an SM and ``warps``, to be timed against what follows where they
-    are 0 and WARPS.
+    A candidate states ``keys`` of a slice and ``ctas`` an SM, to be timed against what follows where they are 0.
     """
 
     target: str
     head_dim: int
     rows: int
+    warps: int
     keys: int = 0
     ctas: int = 0
-    warps: int = WARPS
 
     @property
     def id(self) -> str:
@@ -58,10 +58,11 @@ class Decode:
 
     @property
     def slice(self) -> int:
-        """Keys that a warp takes at a time: 16 where scores of 32 rows, or O, leave registers for no more."""
+        """Keys that a warp takes at a time: 16 where scores of 32 rows, or O, leave registers for no more, or slots of
+        more keys were too large to have enough of them."""
         if self.candidate:
             return self.keys
-        large = self.rows == ROWS[-1] or self.outputs > MOST_OUTPUTS // 2
+        large = self.rows == ROWS[-1] or self.outputs > MOST_OUTPUTS // 2 or self.head_dim > 128
         return 16 if large else SLICES[self.target]
 
     @property
@@ -87,13 +88,20 @@ class Decode:
         return _up(2 * _up(self.slice * pitch, 128) + 2 * 4 * self.slice, 128)
 
     @property
+    def places_bytes(self) -> int:
+        """Of where the keys of a slice lie."""
+        return 8 * self.slice + 16
+
+    @property
     def exchange_bytes(self) -> int:
-        """Of Q in f16, the result in float32, and what the warps tell one another."""
-        queries, result = self.rows * (_up(2 * self.head_dim, 128) + 32), 4 * self.rows * (self.head_dim + 4)
-        return _up(queries + result + 4 * self.rows * (3 + 2 * self.warps) + 4, 16)
+        """Of Q in f16 for this unit and the next, the result in float32, and what the warps tell one another."""
+        queries = _up(self.rows * (_up(2 * self.head_dim, 128) + 36) + 8 * self.warps, 16)
+        result = 4 * self.rows * (self.head_dim + 4)
+        return _up(2 * queries + result + 4 * self.rows * (2 + 2 * self.warps) + 4, 16)
 
     def smem_with(self, stages: int) -> int:
-        return _up(self.warps * stages * self.slot_bytes + self.exchange_bytes, 128)
+        slots = self.warps * stages * (self.slot_bytes + self.places_bytes)
+        return _up(_up(slots + LENGTHS_BYTES * self.warps, 16) + self.exchange_bytes, 128)
 
     def _stages_with(self, ctas: int) -> int:
         target = TARGETS[self.target]
@@ -102,10 +110,10 @@ class Decode:
 
     @property
     def ctas_per_sm(self) -> int:
-        """Two, so that one loads while the other ends a unit, where both have stages enough."""
+        """One of eight warps. Two of four, where both have stages enough: one loads while the other ends a unit."""
         if self.candidate:
             return self.ctas
-        return 2 if self._stages_with(2) >= FEWEST_STAGES[self.target] else 1
+        return 2 if self.warps == 4 and self._stages_with(2) >= FEWEST_STAGES[self.target] else 1
 
     @property
     def stages(self) -> int:
@@ -130,8 +138,14 @@ class Decode:
         return f"head_dim {self.head_dim}, {self.rows} rows a unit, {self.tile} keys a tile"
 
 
+def kernel(target: str, head_dim: int, rows: int) -> Decode:
+    """The one of this shape."""
+    made = [Decode(target=target, head_dim=head_dim, rows=rows, warps=w) for w in WARPS[target]]
+    return next((d for d in made if d.stages >= FEWEST_STAGES[target]), made[-1])
+
+
 ALL = tuple(
-    Decode(target=a, head_dim=d, rows=r) for a in TARGETS for d in HEAD_DIMS for r in ROWS if r * d <= MOST_OUTPUTS
+    kernel(a, d, r) for a in TARGETS for d in HEAD_DIMS for r in ROWS if r * d <= MOST_OUTPUTS
 )  # in the order of the registry
 
 

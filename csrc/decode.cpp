@@ -37,6 +37,7 @@ decode::Batch batch_of(const DecodeBatch& b) {
   require(b.total_q * b.heads < decode::kFar, "q has ", b.total_q, " rows of ", b.heads, " heads: too many");
   batch.most_keys = static_cast<int>(b.most_keys);
   batch.heads = to_int(b.heads, "the number of heads"), batch.kv_heads = to_int(b.kv_heads, "that of the cache");
+  batch.by_group = decode::divisor(batch.heads / batch.kv_heads), batch.by_kv_heads = decode::divisor(batch.kv_heads);
   batch.left = window_end(b.left), batch.right = window_end(b.right);
   return batch;
 }
@@ -148,7 +149,7 @@ void run_decode(const DecodeEntry& entry, const DecodeBatch& b, const DecodeWork
   require(entries > 0 && b.most_keys == entries * page_size, "the page table has room for ", entries * page_size,
           " keys, the work was cut for ", b.most_keys);
   p.page_table = static_cast<const int*>(a.page_table.data()), p.table_row = a.page_table.stride(0);
-  p.page_size = to_int(page_size, "the tokens of a page"), p.pages = to_int(pages, "the pages");
+  p.by_page_size = decode::divisor(to_int(page_size, "the tokens of a page")), p.pages = to_int(pages, "the pages");
   p.entries = to_int(entries, "the columns of page_table");
 
   if (a.sinks) {

@@ -131,10 +131,11 @@ class Kernel:
     ) -> Result:
         out = torch.full_like(b.q, math.nan)
         lse = torch.full((b.q.shape[1], b.q.shape[0]), math.nan)
-        cuts = torch.zeros(ctas + 1, 8, dtype=torch.int32)
+        cuts = torch.zeros(ctas + 1, 12, dtype=torch.int32)
         page, token, head = b.k.stride()[:3]
         heads = b.k.shape[2]
-        read = [x.untyped_storage() for x in (b.k, b.v, b.k_token, b.v_page) if x is not None]
+        copied = (b.q, b.k, b.v, b.table, b.lengths, b.cu_q, b.k_descale, b.v_descale, b.k_token, b.v_page)
+        read = [x.untyped_storage() for x in copied if x is not None]
         ends = [end for x in read for end in (x.data_ptr(), x.data_ptr() + x.nbytes())]
         readable = (ctypes.c_void_p * len(ends))(*ends)
         numbers: dict[str, Any] = {

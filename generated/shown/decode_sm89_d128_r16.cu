@@ -3,17 +3,20 @@
 //
 // Attention of few queries over long caches: head_dim 128, 16 rows a unit, 64 keys a tile.
 // A unit is 16 rows of one sequence and head of K and V, with the tiles of 64 keys that they see. The kernel before this
-// one cut all units into equal shares, one for each CTA. 128 threads in 4 warps; CTAs an SM: 2.
+// one cut all units into equal shares, one for each CTA. 128 threads in 4 warps; CTAs an SM: 1.
 // Of each tile a warp has a slice of 16 keys, and no warp waits for another until the unit's share ends.
 //
 //   from              what: where it lies                          until                 to
-//   each row's warp   Q in f16: exchange.queries, slope            __syncthreads         all
-//   a warp, cp.async  K, V, descales: slots[4][2]                  wait<0>, __syncwarp   itself
+//   a warp, cp.async  its rows of the next Q: exchange.queries[2]  wait of that group    itself
+//   each row's warp   Q in f16 where it lies, slope                __syncthreads         all
+//   a warp, cp.async  page numbers: places[4][4]                   wait<2>, __syncwarp   itself
+//   a warp, cp.async  K, V, descales: slots[4][4]                  wait<2>, __syncwarp   itself
 //   a warp            largest scores, sums, O: exchange            __syncthreads         all
 //   a CTA             its part of a unit that CTAs share: parts    its counter is full   the last CTA
 //   all               O, LSE                                                             global memory
 //
-//   slice i: wait for it, load slice i + 1 into the slot of i - 1 | S^T = K Q^T | softmax | O^T += V^T P^T
+//   slice i: wait for it, copy slice i + 3 into the slot of i - 1, look up where slice i + 6 lies
+//            | S^T = K Q^T | softmax | O^T += V^T P^T
 // Keys are rows of both products. e4m3 becomes f16 in registers.
 
 #include "fp8cutlass/decode/finish.cuh"
@@ -28,18 +31,20 @@ constexpr int kHeadDim = 128;
 constexpr int kRows = 16;    // of a unit: pairs of a query and a head of the group
 constexpr int kSlice = 16;  // keys that a warp takes at a time
 constexpr int kWarps = 4;
-constexpr int kStages = 2;  // slices of a warp in shared memory
+constexpr int kStages = 4;  // slices of a warp in shared memory
 constexpr int kTile = kSlice * kWarps;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kCtasPerSm = 2;
+constexpr int kCtasPerSm = 1;
 
-// ---- shared memory: 47616 bytes ----------------------------------------------------------------------------
+// ---- shared memory: 89472 bytes ----------------------------------------------------------------------------
 
 struct SharedStorage {
   decode::Slot<kHeadDim, kSlice> slots[kWarps][kStages];
+  decode::Places<kSlice> places[kWarps][kStages];
+  decode::Lengths lengths[kWarps];
   decode::Exchange<kHeadDim, kRows, kWarps> exchange;
 };
-static_assert(sizeof(SharedStorage) == 47616);
+static_assert(sizeof(SharedStorage) == 89472);
 
 }  // namespace
 
@@ -49,54 +54,73 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) decode_sm89_d128_r16(con
   extern __shared__ __align__(128) uint8_t memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   auto& slots = shared.slots[threadIdx.x / 32];
+  auto& places = shared.places[threadIdx.x / 32];
   decode::begin_after_cuts();
   const decode::Cut from = p.cuts[blockIdx.x], to = p.cuts[blockIdx.x + 1];
 
-  // This warp's copies run kStages - 1 slices ahead of its products, across the ends of units. A group of copies that
-  // has none keeps the count.
-  decode::Fetcher<kHeadDim, kRows, kSlice, kWarps> fetcher(p, from, to);
-#pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) {
-    fetcher.load(p, slots[i]);
-    decode::commit();
-  }
+  decode::clear_others<kHeadDim, kThreads>(p, from.begin, from.end);
 
+  // A warp looks up where keys lie, copies them kStages - 1 slices later, and multiplies them as many slices after that.
+  // So the first slices are of no share: nothing is copied yet, or nothing is there to multiply. This goes across the
+  // ends of units. A group of copies that has none keeps the count.
+  decode::Sequences sequences(p.batch, from.sequence, shared.lengths[threadIdx.x / 32]);
+  decode::Fetcher<kRows, kSlice, kWarps> fetcher(from, to);
   decode::Shares<kRows, kTile> shares(from, to);
-  decode::Share share;
-  share.sequence = -1;
-  int slot = 0;
+  decode::Share share{}, next = shares.before(from);
+  share.tiles = 2 * (kStages - 1);
+  decode::State<kHeadDim, kRows> state;
+  state.clear(false);
+  decode::Sight sight{};
+  bool ahead = true;
+  int slot = 2 % kStages, buffer = 1;
 #pragma unroll 1
-  while (shares.next(p.batch, share)) {
-    decode::load_queries<kHeadDim, kRows, kWarps>(p, share, shared.exchange.queries, shared.exchange.slope);
-    __syncthreads();
-    decode::State<kHeadDim, kRows> state;
-    state.clear(p.v_token.base != nullptr);
-    const decode::Sight sight = decode::Sight::of<kRows>(p.batch, share);
+  for (;;) {
+    buffer ^= 1;
+    const bool more = shares.next(p.batch, sequences, next);
+    if (more) decode::ask_queries(p, next, shared.exchange.queries[buffer]);
+    const auto& queries = shared.exchange.queries[buffer ^ 1];
 #pragma unroll 1
     for (int tile = 0; tile < share.tiles; ++tile) {
       decode::wait<kStages - 2>();
       __syncwarp();  // the slice is there for all lanes, and all are done with the one before, into whose slot go:
-      fetcher.load(p, slots[slot == 0 ? kStages - 1 : slot - 1]);
+      const int before = slot == 0 ? kStages - 1 : slot - 1;
+      if (!ahead || tile >= kStages - 1) {
+        sequences.are_there();
+        fetcher.load(p, places[before], slots[before]);
+      }
+      fetcher.look(p, sequences, places[before == 0 ? kStages - 1 : before - 1]);
       decode::commit();
       const int key = share.first_key + tile * kTile + int(threadIdx.x) / 32 * kSlice;
-      decode::add_slice<kHeadDim, kRows, kSlice>(p, share, sight, key, slots[slot], shared.exchange.queries,
-                                                shared.exchange.slope, state);
+      if (!ahead)
+        decode::add_slice<kHeadDim, kRows, kSlice>(p, share, sight, key, slots[slot], queries.rows, queries.slope,
+                                                  state);
       slot = slot == kStages - 1 ? 0 : slot + 1;
     }
-    decode::join_warps<kHeadDim, kRows, kWarps>(shared.exchange, state);
+    if (!ahead) {
+      decode::join_warps<kHeadDim, kRows, kWarps>(shared.exchange, state);
 
-    bool whole = true;
-    if (share.tile > 0 || share.end < share.all) {
-      const int first = share.tile > 0 ? from.first : to.first, last = share.tile > 0 ? from.last : to.last;
-      const int own = int(blockIdx.x);
-      whole = decode::leave_part<kHeadDim, kRows, kWarps>(p, decode::slot_of(own, first), first, last - first + 1,
-                                                          shared.exchange);
-      if (whole) decode::join_parts<kHeadDim, kRows, kWarps>(p, first, last, shared.exchange);
+      bool whole = true;
+      if (share.tile > 0 || share.end < share.all) {
+        const int first = share.tile > 0 ? from.first : to.first, last = share.tile > 0 ? from.last : to.last;
+        const int own = int(blockIdx.x);
+        whole = decode::leave_part<kHeadDim, kRows, kWarps>(p, decode::slot_of(own, first), first, last - first + 1,
+                                                            shared.exchange);
+        if (whole) decode::join_parts<kHeadDim, kRows, kWarps>(p, first, last, shared.exchange);
+      }
+      if (whole) decode::store_rows(p, share, shared.exchange, queries.v_descale[threadIdx.x / 32]);
     }
-    if (whole) decode::store_rows<kHeadDim, kRows, kWarps>(p, share, shared.exchange);
-    __syncthreads();  // before the next unit's Q
+    if (!more) break;
+    if (share.tiles < kStages) {  // the group with the next unit's Q may be one of those that were not waited for
+      decode::commit();
+      decode::wait<0>();
+    }
+    __syncthreads();  // all are done with the result, and with the Q of the unit before
+    share = next, ahead = false;
+    decode::prepare_queries(p, shared.exchange.queries[buffer]);
+    __syncthreads();
+    state.clear(p.v_token.base != nullptr);
+    sight = decode::Sight::of<kRows>(p.batch, share);
   }
-  decode::clear_others<kHeadDim, kThreads>(p);
 }
 
 }  // namespace fp8cutlass

@@ -41,14 +41,23 @@ struct Call {
   int64_t o_row, o_head;
   float* lse;
   int64_t late, seed;
-  int* cuts;  // (ctas + 1, 8), written
+  int* cuts;  // (ctas + 1, 12), written
 };
 
 // What went wrong, or null.
 extern "C" const char* run(const Call* call) {
   const Call& c = *call;
-  const decode::Batch batch{c.lengths,    c.cu_q,          int(c.total_q), int(c.sequences), int(c.most_keys),
-                            int(c.heads), int(c.kv_heads), int(c.left),    int(c.right)};
+  const decode::Batch batch{c.lengths,
+                            c.cu_q,
+                            int(c.total_q),
+                            int(c.sequences),
+                            int(c.most_keys),
+                            int(c.heads),
+                            int(c.kv_heads),
+                            decode::divisor(int(c.heads / c.kv_heads)),
+                            decode::divisor(int(c.kv_heads)),
+                            int(c.left),
+                            int(c.right)};
   std::vector<decode::Cut> cuts(c.ctas + 1);
   std::vector<unsigned> arrived(c.ctas, 77);
   std::vector<float> parts(2 * c.ctas * decode::kPartFloats<kHeadDim, kRows>, NAN);
@@ -68,7 +77,7 @@ extern "C" const char* run(const Call* call) {
   p.v_token = {c.page_descale, c.v_descale_page, 0, c.v_descale_head};
   p.k_descale = {c.k_descale, int(c.k_descale_sequence), int(c.k_descale_step)};
   p.v_descale = {c.v_descale, int(c.v_descale_sequence), int(c.v_descale_step)};
-  p.page_table = c.page_table, p.table_row = c.table_row, p.page_size = int(c.page_size), p.pages = int(c.pages);
+  p.page_table = c.page_table, p.table_row = c.table_row, p.by_page_size = decode::divisor(int(c.page_size)), p.pages = int(c.pages);
   p.entries = int(c.most_keys / c.page_size);
   p.sinks = c.sinks, p.sink_head = c.sink_head, p.sink_token = c.sink_token, p.ctas = int(c.ctas);
   p.scale = float(c.scale), p.softcap = float(c.softcap);

@@ -149,22 +149,34 @@ FAULTS = {
         "plain", True, ("kernel.cu", "decode::wait<kStages - 2>()", "decode::wait<kStages - 1>()")),
     "a slice goes into a slot that is in use": (
         "plain", False,
-        ("kernel.cu", "slots[slot == 0 ? kStages - 1 : slot - 1]", "slots[slot == kStages - 1 ? 0 : slot + 1]")),
+        ("kernel.cu", "const int before = slot == 0 ? kStages - 1 : slot - 1",
+         "const int before = slot == kStages - 1 ? 0 : slot + 1")),
     "Q is read before all of it is there": (
-        "queries", True, ("kernel.cu", "shared.exchange.slope);\n    __syncthreads();", "shared.exchange.slope);")),
+        "queries", True,
+        ("kernel.cu", "queries[buffer]);\n    __syncthreads();\n    state", "queries[buffer]);\n    state")),
+    "Q of the next unit is read before it arrives": (
+        "plain", True, ("kernel.cu", "if (share.tiles < kStages) {", "if (share.tiles < kStages && false) {")),
+    "Q of the next unit goes where this one's is": (
+        "plain", False, ("kernel.cu", "ask_queries(p, next, shared.exchange.queries[buffer])",
+         "ask_queries(p, next, shared.exchange.queries[buffer ^ 1])")),
+    "pages are used before they arrive": (
+        "plain", True, ("kernel.cu", "tile >= kStages - 1) {", "tile >= kStages - 2) {")),
+    "keys are looked up where those of the next load lie": (
+        "plain", True, ("kernel.cu", "places[before == 0 ? kStages - 1 : before - 1]", "places[before]")),
+    "lengths are used before they arrive": (
+        "plain", True, ("stream.cuh", "bool there_ = false;", "bool there_ = true;")),
     "a window ends one key late": ("two-sided window", True, ("units.h", "own + b.right + 1", "own + b.right + 2")),
     "a window begins one key late": ("window", True, ("units.h", "own - b.left, 0", "own - b.left + 1, 0")),
     "a NaN of V reaches rows that do not see it": (
         "a NaN that two queries see", True, ("softmax.cuh", "if (edge && has_nan", "if (false && has_nan")),
     "keys past the end are seen": ("plain", True, ("units.h", "b.right >= kFar ? of.keys :", "true ? of.keys + 16 :")),
     "a page of another key": (
-        "plain", True, ("fetch.cuh", "threadIdx.x % kSlice, entry", "threadIdx.x % kSlice + 1, entry")),
+        "plain", True, ("fetch.cuh", "own = key + lane, entry", "own = key + lane + 1, entry")),
     "a tile is worked on twice": (
         "plain", True, ("stream.cuh", "max(tiles.first + share.tile,", "max(tiles.first + share.tile - 1,")),
     "a part is left out": (
         "plain", True,
-        ("finish.cuh", "<= last; ++c) {\n      const float* const from = part(c);",
-         "< last; ++c) {\n      const float* const from = part(c);")),
+        ("finish.cuh", "c + i <= last ? weight", "c + i < last ? weight")),
     "the counter of arrivals is left as it is": (
         "plain", True, ("finish.cuh", "if (exchange.is_last) p.arrived[first] = 0;", "")),
     "a warp's sum is left out": (

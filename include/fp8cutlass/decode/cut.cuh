@@ -11,10 +11,11 @@ namespace fp8cutlass::decode {
 CUTE_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The cut at position `at` of the line, in a sequence that begins at `begin`, each of whose units costs `cost`.
-CUTE_HOST_DEVICE Cut cut_at(const CutParams& p, int64_t ctas, int64_t line, int64_t at, int sequence, int64_t begin,
-                            int64_t cost) {
+CUTE_HOST_DEVICE Cut cut_at(const CutParams& p, const Range& queries, int64_t ctas, int64_t line, int64_t at,
+                            int sequence, int64_t begin, int64_t cost) {
   Cut cut{};
-  cut.sequence = sequence;
+  cut.sequence = sequence, cut.of = sequence_at(p.batch, sequence);
+  cut.begin = queries.begin, cut.end = queries.end;
   cut.unit = int((at - begin) / cost);
   const int64_t unit = begin + cut.unit * cost;
   const int64_t within = at - unit;
@@ -58,6 +59,7 @@ __device__ __forceinline__ void cut_work(const CutParams& p, int64_t* memory) {
     return cost * units_of(p.batch, of, p.rows);
   };
 
+  const Range queries = queries_of(p.batch);
   int64_t own = 0, cost, line;
   for (int s = thread; s < p.batch.sequences; s += kCutThreads) own += length_of(s, cost);
   sum_before(own, line);
@@ -65,7 +67,7 @@ __device__ __forceinline__ void cut_work(const CutParams& p, int64_t* memory) {
   const int ctas = int(min(int64_t{p.ctas}, line));
   for (int c = thread; c <= p.ctas; c += kCutThreads) {
     if (c < p.ctas) p.arrived[c] = 0;
-    if (c >= ctas) p.cuts[c] = Cut{p.batch.sequences, 0, 0, 0, 0, {}};
+    if (c >= ctas) p.cuts[c] = Cut{p.batch.sequences, 0, 0, 0, 0, {}, queries.begin, queries.end, {}};
   }
   if (line == 0) return;
   int64_t passed = 0;
@@ -81,7 +83,7 @@ __device__ __forceinline__ void cut_work(const CutParams& p, int64_t* memory) {
 #pragma unroll
       for (int step = kCutThreads / 2; step > 0; step /= 2)
         if (begins[s + step] <= at) s += step;
-      p.cuts[c] = cut_at(p, ctas, line, at, base + s, begins[s], costs[s]);
+      p.cuts[c] = cut_at(p, queries, ctas, line, at, base + s, begins[s], costs[s]);
     }
     passed += all;
     __syncthreads();  // before the next ones' sums

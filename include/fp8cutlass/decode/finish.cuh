@@ -3,6 +3,9 @@
 // the order of the CTAs.
 #pragma once
 
+#include <type_traits>
+
+#include "fp8cutlass/decode/query.cuh"
 #include "fp8cutlass/decode/softmax.cuh"
 
 namespace fp8cutlass::decode {
@@ -10,9 +13,8 @@ namespace fp8cutlass::decode {
 // What all warps of a CTA share, beside the slots.
 template <int kHeadDim, int kRows, int kWarps>
 struct Exchange {
-  alignas(16) uint8_t queries[kRows * kQueryPitch<kHeadDim>];
+  Queries<kHeadDim, kRows, kWarps> queries[2];  // of this share and the next
   alignas(16) float o[kRows * kResultPitch<kHeadDim>];
-  alignas(16) float slope[kRows];
   float most[kWarps][kRows], sum[kWarps][kRows];
   float row_most[kRows], row_sum[kRows];
   int is_last;
@@ -63,20 +65,35 @@ __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& ex
         exchange.row_most[row] = most, exchange.row_sum[row] = sum;
       }
     }
+  // Columns are cut into as many sets as there are warps. In each round a warp adds to another set.
+  constexpr int kColumns = kHeadDim / 16;
 #pragma unroll 1
-  for (int w = 0; w < kWarps; ++w) {
-    if (warp == w) {
+  for (int round = 0; round < kWarps; ++round) {
+    const auto add = [&](auto set) {
 #pragma unroll
-      for (int n = 0; n < kRows / 8; ++n)
+      for (int j = 0; j < kColumns; ++j) {
+        if (set != j * kWarps / kColumns) continue;
 #pragma unroll
-        for (int j = 0; j < kHeadDim / 16; ++j)
+        for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             float2* const to = reinterpret_cast<float2*>(exchange.o + (8 * n + 2 * t + c) * kPitch + 16 * j + 2 * g);
-            float2 x = w == 0 ? make_float2(0.f, 0.f) : *to;
+            float2 x = round == 0 ? make_float2(0.f, 0.f) : *to;
             x.x += factor[n][c] * state.o[j][n][c], x.y += factor[n][c] * state.o[j][n][2 + c];
             *to = x;
           }
+      }
+    };
+    static_assert(kWarps <= 8);
+    switch ((warp + round) % kWarps) {
+      case 0: add(std::integral_constant<int, 0>()); break;
+      case 1: add(std::integral_constant<int, 1>()); break;
+      case 2: add(std::integral_constant<int, 2>()); break;
+      case 3: add(std::integral_constant<int, 3>()); break;
+      case 4: add(std::integral_constant<int, 4>()); break;
+      case 5: add(std::integral_constant<int, 5>()); break;
+      case 6: add(std::integral_constant<int, 6>()); break;
+      default: add(std::integral_constant<int, 7>());
     }
     __syncthreads();
   }
@@ -85,14 +102,13 @@ __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& ex
 // Writes the rows of a unit: `o` (row, column) is relative to exchange.row_most, as is exchange.row_sum.
 template <int kHeadDim, int kRows, int kWarps>
 __device__ __forceinline__ void store_rows(const DecodeParams& p, const Share& share,
-                                           const Exchange<kHeadDim, kRows, kWarps>& exchange) {
+                                           const Exchange<kHeadDim, kRows, kWarps>& exchange, float v_descale) {
   constexpr int kChunks = kHeadDim / 8;
-  const int group = p.batch.heads / p.batch.kv_heads;
-  const float v_descale = p.v_descale.base[share.sequence * p.v_descale.sequence + share.kv_head * p.v_descale.head];
+  const int group = p.batch.by_group.by;
 #pragma unroll 1
   for (int i = threadIdx.x; i < kRows * kChunks; i += 32 * kWarps) {
     const int row = i / kChunks, chunk = i % kChunks, at = share.row + row;
-    const int query = at / group, head = share.kv_head * group + at % group;
+    const int query = quotient(at, p.batch.by_group), head = share.kv_head * group + at - query * group;
     if (query >= share.of.queries) break;
     const int64_t token = share.of.query + query;
     float most = exchange.row_most[row], sum = exchange.row_sum[row], shrink = 1.f;
@@ -122,9 +138,7 @@ __device__ __forceinline__ void store_rows(const DecodeParams& p, const Share& s
 
 // Rows of queries that belong to no sequence: before the first one's and past the last one's.
 template <int kHeadDim, int kThreads>
-__device__ __forceinline__ void clear_others(const DecodeParams& p) {
-  const int first = clamped(p.batch.cu_q[0], 0, p.batch.total_q);
-  const int end = clamped(p.batch.cu_q[p.batch.sequences], first, p.batch.total_q);
+__device__ __forceinline__ void clear_others(const DecodeParams& p, int first, int end) {
   const int rows = (first + p.batch.total_q - end) * p.batch.heads;
   for (int row = blockIdx.x; row < rows; row += p.ctas) {
     const int at = row / p.batch.heads, head = row % p.batch.heads;
@@ -152,10 +166,8 @@ __device__ __forceinline__ bool leave_part(const DecodeParams& p, int slot, int 
   __syncthreads();
   delay_point(22);
   if (threadIdx.x == 0) {
-    __threadfence();  // of what all threads wrote: the barrier was before it
-    exchange.is_last = atomicAdd(&p.arrived[first], 1u) == unsigned(count - 1);
+    exchange.is_last = arrive(&p.arrived[first]) == unsigned(count - 1);  // for all threads: the barrier was before it
     if (exchange.is_last) p.arrived[first] = 0;
-    __threadfence();
   }
   __syncthreads();
   return exchange.is_last != 0;
@@ -173,6 +185,7 @@ __device__ __forceinline__ void join_parts(const DecodeParams& p, int first, int
   constexpr int kThreads = 32 * kWarps, kPieces = kRows * kHeadDim / 4;
   constexpr int kEach = (kPieces + kThreads - 1) / kThreads;  // pieces of four columns, of a thread
   constexpr int kTogether = kEach < 4 ? kEach : 4;            // for which it walks the parts once: registers limit them
+  constexpr int kBatch = 16 / kTogether;                      // parts that are asked for at once
 #pragma unroll 1
   for (int piece = threadIdx.x; piece < kPieces; piece += kTogether * kThreads) {
     float most[kTogether], sum[kTogether] = {};
@@ -181,21 +194,35 @@ __device__ __forceinline__ void join_parts(const DecodeParams& p, int first, int
     const auto column = [&](int k) { return 4 * (min(piece + k * kThreads, kPieces - 1) % (kHeadDim / 4)); };
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) most[k] = -INFINITY, o[k] = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 2
-    for (int c = first; c <= last; ++c) {
-      const float* const from = part(c) + kRows * kHeadDim;
+#pragma unroll 1
+    for (int c = first; c <= last; c += kBatch) {
+      float part_most[kTogether][kBatch], part_sum[kTogether][kBatch];
+      float4 x[kTogether][kBatch];
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) most[k] = fmaxf(most[k], load_result(from + row(k)));
-    }
-#pragma unroll 2
-    for (int c = first; c <= last; ++c) {
-      const float* const from = part(c);
+      for (int i = 0; i < kBatch; ++i) {
+        const float* const from = part(min(c + i, last));
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) {
+          part_most[k][i] = load_result(from + kRows * kHeadDim + row(k));
+          part_sum[k][i] = load_result(from + kRows * kHeadDim + kRows + row(k));
+          x[k][i] = load_results(from + row(k) * kHeadDim + column(k));
+        }
+      }
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
-        const float factor = weight(load_result(from + kRows * kHeadDim + row(k)), most[k]);
-        const float4 x = load_results(from + row(k) * kHeadDim + column(k));
-        sum[k] += factor * load_result(from + kRows * kHeadDim + kRows + row(k));
-        o[k].x += factor * x.x, o[k].y += factor * x.y, o[k].z += factor * x.z, o[k].w += factor * x.w;
+        float larger = most[k];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) larger = fmaxf(larger, part_most[k][i]);
+        const float shrink = weight(most[k], larger);
+        most[k] = larger, sum[k] *= shrink;
+        o[k].x *= shrink, o[k].y *= shrink, o[k].z *= shrink, o[k].w *= shrink;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const float factor = c + i <= last ? weight(part_most[k][i], larger) : 0.f;  // no branch: loads would wait
+          sum[k] += factor * part_sum[k][i];
+          o[k].x += factor * x[k][i].x, o[k].y += factor * x[k][i].y;
+          o[k].z += factor * x[k][i].z, o[k].w += factor * x[k][i].w;
+        }
       }
     }
 #pragma unroll

@@ -18,7 +18,12 @@ __device__ __forceinline__ void copy16(uint8_t* to, const uint8_t* from, int byt
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void copy4(void* to, const uint8_t* from, int bytes) {
+// From global memory that has 8 bytes there, or 4; else as above.
+__device__ __forceinline__ void copy8(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void copy4(void* to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
                : "memory");
 }
@@ -79,6 +84,18 @@ __device__ __forceinline__ void begin_after_cuts() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// Counts an arrival; returns those before. What was written before is there for those who arrive later.
+__device__ __forceinline__ unsigned arrive(unsigned* counter) {
+  unsigned before;
+  asm volatile("fence.acq_rel.gpu;\n"
+               "atom.relaxed.gpu.global.add.u32 %0, [%1], 1;\n"
+               "fence.acq_rel.gpu;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
 }
 
 // Values that other CTAs wrote, past the L1 cache.

@@ -26,6 +26,19 @@ struct HeadDescale {
   int sequence, head;
 };
 
+// Divides what is not negative, without a division.
+struct Divisor {
+  int by;
+  unsigned factor;  // 2^shift / by, rounded up
+  int shift;        // 31, and the bits of `by`
+};
+
+inline Divisor divisor(int by) {
+  int bits = 0;
+  while ((int64_t{1} << bits) < by) ++bits;
+  return {by, unsigned(((uint64_t{1} << (31 + bits)) + unsigned(by) - 1) / unsigned(by)), 31 + bits};
+}
+
 // The lengths of a batch, which only the device knows. A token that lies outside of all tensors is never read,
 // whatever they say (units.h).
 struct Batch {
@@ -35,15 +48,23 @@ struct Batch {
   int sequences;
   int most_keys;  // that a row of the page table has room for
   int heads, kv_heads;
+  Divisor by_group, by_kv_heads;  // heads that share one of K and V; those of K and V
   int left, right;  // of its own position, the keys before and after that a query sees; kFar: all
+};
+
+struct Sequence {
+  int query, queries, keys;  // the first query, how many; keys in the cache
 };
 
 // Work is cut at a unit, a tile of its keys. Where that tile is not the first, the CTAs from `first` to `last` share
 // the unit: `first` begins it.
-struct Cut {
-  int sequence, unit, tile, first, last, unused[3];
+struct alignas(16) Cut {
+  int sequence, unit, tile, first, last;
+  Sequence of;
+  int begin, end;  // of the queries that belong to a sequence
+  int unused[2];
 };
-static_assert(sizeof(Cut) == 32);
+static_assert(sizeof(Cut) == 48);
 
 // Of the kernel that cuts the work (cut.cuh).
 struct CutParams {
@@ -66,7 +87,8 @@ struct DecodeParams {
   HeadDescale k_descale, v_descale;
   const int* page_table;  // (sequences, most_keys / page_size)
   int64_t table_row;
-  int page_size, entries, pages;  // tokens of a page; pages of a row of the table, and of the cache
+  Divisor by_page_size;           // tokens of a page
+  int entries, pages;             // pages of a row of the table, and of the cache
   const float* sinks;             // (H,) or (H, total_q): a score that joins the sum of a row; null: none
   int64_t sink_head, sink_token;
   float scale;    // softmax scale

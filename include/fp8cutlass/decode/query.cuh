@@ -1,5 +1,6 @@
 // The rows of Q of a unit, in shared memory as f16. A row is divided by a power of two of its own, so that f16 has room
-// for it; what it loses is below 2^-24 of the row's largest magnitude.
+// for it; what it loses is below 2^-24 of the row's largest magnitude. Rows are asked for while the share before is
+// worked on, and become f16 where they lie.
 #pragma once
 
 #include "fp8cutlass/decode/instructions.cuh"
@@ -12,38 +13,55 @@ __device__ __forceinline__ float from_half_bits(uint32_t bits, bool bf16) {
   return bf16 ? __uint_as_float(bits << 16) : half_low(bits);
 }
 
-// slope[row]: what a product of the row and a key is multiplied by to get a score in the unit that the softmax wants.
+// Q of a unit, and what else has to be there when its share begins.
 template <int kHeadDim, int kRows, int kWarps>
-__device__ __forceinline__ void load_queries(const DecodeParams& p, const Share& share, uint8_t* queries,
-                                             float* slope) {
-  constexpr int kPasses = (kHeadDim / 4 + 31) / 32;
-  const int lane = threadIdx.x % 32, group = p.batch.heads / p.batch.kv_heads;
-  const float k_descale = p.k_descale.base[share.sequence * p.k_descale.sequence + share.kv_head * p.k_descale.head];
-  const float unit = p.softcap > 0.f ? 1.f / p.softcap : 1.4426950408889634f;
-  constexpr int kOwn = kRows / kWarps;  // rows of a warp: all are asked for before the first is used
+struct Queries {
+  alignas(16) uint8_t rows[kRows * kQueryPitch<kHeadDim>];
+  float slope[kRows];  // what a product of the row and a key is multiplied by to get a score as the softmax wants it
+  float k_descale[kWarps], v_descale[kWarps];  // each warp's own copy
+};
+
+// Rows of a warp: every kWarps-th.
+template <int kRows, int kWarps>
+constexpr int kOwnRows = kRows / kWarps;
+
+template <int kHeadDim, int kRows, int kWarps>
+__device__ __forceinline__ void ask_queries(const DecodeParams& p, const Share& share,
+                                            Queries<kHeadDim, kRows, kWarps>& to) {
   static_assert(kRows % kWarps == 0);
-  uint2 bits[kOwn][kPasses];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = p.batch.by_group.by;
 #pragma unroll
-  for (int r = 0; r < kOwn; ++r) {
-    const int at = share.row + int(threadIdx.x) / 32 + r * kWarps, query = at / group;
-    const int head = share.kv_head * group + at % group;
-    const auto* const from =
-        static_cast<const uint8_t*>(p.q) + 2 * ((share.of.query + query) * p.q_row + head * p.q_head);
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      const int column = 4 * (lane + 32 * i);
-      bits[r][i] = make_uint2(0, 0);
-      if (query < share.of.queries && column < kHeadDim)
-        bits[r][i] = *reinterpret_cast<const uint2*>(from + 2 * column);
-    }
+  for (int r = 0; r < kOwnRows<kRows, kWarps>; ++r) {
+    const int row = warp + r * kWarps, at = share.row + row, query = quotient(at, p.batch.by_group);
+    const bool there = query < share.of.queries;
+    const int64_t token = share.of.query + (there ? query : 0), head = share.kv_head * group + at - query * group;
+    const auto* const from = static_cast<const uint8_t*>(p.q) + 2 * (token * p.q_row + head * p.q_head);
+    for (int column = 4 * lane; column < kHeadDim; column += 128)
+      copy8(to.rows + row * kQueryPitch<kHeadDim> + 2 * column, from + 2 * column, there ? 8 : 0);
   }
+  const auto copy_descale = [&](float* descale, const HeadDescale& of) {
+    copy4(descale, reinterpret_cast<const uint8_t*>(of.base + share.sequence * of.sequence + share.kv_head * of.head), 4);
+  };
+  if (lane == 0) copy_descale(&to.k_descale[warp], p.k_descale), copy_descale(&to.v_descale[warp], p.v_descale);
+}
+
+// What was asked for is there; each warp has it for itself.
+template <int kHeadDim, int kRows, int kWarps>
+__device__ __forceinline__ void prepare_queries(const DecodeParams& p, Queries<kHeadDim, kRows, kWarps>& queries) {
+  constexpr int kPasses = (kHeadDim / 4 + 31) / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const float unit = p.softcap > 0.f ? 1.f / p.softcap : 1.4426950408889634f;
+  const float k_descale = queries.k_descale[warp];
 #pragma unroll
-  for (int r = 0; r < kOwn; ++r) {
-    const int row = int(threadIdx.x) / 32 + r * kWarps;
+  for (int r = 0; r < kOwnRows<kRows, kWarps>; ++r) {
+    const int row = warp + r * kWarps;
+    uint8_t* const words = queries.rows + row * kQueryPitch<kHeadDim>;
     float x[kPasses][4], most = 0.f;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      const uint2 two = bits[r][i];
+      const int column = 4 * (lane + 32 * i);
+      uint2 two = make_uint2(0, 0);
+      if (column < kHeadDim) two = *reinterpret_cast<const uint2*>(words + 2 * column);
       x[i][0] = from_half_bits(two.x & 0xffff, p.q_bf16), x[i][1] = from_half_bits(two.x >> 16, p.q_bf16);
       x[i][2] = from_half_bits(two.y & 0xffff, p.q_bf16), x[i][3] = from_half_bits(two.y >> 16, p.q_bf16);
 #pragma unroll
@@ -57,10 +75,10 @@ __device__ __forceinline__ void load_queries(const DecodeParams& p, const Share&
     for (int i = 0; i < kPasses; ++i) {
       const int column = 4 * (lane + 32 * i);
       if (column < kHeadDim)
-        *reinterpret_cast<uint2*>(queries + row * kQueryPitch<kHeadDim> + 2 * column) =
+        *reinterpret_cast<uint2*>(words + 2 * column) =
             make_uint2(fp16x2(x[i][0] * shrink, x[i][1] * shrink), fp16x2(x[i][2] * shrink, x[i][3] * shrink));
     }
-    if (lane == 0) slope[row] = __uint_as_float(exponent << 23) * (p.scale * unit * k_descale);
+    if (lane == 0) queries.slope[row] = __uint_as_float(exponent << 23) * (p.scale * unit * k_descale);
   }
 }
 

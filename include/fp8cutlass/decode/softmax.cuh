@@ -41,9 +41,9 @@ struct Sight {
 
   template <int kRows>
   __device__ __forceinline__ static Sight of(const Batch& b, const Share& share) {
-    const int group = b.heads / b.kv_heads;
-    const int last = min(share.row + kRows, share.of.queries * group) - 1;
-    return {seen_by(b, share.of, last / group).first, seen_by(b, share.of, share.row / group).end};
+    const int last = min(share.row + kRows, share.of.queries * b.by_group.by) - 1;
+    return {seen_by(b, share.of, quotient(last, b.by_group)).first,
+            seen_by(b, share.of, quotient(share.row, b.by_group)).end};
   }
 };
 
@@ -107,7 +107,7 @@ __device__ __forceinline__ bool has_nan(const uint8_t* v) {
 template <int kHeadDim, int kRows, int kSlice>
 __device__ __forceinline__ void separate_nan(const DecodeParams& params, const Share& share, int key, uint8_t* v,
                                              State<kHeadDim, kRows>& state) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, group = params.batch.heads / params.batch.kv_heads;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll 1
   for (int i = 0; i < kSlice; ++i) {
     bool sees[kRows / 8][2];
@@ -115,7 +115,7 @@ __device__ __forceinline__ void separate_nan(const DecodeParams& params, const S
     for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int query = (share.row + 8 * n + 2 * t + c) / group;
+        const int query = quotient(share.row + 8 * n + 2 * t + c, params.batch.by_group);
         const Keys seen = seen_by(params.batch, share.of, min(query, share.of.queries - 1));
         sees[n][c] = key + i >= seen.first && key + i < seen.end;
       }
@@ -187,12 +187,11 @@ __device__ __forceinline__ void add_slice(const DecodeParams& params, const Shar
       }
   }
   if (edge) {
-    const int group = params.batch.heads / params.batch.kv_heads;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int query = (share.row + 8 * n + 2 * t + c) / group;
+        const int query = quotient(share.row + 8 * n + 2 * t + c, params.batch.by_group);
         const Keys seen = seen_by(params.batch, share.of, min(query, share.of.queries - 1));
 #pragma unroll
         for (int m = 0; m < kSteps; ++m)

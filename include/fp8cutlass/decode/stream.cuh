@@ -2,9 +2,41 @@
 // streams: one says what it loads, the other, some slices behind, what it computes.
 #pragma once
 
+#include "fp8cutlass/decode/instructions.cuh"
 #include "fp8cutlass/decode/units.h"
 
 namespace fp8cutlass::decode {
+
+// The lengths of the sequences that a CTA works on, in shared memory: a load from global memory would come behind all
+// copies of keys that are on their way.
+struct Lengths {
+  static constexpr int kKnown = 32;
+  int keys[kKnown], query[kKnown + 1];
+};
+
+class Sequences {
+ public:
+  // Asks for the lengths of sequence `first` and those after it.
+  __device__ __forceinline__ Sequences(const Batch& b, int first, Lengths& lengths) : lengths_(lengths), first_(first) {
+    const int lane = threadIdx.x % 32;
+    copy4(&lengths.keys[lane], b.lengths + min(first + lane, b.sequences - 1), 4);
+    copy4(&lengths.query[lane], b.cu_q + min(first + lane, b.sequences), 4);
+    if (lane == 0) copy4(&lengths.query[32], b.cu_q + min(first + 32, b.sequences), 4);
+  }
+
+  __device__ __forceinline__ void are_there() { there_ = true; }
+
+  __device__ __forceinline__ Sequence at(const Batch& b, int s) const {
+    const int i = s - first_;
+    if (!there_ || i >= Lengths::kKnown) return sequence_at(b, s);
+    return sequence_of(b, lengths_.keys[i], lengths_.query[i], lengths_.query[i + 1]);
+  }
+
+ private:
+  const Lengths& lengths_;
+  int first_;
+  bool there_ = false;
+};
 
 // The share of a unit that a CTA works on.
 struct Share {
@@ -32,12 +64,19 @@ struct Shares {
         last_unit(to.unit),
         last_tile(to.tile) {}
 
+  // What `next` begins with.
+  __device__ __forceinline__ static Share before(const Cut& from) {
+    Share share{};
+    share.sequence = from.sequence, share.of = from.of;
+    return share;
+  }
+
   // The next one; false where there is none.
-  __device__ __forceinline__ bool next(const Batch& b, Share& share) {
-    for (; sequence < b.sequences; ++sequence, unit = 0) {
+  __device__ __forceinline__ bool next(const Batch& b, const Sequences& sequences, Share& share) {
+    for (; sequence < b.sequences; ++sequence, unit = 0) {  // those without units are passed
       const bool last = sequence == last_sequence && unit == last_unit;
       if (sequence > last_sequence || (last && tile >= last_tile)) return false;
-      if (unit == 0 || share.sequence != sequence) share.of = sequence_at(b, sequence), share.sequence = sequence;
+      if (share.sequence != sequence) share.of = sequences.at(b, sequence), share.sequence = sequence;
       if (unit >= units_of(b, share.of, kRows)) continue;
       find(b, share, last ? last_tile : kFar);
       if (last) {
@@ -52,7 +91,7 @@ struct Shares {
 
  private:
   __device__ __forceinline__ void find(const Batch& b, Share& share, int until) const {
-    const int row_tile = unit / b.kv_heads, group = b.heads / b.kv_heads, rows = share.of.queries * group;
+    const int row_tile = quotient(unit, b.by_kv_heads), rows = share.of.queries * b.by_group.by;
     const Tiles tiles = tiles_of(b, share.of, kTile);
     share.kv_head = unit - row_tile * b.kv_heads;
     share.row = row_tile * kRows;
@@ -60,7 +99,8 @@ struct Shares {
     share.end = until < tiles.count ? until : tiles.count;
     // Of these tiles, those that the rows of this unit see.
     const int past = share.row + kRows < rows ? share.row + kRows : rows;
-    share.seen = {seen_by(b, share.of, share.row / group).first, seen_by(b, share.of, (past - 1) / group).end};
+    share.seen = {seen_by(b, share.of, quotient(share.row, b.by_group)).first,
+                  seen_by(b, share.of, quotient(past - 1, b.by_group)).end};
     const int begin = max(tiles.first + share.tile, share.seen.first / kTile);
     const int end = min(tiles.first + share.end, (share.seen.end + kTile - 1) / kTile);
     share.first_key = begin * kTile;

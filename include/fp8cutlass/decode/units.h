@@ -11,16 +11,28 @@ namespace fp8cutlass::decode {
 
 CUTE_HOST_DEVICE int clamped(int x, int least, int most) { return x < least ? least : x > most ? most : x; }
 
-struct Sequence {
-  int query, queries, keys;  // the first query, how many; keys in the cache
-};
+CUTE_HOST_DEVICE int quotient(int x, const Divisor& d) { return int(uint64_t(unsigned(x)) * d.factor >> d.shift); }
+
+CUTE_HOST_DEVICE Sequence sequence_of(const Batch& b, int length, int begin, int end) {
+  Sequence of;
+  of.keys = clamped(length, 0, b.most_keys);
+  of.query = clamped(begin, 0, b.total_q);
+  of.queries = clamped(end, of.query, b.total_q) - of.query;
+  return of;
+}
 
 CUTE_HOST_DEVICE Sequence sequence_at(const Batch& b, int s) {
-  Sequence of;
-  of.keys = clamped(b.lengths[s], 0, b.most_keys);
-  of.query = clamped(b.cu_q[s], 0, b.total_q);
-  of.queries = clamped(b.cu_q[s + 1], of.query, b.total_q) - of.query;
-  return of;
+  return sequence_of(b, b.lengths[s], b.cu_q[s], b.cu_q[s + 1]);
+}
+
+struct Range {
+  int begin, end;
+};
+
+// The queries that belong to a sequence.
+CUTE_HOST_DEVICE Range queries_of(const Batch& b) {
+  const int begin = clamped(b.cu_q[0], 0, b.total_q);
+  return {begin, clamped(b.cu_q[b.sequences], begin, b.total_q)};
 }
 
 // Keys from `first` on, before `end`.
@@ -49,7 +61,7 @@ CUTE_HOST_DEVICE Tiles tiles_of(const Batch& b, const Sequence& of, int tile) {
 
 // Units of a sequence: every head of K and V has the same row tiles, and number `row_tile * kv_heads + head`.
 CUTE_HOST_DEVICE int units_of(const Batch& b, const Sequence& of, int rows) {
-  return (of.queries * (b.heads / b.kv_heads) + rows - 1) / rows * b.kv_heads;
+  return (of.queries * b.by_group.by + rows - 1) / rows * b.kv_heads;
 }
 
 // What a unit costs, in tiles.

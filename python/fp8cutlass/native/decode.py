@@ -15,7 +15,7 @@ from . import extension
 
 FAR = 1 << 30  # a window's end that no length reaches
 OVERHEAD = 4  # what a unit costs beside its tiles, in tiles; a guess that no card has judged
-CUT_WORDS = 8  # of decode::Cut
+CUT_WORDS = 12  # of decode::Cut
 
 
 @lru_cache(maxsize=1024)

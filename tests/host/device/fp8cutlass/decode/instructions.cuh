@@ -9,7 +9,12 @@ inline void dependents_may_begin() {}
 inline void begin_after_cuts() {}
 
 inline void copy16(uint8_t* to, const uint8_t* from, int bytes) { device::copy(to, from, bytes, 16); }
-inline void copy4(void* to, const uint8_t* from, int bytes) { device::copy(static_cast<uint8_t*>(to), from, bytes, 4); }
+inline void copy8(void* to, const void* from, int bytes) {
+  device::copy(static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), bytes, 8);
+}
+inline void copy4(void* to, const void* from, int bytes) {
+  device::copy(static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), bytes, 4);
+}
 inline void commit() {
   device::self->groups.push_back(std::move(device::self->open));
   device::self->open.clear();
@@ -64,6 +69,8 @@ inline void to_halves(uint32_t& low, uint32_t& high, uint32_t bytes) {
   const uint32_t both = bytes;
   low = pair(both), high = pair(both >> 16);
 }
+
+inline unsigned arrive(unsigned* counter) { return (*counter)++; }
 
 inline float load_result(const float* p) { return *p; }
 inline float4 load_results(const float* p) { return *reinterpret_cast<const float4*>(p); }

@@ -8,23 +8,54 @@
 
 namespace fp8cutlass::decode {
 
-CUTE_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+template <typename Int>
+CUTE_HOST_DEVICE Int ceil_div(Int a, Int b) {
+  return (a + b - 1) / b;
+}
 
 // The cut at position `at` of the line, in a sequence that begins at `begin`, each of whose units costs `cost`.
-CUTE_HOST_DEVICE Cut cut_at(const CutParams& p, const Range& queries, int64_t ctas, int64_t line, int64_t at,
-                            int sequence, int64_t begin, int64_t cost) {
+template <typename Int>
+CUTE_HOST_DEVICE Cut cut_at(const CutParams& p, const Range& queries, Int ctas, Int line, Int at, int sequence,
+                            Int begin, Int cost) {
   Cut cut{};
   cut.sequence = sequence, cut.of = sequence_at(p.batch, sequence);
   cut.begin = queries.begin, cut.end = queries.end;
   cut.unit = int((at - begin) / cost);
-  const int64_t unit = begin + cut.unit * cost;
-  const int64_t within = at - unit;
-  if (p.whole || within <= p.overhead) return cut;  // it begins there
-  cut.tile = int(within - p.overhead);
+  const Int unit = begin + Int(cut.unit) * cost, overhead = Int(p.overhead), within = at - unit;
+  if (p.whole || within <= overhead) return cut;  // it begins there
+  cut.tile = int(within - overhead);
   // Cut k is at line * k / ctas, rounded down. These are the first and last k in this unit's tiles.
-  cut.first = int(ceil_div((unit + p.overhead + 1) * ctas, line)) - 1;
+  cut.first = int(ceil_div((unit + overhead + 1) * ctas, line)) - 1;
   cut.last = int(ceil_div((unit + cost) * ctas, line)) - 1;
   return cut;
+}
+
+// Makes all cuts of a line, whose products with the number of CTAs fit in an Int.
+template <typename Int, typename Sum, typename Length>
+__device__ __forceinline__ void cut_line(const CutParams& p, const Range& queries, int used, int64_t whole_line,
+                                         int64_t* begins, int64_t* costs, const Sum& sum_before,
+                                         const Length& length_of) {
+  const int thread = threadIdx.x;
+  const Int line = Int(whole_line), ctas = Int(used);
+  int64_t passed = 0;
+#pragma unroll 1
+  for (int base = 0; base < p.batch.sequences; base += kCutThreads) {
+    int64_t all, cost;
+    const int64_t length = length_of(base + thread, cost), begin = passed + sum_before(length, all);
+    begins[thread] = begin, costs[thread] = cost;
+    __syncthreads();
+    const Int past = ceil_div(Int(passed + all) * ctas, line);
+    for (Int c = ceil_div(Int(passed) * ctas, line) + Int(thread); c < past; c += Int(kCutThreads)) {
+      const Int at = line * c / ctas;
+      int s = 0;  // the last sequence that begins there or before: those that have no unit begin where the next does
+#pragma unroll
+      for (int step = kCutThreads / 2; step > 0; step /= 2)
+        if (begins[s + step] <= int64_t(at)) s += step;
+      p.cuts[c] = cut_at<Int>(p, queries, ctas, line, at, base + s, Int(begins[s]), Int(costs[s]));
+    }
+    passed += all;
+    __syncthreads();  // before the next ones' sums
+  }
 }
 
 // One CTA of kCutThreads. `memory` is kCutBytes of shared memory.
@@ -70,23 +101,11 @@ __device__ __forceinline__ void cut_work(const CutParams& p, int64_t* memory) {
     if (c >= ctas) p.cuts[c] = Cut{p.batch.sequences, 0, 0, 0, 0, {}, queries.begin, queries.end, {}};
   }
   if (line == 0) return;
-  int64_t passed = 0;
-  for (int base = 0; base < p.batch.sequences; base += kCutThreads) {
-    int64_t all;
-    const int64_t length = length_of(base + thread, cost), begin = passed + sum_before(length, all);
-    begins[thread] = begin, costs[thread] = cost;
-    __syncthreads();
-    const int64_t past = ceil_div((passed + all) * ctas, line);
-    for (int64_t c = ceil_div(passed * ctas, line) + thread; c < past; c += kCutThreads) {
-      const int64_t at = line * c / ctas;
-      int s = 0;  // the last sequence that begins there or before: those that have no unit begin where the next does
-#pragma unroll
-      for (int step = kCutThreads / 2; step > 0; step /= 2)
-        if (begins[s + step] <= at) s += step;
-      p.cuts[c] = cut_at(p, queries, ctas, line, at, base + s, begins[s], costs[s]);
-    }
-    passed += all;
-    __syncthreads();  // before the next ones' sums
+  // A division of 64 bits takes five times as long as one of 32.
+  if (line < (int64_t{1} << 31) / (p.ctas + 1)) {
+    cut_line<unsigned>(p, queries, ctas, line, begins, costs, sum_before, length_of);
+  } else {
+    cut_line<int64_t>(p, queries, ctas, line, begins, costs, sum_before, length_of);
   }
 }
 

@@ -56,7 +56,7 @@ struct Fetcher {
     if (lane < kSlice && (lane % kBlock == 0 || !by_blocks(p))) {
       const int own = key + lane, entry = quotient(own, p.by_page_size);
       places.of[lane].token = own - entry * p.by_page_size.by;
-      copy4(&places.of[lane].page, p.page_table + share.sequence * p.table_row + min(entry, p.entries - 1), 4);
+      copy4(&places.of[lane].page, p.page_table + steps(share.sequence, p.table_row) + min(entry, p.entries - 1), 4);
     }
     if (lane == 0)
       places.kv_head = share.kv_head, places.first = share.seen.first - key, places.end = share.seen.end - key;
@@ -85,7 +85,7 @@ struct Fetcher {
       }
     };
     const auto in_cache = [&](const Cache& cache, int page, int token) {
-      return cache.base + page * cache.page + token * cache.token + head * cache.head + 16 * own_chunk;
+      return cache.base + steps(page, cache.page) + steps(token, cache.token) + steps(head, cache.head) + 16 * own_chunk;
     };
     if (by_blocks(p)) {
 #pragma unroll
@@ -95,7 +95,7 @@ struct Fetcher {
         const uint8_t *k = in_cache(p.k, page, token), *v = in_cache(p.v, page, token);
 #pragma unroll
         for (int i = 0; i < kBlock; i += kKeys)
-          copy_row(block + i, k, v), k += kKeys * p.k.token, v += kKeys * p.v.token;
+          copy_row(block + i, k, v), k += steps(kKeys, p.k.token), v += steps(kKeys, p.v.token);
       }
     } else {
 #pragma unroll 1
@@ -108,8 +108,8 @@ struct Fetcher {
     const auto copy_descale = [&](float* to, const TokenDescale& of) {
       if (of.base == nullptr || lane >= kSlice) return;
       const int place = by_blocks(p) ? lane / kBlock * kBlock : lane, token = places.of[place].token + lane - place;
-      const int64_t page = clamped(places.of[place].page, 0, p.pages - 1);
-      const uint8_t* from = of.base + page * of.page + token * of.token + head * of.head;
+      const int page = clamped(places.of[place].page, 0, p.pages - 1);
+      const uint8_t* from = of.base + steps(page, of.page) + steps(token, of.token) + steps(head, of.head);
       copy4(&to[lane], from, lane >= first && lane < end ? 4 : 0);
     };
     copy_descale(slot.k_descale, p.k_token);

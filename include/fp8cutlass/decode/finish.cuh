@@ -110,7 +110,7 @@ __device__ __forceinline__ void store_rows(const DecodeParams& p, const Share& s
     const int row = i / kChunks, chunk = i % kChunks, at = share.row + row;
     const int query = quotient(at, p.batch.by_group), head = share.kv_head * group + at - query * group;
     if (query >= share.of.queries) break;
-    const int64_t token = share.of.query + query;
+    const int token = share.of.query + query;
     float most = exchange.row_most[row], sum = exchange.row_sum[row], shrink = 1.f;
     const bool none = most == -INFINITY && sum == 0.f;  // a NaN is no largest score, but in the sum
     if (p.sinks != nullptr) {
@@ -128,7 +128,8 @@ __device__ __forceinline__ void store_rows(const DecodeParams& p, const Share& s
       const float low = none ? 0.f : o[2 * w] * factor, high = none ? 0.f : o[2 * w + 1] * factor;
       words[w] = p.q_bf16 ? bf16x2(low, high) : fp16x2(low, high);
     }
-    uint8_t* const to = static_cast<uint8_t*>(p.o) + 2 * (token * p.o_row + head * p.o_head + 8 * chunk);
+    uint8_t* const to =
+        static_cast<uint8_t*>(p.o) + 2 * (steps(token, p.o_row) + steps(head, p.o_head) + 8 * chunk);
     *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
     if (p.lse != nullptr && chunk == 0)
       p.lse[int64_t(head) * p.batch.total_q + token] =
@@ -142,8 +143,8 @@ __device__ __forceinline__ void clear_others(const DecodeParams& p, int first, i
   const int rows = (first + p.batch.total_q - end) * p.batch.heads;
   for (int row = blockIdx.x; row < rows; row += p.ctas) {
     const int at = row / p.batch.heads, head = row % p.batch.heads;
-    const int64_t token = at < first ? at : end + at - first;
-    uint8_t* const to = static_cast<uint8_t*>(p.o) + 2 * (token * p.o_row + head * p.o_head);
+    const int token = at < first ? at : end + at - first;
+    uint8_t* const to = static_cast<uint8_t*>(p.o) + 2 * (steps(token, p.o_row) + steps(head, p.o_head));
     for (int i = threadIdx.x; i < kHeadDim / 8; i += kThreads) reinterpret_cast<uint4*>(to)[i] = make_uint4(0, 0, 0, 0);
     if (p.lse != nullptr && threadIdx.x == 0) p.lse[int64_t(head) * p.batch.total_q + token] = -INFINITY;
   }

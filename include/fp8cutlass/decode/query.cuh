@@ -34,8 +34,8 @@ __device__ __forceinline__ void ask_queries(const DecodeParams& p, const Share& 
   for (int r = 0; r < kOwnRows<kRows, kWarps>; ++r) {
     const int row = warp + r * kWarps, at = share.row + row, query = quotient(at, p.batch.by_group);
     const bool there = query < share.of.queries;
-    const int64_t token = share.of.query + (there ? query : 0), head = share.kv_head * group + at - query * group;
-    const auto* const from = static_cast<const uint8_t*>(p.q) + 2 * (token * p.q_row + head * p.q_head);
+    const int token = share.of.query + (there ? query : 0), head = share.kv_head * group + at - query * group;
+    const auto* const from = static_cast<const uint8_t*>(p.q) + 2 * (steps(token, p.q_row) + steps(head, p.q_head));
     for (int column = 4 * lane; column < kHeadDim; column += 128)
       copy8(to.rows + row * kQueryPitch<kHeadDim> + 2 * column, from + 2 * column, there ? 8 : 0);
   }

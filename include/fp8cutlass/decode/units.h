@@ -13,6 +13,9 @@ CUTE_HOST_DEVICE int clamped(int x, int least, int most) { return x < least ? le
 
 CUTE_HOST_DEVICE int quotient(int x, const Divisor& d) { return int(uint64_t(unsigned(x)) * d.factor >> d.shift); }
 
+// So many steps. Steps of tensors fit in 32 bits, which is one instruction.
+CUTE_HOST_DEVICE int64_t steps(int count, int64_t step) { return int64_t(uint64_t(unsigned(count)) * unsigned(step)); }
+
 CUTE_HOST_DEVICE Sequence sequence_of(const Batch& b, int length, int begin, int end) {
   Sequence of;
   of.keys = clamped(length, 0, b.most_keys);

@@ -1,67 +1,31 @@
-"""Decode: one to sixteen queries a sequence over a paged cache, its contenders, and the rows that are kept.
+"""Decode: one to sixteen queries a sequence over a paged cache, its operands, and the rows that are kept.
 
-Ours is ``attention_with_kvcache`` split as a step of a model runs it: the kernel alone, with work that was cut before,
-and the kernel with the one that cuts. Bytes are those of K and V that are read. `cold` launches take turns on copies of
-the cache that together are larger than any L2 cache; `hot` ones read the same pages every time.
+Bytes are those of K and V that are read. `cold` launches take turns on copies of the cache that together are larger
+than any L2 cache; `hot` ones read the same pages every time.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from fp8cutlass.choose.target import target
-from fp8cutlass.manifest import Decode, load_manifest
-from fp8cutlass.native import decode, extension
 from fp8cutlass.timing import Capture
 
 from .grid import Settings
-from .results import OK, UNAVAILABLE, first_line
+from .results import FAILED, OK, UNAVAILABLE, first_line
+from .steps import PAGE, Step
 from .turns import checked, in_turns
 
-PAGE = 64
 COLD_BYTES = 256 << 20  # of the copies that take turns, or of the one that has as many
-
-
-@dataclass(frozen=True)
-class Step:
-    """A decode step: sequences of these lengths, ``queries`` each, (tokens, heads, head_dim)."""
-
-    name: str
-    lengths: tuple[int, ...]
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    queries: int = 1
-
-    @property
-    def label(self) -> str:
-        more = f", {self.queries} queries" if self.queries > 1 else ""
-        return f"{self.name}, {self.heads}/{self.kv_heads} heads x {self.head_dim}{more}"
-
-    def bytes_of(self, element: int) -> int:
-        """Of K and V, whose elements have so many bytes."""
-        return 2 * element * sum(self.lengths) * self.kv_heads * self.head_dim
-
-
-def even(batch: int, keys: int) -> Step:
-    return Step(f"{batch} x {keys}", (keys,) * batch)
-
-
-STEPS = (
-    *(even(1, n) for n in (1024, 8192, 32768, 131072)),
-    even(8, 8192), even(8, 32768), even(16, 16384), even(32, 4096), even(64, 4096), even(128, 2048),
-    Step("32 x 128 + 32 x 4096", (128,) * 32 + (4096,) * 32),
-    Step("1 x 65536 + 7 x 4096", (65536,) + (4096,) * 7),
-    replace(even(32, 4096), queries=4), replace(even(8, 8192), queries=16),
-    replace(even(32, 4096), head_dim=64), replace(even(16, 8192), head_dim=256, heads=16, kv_heads=4),
-)  # fmt: skip
+SMALL_PAGE = 16
+DESCALE = 4.0 / 448.0  # of K and V, which are normal numbers
+Q_DESCALE = 6.0 / 448.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +41,7 @@ class DecodeData:
     v8: torch.Tensor
     descale: torch.Tensor  # (1,) of both
     tables: tuple[torch.Tensor, ...]  # (sequences, entries) int32
+    small_tables: tuple[torch.Tensor, ...]  # other copies, of pages of SMALL_PAGE tokens of the same bytes
     lengths: torch.Tensor
     cu_q: torch.Tensor
 
@@ -84,55 +49,86 @@ class DecodeData:
     def scale(self) -> float:
         return 1.0 / math.sqrt(self.step.head_dim)
 
-    def error(self, out: torch.Tensor, table: torch.Tensor) -> float:
-        """Relative L2 error of (tokens, H, D) on some sequences, against float32 on the bf16 cache."""
+    def tables_of(self, page: int) -> tuple[torch.Tensor, ...]:
+        return self.tables if page == PAGE else self.small_tables
+
+    def error(self, out: torch.Tensor, table: torch.Tensor, page: int = PAGE) -> float:
+        """Relative L2 error of (tokens, H, D) on some sequences, against float32 on the bf16 cache. ``table`` numbers
+        pages of ``page`` tokens."""
         step, off, size = self.step, 0.0, 0.0
         longest = step.lengths.index(max(step.lengths))
         for s in dict.fromkeys((0, longest, len(step.lengths) - 1)):
             keys, rows = step.lengths[s], slice(s * step.queries, (s + 1) * step.queries)
-            at = table[s, : -(-keys // PAGE)].long()
-            k, v = (x[at].flatten(0, 1)[:keys].float().repeat_interleave(step.heads // step.kv_heads, 1)
-                    for x in (self.k, self.v))  # fmt: skip
-            scores = torch.einsum("qhd,khd->hqk", self.q[rows].float(), k) * self.scale
+            at = table[s, : -(-keys // page)].long()
+            k, v = (x.view(-1, page, *x.shape[2:])[at].flatten(0, 1)[:keys].float() for x in (self.k, self.v))
+            q = self.q[rows].float().unflatten(1, (step.kv_heads, -1))
+            scores = torch.einsum("qngd,knd->ngqk", q, k) * self.scale
             own = torch.arange(step.queries, device=k.device)[:, None] + keys - step.queries
             scores = scores.masked_fill(torch.arange(keys, device=k.device) > own, -torch.inf)
-            wanted = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-            off += float((out[rows].float() - wanted).square().sum())
-            size += float(wanted.square().sum())
-        error = math.sqrt(off / size)
-        return error if error == error else math.inf
+            expected = torch.einsum("ngqk,knd->qngd", scores.softmax(-1), v).flatten(1, 2)
+            off += float((out[rows].float() - expected).square().sum())
+            size += float(expected.square().sum())
+        return or_infinite(math.sqrt(off / size))
+
+
+def or_infinite(error: float) -> float:
+    """NaN counts as infinite, so that it fails every limit."""
+    return error if error == error else math.inf
 
 
 def make(step: Step, cold: bool, device: torch.device | str = "cuda", seed: int = 0) -> DecodeData:
     """Draw the operands, standard normal; pages in random order. ``cold``: as many copies as leave the L2 cache."""
     generator = torch.Generator(device).manual_seed(seed)
-    used = [-(-n // PAGE) for n in step.lengths]
     copies = -(-COLD_BYTES // step.bytes_of(1)) if cold else 1
-    size = (copies * sum(used), PAGE, step.kv_heads, step.head_dim)
+    pages = copies * sum(_used(step, PAGE))
+    size = (pages, PAGE, step.kv_heads, step.head_dim)
     k, v = (torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2))
-    order = torch.randperm(size[0], generator=generator, device=device).to(torch.int32)
-    tables = torch.zeros(copies, len(used), max(used), dtype=torch.int32, device=device)
-    pieces = iter(order.split(used * copies))
-    for of_copy in tables:
-        for entries, count in zip(of_copy, used, strict=True):
-            entries[:count] = next(pieces)
-    descale = torch.full((1,), 4.0 / 448.0, device=device)
-    k8, v8 = ((x / descale.to(x.dtype)).clamp(-448, 448).to(torch.float8_e4m3fn) for x in (k, v))
-    tokens = step.queries * len(used)
+    tables, small = (_draw_tables(step, page, copies, pages * PAGE, generator) for page in (PAGE, SMALL_PAGE))
+    descale = torch.full((1,), DESCALE, device=device)
+    k8, v8 = (to_fp8(x, DESCALE) for x in (k, v))
+    tokens = step.queries * len(step.lengths)
     q = torch.randn(tokens, step.heads, step.head_dim, generator=generator, device=device, dtype=torch.bfloat16)
     lengths = torch.tensor(step.lengths, dtype=torch.int32, device=device)
     cu_q = torch.arange(0, tokens + 1, step.queries, dtype=torch.int32, device=device)
-    return DecodeData(step, q, k, v, k8, v8, descale, tuple(tables), lengths, cu_q)
+    return DecodeData(step, q, k, v, k8, v8, descale, tables, small, lengths, cu_q)
+
+
+def to_fp8(x: torch.Tensor, descale: float) -> torch.Tensor:
+    return (x / descale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def _used(step: Step, page: int) -> list[int]:
+    return [-(-n // page) for n in step.lengths]
+
+
+def _draw_tables(
+    step: Step, page: int, copies: int, tokens: int, generator: torch.Generator
+) -> tuple[torch.Tensor, ...]:
+    """A table for each copy of the cache; no page is in two."""
+    used, device = _used(step, page), generator.device
+    order = torch.randperm(tokens // page, generator=generator, device=device).to(torch.int32)
+    tables = torch.zeros(copies, len(used), max(used), dtype=torch.int32, device=device)
+    pieces = iter(order[: copies * sum(used)].split(used * copies))
+    for of_copy in tables:
+        for entries, count in zip(of_copy, used, strict=True):
+            entries[:count] = next(pieces)
+    return tuple(tables)
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to compute a step. ``element``: bytes of an element of its cache."""
+    """One way to compute a step, or a part of it. ``element``: bytes of an element of the cache that it reads, 0 where
+    it does not read it. ``page``: tokens of a page of the tables that it takes. ``out_descale`` multiplies its output.
+    ``error``: of what it gives, with a table, where that is not attention.
+    """
 
     name: str
     precision: str
     launch: Callable[[torch.Tensor], torch.Tensor]  # with a page table
     element: int
+    page: int = PAGE
+    out_descale: float = 1.0
+    error: Callable[[torch.Tensor, torch.Tensor], float] | None = None
 
 
 class Turns:
@@ -148,74 +144,27 @@ class Turns:
         return self._way.launch(self.table)
 
 
-def ours(data: DecodeData) -> list[Way]:
-    """The kernel alone, and with the kernel that cuts its work."""
-    step, at = data.step, target(data.q.device)
-    rows = step.queries * step.heads // step.kv_heads
-    return _ways(data, *decode.kernel_for(at.directory, at.arch, step.head_dim, rows), "ours")
+class Refused(RuntimeError):
+    """A source does not serve a step; the message says why."""
 
 
-def candidates(data: DecodeData) -> list[Way]:
-    """Built kernels of other shapes, with as many rows."""
-    step, at = data.step, target(data.q.device)
-    chosen, _ = decode.kernel_for(at.directory, at.arch, step.head_dim, step.queries * step.heads // step.kv_heads)
-    return [
-        _ways(data, kernel, number, kernel.id)[0]
-        for number, kernel in enumerate(load_manifest(at.directory).decodes)
-        if kernel.candidate and (kernel.arch, kernel.head_dim, kernel.rows) == (at.arch, step.head_dim, chosen.rows)
-    ]
+class Source(Protocol):
+    """Where ways come from. What it raises is the reason why there are none."""
+
+    def __call__(self, data: DecodeData, /) -> Sequence[Way]: ...
 
 
-def _ways(data: DecodeData, kernel: Decode, number: int, name: str) -> list[Way]:
-    step, at = data.step, target(data.q.device)
-    extension.load()
-    caches = decode.Caches(data.k8.view(torch.uint8), data.v8.view(torch.uint8), data.descale, data.descale, None, None)
-    sizes: dict[str, Any] = {
-        "tokens": data.q.shape[0], "most_keys": data.tables[0].shape[1] * PAGE, "heads": step.heads,
-        "kv_heads": step.kv_heads,
-    }  # fmt: skip
+@runtime_checkable
+class PagedPeer(Source, Protocol):
+    """A source that is another package's. Importing its module needs nothing but torch."""
 
-    def cut() -> decode.Work:
-        return decode.cut(kernel, number, at.sm_count, data.lengths, data.cu_q, **sizes, left=-1, right=0, share=True)
+    name: str
 
-    def attend(work: decode.Work, table: torch.Tensor) -> torch.Tensor:
-        return decode.attend(work, data.q, caches, table, data.lengths, data.cu_q, scale=data.scale, left=-1, right=0)[
-            0
-        ]
+    def available(self) -> str | None:
+        """The reason why it cannot run here, or None."""
 
-    work = cut()
-    return [
-        Way(name, "fp8", lambda table: attend(work, table), 1),
-        Way(f"{name} with the cut", "fp8", lambda table: attend(cut(), table), 1),
-    ]
-
-
-def fa3(precision: str) -> Callable[[DecodeData], list[Way]]:
-    """FlashAttention-3 over the same pages, in FP8 or bf16, its own choice of splits."""
-
-    def source(data: DecodeData) -> list[Way]:
-        import importlib
-
-        attention = importlib.import_module("fa3_fwd_interface").flash_attn_with_kvcache
-        step, fp8 = data.step, precision == "fp8"
-        q = data.q.view(len(step.lengths), step.queries, step.heads, step.head_dim)
-        caches, more = (data.k, data.v), {}
-        if fp8:
-            q_descale = torch.full((len(step.lengths), step.kv_heads), 6.0 / 448.0, device=q.device)
-            q = (q / q_descale[0, 0].to(q.dtype)).clamp(-448, 448).to(torch.float8_e4m3fn)
-            shared = data.descale.expand(len(step.lengths), step.kv_heads)
-            caches, more = (data.k8, data.v8), {"q_descale": q_descale, "k_descale": shared, "v_descale": shared}
-
-        def launch(table: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = attention(
-                q, *caches, cache_seqlens=data.lengths, page_table=table, softmax_scale=data.scale, causal=True,
-                **more,
-            )  # fmt: skip
-            return out.view(data.q.shape)
-
-        return [Way(f"fa3_{precision}", precision, launch, 1 if fp8 else 2)]
-
-    return source
+    def version(self) -> str:
+        """What stands in the stamp."""
 
 
 @dataclass(frozen=True)
@@ -251,11 +200,10 @@ def row_of(step: Step, l2: str, name: str, precision: str, status: str, reason: 
     return DecodeTime(step.name, *sizes, l2, name, precision, status, reason, **more)
 
 
-def _error(data: DecodeData, turns: Turns, out: torch.Tensor) -> float:
-    return data.error(out, turns.table)
-
-
-Source = Callable[[DecodeData], list[Way]]  # what it raises is the reason why there are no ways
+def _error(data: DecodeData, way: Way, turns: Turns, out: torch.Tensor) -> float:
+    if way.error is not None:
+        return or_infinite(way.error(out, turns.table))
+    return data.error(out.float() * way.out_descale, turns.table, way.page)
 
 
 def measure(step: Step, cold: bool, sources: Mapping[str, Source], settings: Settings) -> list[DecodeTime]:
@@ -268,16 +216,19 @@ def measure(step: Step, cold: bool, sources: Mapping[str, Source], settings: Set
     for name, source in sources.items():
         try:
             ways = source(data)
-        except (ImportError, LookupError, RuntimeError, ValueError) as refusal:
+        except (ImportError, OSError, LookupError, RuntimeError, ValueError) as refusal:
             rows.append(row_of(step, l2, name, "", UNAVAILABLE, first_line(refusal)))
             continue
+        except Exception as failure:  # a source that breaks must not end the run
+            rows.append(row_of(step, l2, name, "", FAILED, first_line(failure)))
+            continue
         for way in ways:
-            turns, row = Turns(way, data.tables), row_of(step, l2, way.name, way.precision, OK)
-            row, recorded = checked(row, turns, partial(_error, data, turns), settings)
+            turns, row = Turns(way, data.tables_of(way.page)), row_of(step, l2, way.name, way.precision, OK)
+            row, recorded = checked(row, turns, partial(_error, data, way, turns), settings)
             if recorded is None:
                 rows.append(row)
             else:
                 running.append((row, way.element, recorded))
     for row, element, us in in_turns(running, settings):
-        rows.append(replace(row, tb_s=step.bytes_of(element) / us * 1e-6))
+        rows.append(replace(row, tb_s=step.bytes_of(element) / us * 1e-6 if element else None))
     return rows

@@ -1,87 +1,130 @@
-"""The command of decode: CSV and table."""
+"""The command of decode: CSV, tables and plot."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from .options import commit_option, need_card, out_option, results_folder, stop
-from .results import FAILED, WRONG
+from .results import FAILED, WRONG, read_records
 
 if TYPE_CHECKING:
-    from .decode import DecodeTime, Source
+    from .decode import DecodeTime, PagedPeer, Source
+    from .steps import Step
+
+HOT = 10  # steps of which hot launches are timed as well, after all cold ones
 
 
-def markdown(stamp: Mapping[str, str], rows: Sequence[DecodeTime]) -> str:
-    """A line for each step and each state of the L2 cache: microseconds and TB/s of each contender."""
-    from .report import heading, table
+def problems(steps: Sequence[Step], l2: str) -> list[tuple[Step, bool]]:
+    """Steps, and whether they are cold, in the order in which they are measured."""
+    cold = [(step, True) for step in steps]
+    hot = [(step, False) for step in (steps if l2 == "hot" else steps[:HOT])]
+    return {"cold": cold, "hot": hot, "both": cold + hot}[l2]
 
-    names = list(dict.fromkeys(row.contender for row in rows))
-    cells: dict[tuple[str, int, int, str], dict[str, DecodeTime]] = {}
-    for row in rows:
-        cells.setdefault((row.step, row.queries, row.head_dim, row.l2), {})[row.contender] = row
 
-    def text(row: DecodeTime | None) -> str:
-        if row is None:
-            return ""
-        return row.status if row.median_us is None else f"{row.median_us:.1f} us, {row.tb_s:.2f}"
+def write(path: Path, stamp: dict[str, str], rows: Sequence[DecodeTime]) -> None:
+    """The tables and the plot beside a CSV."""
+    from . import decode_report, plot
 
-    body = [
-        [step, str(queries), str(head_dim), l2, *(text(cell.get(name)) for name in names)]
-        for (step, queries, head_dim, l2), cell in cells.items()
-    ]
-    reasons = dict.fromkeys(f"* {row.contender}: {row.reason}" for row in rows if row.reason)
-    lines = [
-        *heading("Decode", stamp),
-        "Microseconds of a launch, and bytes of K and V over time in TB/s. `cold`: not in the L2 cache.",
-        "",
-        *table(["step", "queries", "head_dim", "L2", *names], body),
-        *(["", *reasons] if reasons else []),
-    ]
-    return "\n".join(lines) + "\n"
+    text = decode_report.markdown(stamp, rows)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    click.echo(text)
+    try:
+        decode_report.draw(stamp, rows, path.with_suffix(".png"))
+    except plot.PlotError as error:
+        click.echo(f"no plot: {error}")
+
+
+def sources_of(no_peers: bool, no_layouts: bool, candidates: bool) -> dict[str, Source]:
+    """Where contenders come from, by name; peers come last."""
+    from .peers import flashinfer, paged, paged_own
+
+    found: dict[str, Source] = {"ours": paged_own.ours}
+    if not no_layouts:
+        found |= {"layouts": paged_own.layouts, "append": paged_own.appends}
+    if candidates:
+        found["candidates"] = paged_own.candidates
+    if not no_peers:
+        kinds = ("fp8", "bf16")
+        peers: list[PagedPeer] = [
+            *(flashinfer.Xqa(kind) for kind in kinds),
+            *(paged.PagedFa3(kind) for kind in kinds),
+            *(flashinfer.FlashInfer(backend, kind) for backend in ("fa2", "fa3") for kind in kinds),
+        ]
+        found |= {peer.name: peer for peer in peers}
+    return found
 
 
 @click.command()
+@click.option("--steps", "texts", multiple=True, help="Only steps with this text in their label; repeat for more.")
+@click.option("--l2", type=click.Choice(["both", "cold", "hot"]), default="both", show_default=True)
 @click.option("--no-peers", is_flag=True, help="Only our kernels.")
+@click.option("--no-layouts", is_flag=True, help="Without other layouts of pages and append.")
 @click.option("--candidates", "shapes", is_flag=True, help="Also built kernels of other shapes.")
 @click.option("--quick", is_flag=True, help="Shorter replays and fewer of them.")
-@click.option("--budget", type=click.FloatRange(min=0), default=150.0, show_default=True, help="Seconds.")
+@click.option("--budget", type=click.FloatRange(min=0), default=240.0, show_default=True, help="Seconds.")
+@click.option(
+    "--from", "csv", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Write tables and plot of this CSV again; nothing is measured.",
+)  # fmt: skip
 @out_option
 @commit_option
-def decode(no_peers: bool, shapes: bool, quick: bool, budget: float, out: Path | None, commit: str) -> None:
-    """Time decode steps over paged caches against FlashAttention-3; write CSV and table.
+def decode(
+    texts: tuple[str, ...],
+    l2: str,
+    no_peers: bool,
+    no_layouts: bool,
+    shapes: bool,
+    quick: bool,
+    budget: float,
+    csv: Path | None,
+    out: Path | None,
+    commit: str,
+) -> None:
+    """Time decode steps over paged caches against FlashAttention-3, FlashInfer and XQA; write CSV, tables and plot.
 
     Ends with 2 where nothing can be measured, with 1 where a contender failed, a result was wrong or time ran out.
     """
-    need_card("timing decode")
+    from .steps import wanted
+
+    if csv is not None:
+        _again(csv)
+        return
+    if not (steps := wanted(texts)):
+        stop(f"no step has {' or '.join(map(repr, texts))} in its label")
+    need_card("timing decode", "; `decode --from` works from a CSV")
     from . import machine
-    from .decode import STEPS, DecodeTime, candidates, fa3, measure, ours
+    from .decode import DecodeTime, PagedPeer, measure
     from .grid import QUICK, Settings
-    from .peers import PEERS, Own
+    from .peers import Own
     from .turns import record
 
     if (reason := Own().available()) is not None:
         stop(reason)
-    sources: dict[str, Source] = {"ours": ours}
-    if shapes:
-        sources["candidates"] = candidates
-    if not no_peers:
-        sources |= {f"fa3_{precision}": fa3(precision) for precision in ("fp8", "bf16")}
+    sources = sources_of(no_peers, no_layouts, shapes)
     stamp = machine.stamp(commit)
-    stamp |= {peer: PEERS[peer].version() for peer in sources if peer in PEERS and PEERS[peer].available() is None}
+    stamp |= {n: s.version() for n, s in sources.items() if isinstance(s, PagedPeer) and s.available() is None}
     path = results_folder(out, stamp) / "decode.csv"
     settings = QUICK if quick else Settings()
     rows, left = record(
-        path, stamp, DecodeTime, [(step, cold) for step in STEPS for cold in (True, False)],
-        lambda problem: measure(*problem, sources, settings),
+        path, stamp, DecodeTime, problems(steps, l2), lambda problem: measure(*problem, sources, settings),
         lambda problem: f"{problem[0].label}, {'cold' if problem[1] else 'hot'}", "steps", budget, click.echo,
     )  # fmt: skip
-    text = markdown(stamp, rows)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    click.echo(text)
+    write(path, stamp, rows)
     bad = bool(left) or not rows or any(row.status in (FAILED, WRONG) for row in rows)
     sys.exit(1 if bad else 0)
+
+
+def _again(csv: Path) -> None:
+    from .decode import DecodeTime
+
+    try:
+        stamp, rows = read_records(csv, DecodeTime)
+    except ValueError as error:
+        stop(str(error))
+        return
+    write(csv, stamp, rows)

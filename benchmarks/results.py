@@ -6,10 +6,11 @@ import csv
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar, get_args, get_type_hints
 
 from .shapes import Shape
 
+Record = TypeVar("Record", bound=Any)  # a flat dataclass with a status
 OK, WRONG, FAILED, UNAVAILABLE = STATUSES = ("ok", "wrong", "failed", "unavailable")
 
 
@@ -114,8 +115,8 @@ class Writer:
         self._file.flush()
 
 
-def read(path: Path) -> tuple[dict[str, str], list[Row]]:
-    """Return the stamp and the rows of a CSV; ValueError where its columns are not these."""
+def _split(path: Path, columns: Iterable[str]) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """The stamp and the lines of a CSV; ValueError where its columns are not these."""
     stamp: dict[str, str] = {}
     with path.open(encoding="utf-8", newline="") as file:
         lines = file.readlines()
@@ -124,14 +125,40 @@ def read(path: Path) -> tuple[dict[str, str], list[Row]]:
         name, _, value = line[1:].partition(":")
         stamp[name.strip()] = value.strip()
     reader = csv.DictReader(body)
-    if tuple(reader.fieldnames or ()) != COLUMNS:
-        raise ValueError(f"{path}: columns {reader.fieldnames}, expected {list(COLUMNS)}")
+    if tuple(reader.fieldnames or ()) != tuple(columns):
+        raise ValueError(f"{path}: columns {reader.fieldnames}, expected {list(columns)}")
+    return stamp, list(reader)
+
+
+def _check_status(path: Path, status: str) -> None:
+    if status not in STATUSES:
+        raise ValueError(f"{path}: status {status!r}, expected one of {', '.join(STATUSES)}")
+
+
+def read_records(path: Path, kind: type[Record]) -> tuple[dict[str, str], list[Record]]:
+    """What ``write_records`` wrote of a ``kind`` with a status, whose fields are str, int or float, or one of these and
+    None; ValueError where it did not."""
+    kinds = {name: hint for name, hint in get_type_hints(kind).items() if name in kind.__dataclass_fields__}
+    stamp, lines = _split(path, kinds)
+
+    def parse(name: str, text: str) -> str | int | float | None:
+        of = [x for x in get_args(kinds[name]) or (kinds[name],) if x is not type(None)]
+        return None if text == "" and of != [str] else of[0](text)
+
+    records = [kind(**{name: parse(name, line[name]) for name in kinds}) for line in lines]
+    for record in records:
+        _check_status(path, record.status)
+    return stamp, records
+
+
+def read(path: Path) -> tuple[dict[str, str], list[Row]]:
+    """Return the stamp and the rows of a CSV; ValueError where its columns are not these."""
+    stamp, lines = _split(path, COLUMNS)
     rows = []
-    for record in reader:
+    for record in lines:
         parsed = {name: _parse(name, record[name]) for name in COLUMNS}
         shape = Shape(**{name: parsed[name] for name in _SHAPE})
         row = Row(shape=shape, **{name: parsed[name] for name in _REST})
-        if row.status not in STATUSES:
-            raise ValueError(f"{path}: status {row.status!r}, expected one of {', '.join(STATUSES)}")
+        _check_status(path, row.status)
         rows.append(row)
     return stamp, rows

@@ -110,6 +110,7 @@ def decode(
     stamp |= {n: s.version() for n, s in sources.items() if isinstance(s, PagedPeer) and s.available() is None}
     path = results_folder(out, stamp) / "decode.csv"
     settings = QUICK if quick else Settings()
+    stamp["settings"] = f"{settings.replays} replays of {settings.target_us:g} us"
     rows, left = record(
         path, stamp, DecodeTime, problems(steps, l2), lambda problem: measure(*problem, sources, settings),
         lambda problem: f"{problem[0].label}, {'cold' if problem[1] else 'hot'}", "steps", budget, click.echo,

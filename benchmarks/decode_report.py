@@ -188,6 +188,7 @@ def draw(stamp: Mapping[str, str], rows: Sequence[DecodeTime], path: Path) -> No
         ax.set_title(f"{l2} L2 cache")
         ax.set_ylabel("TB/s of K and V")
         ax.grid(axis="y", alpha=0.3)
+        ax.margins(x=0.01)
     _title(figure, stamp)
     figure.legend(list(handles.values()), list(handles), loc="lower center", ncols=3, fontsize=8)
     figure.tight_layout(rect=(0, 0.12 / len(states), 1, 0.97))

@@ -71,6 +71,9 @@ def sources_of(no_peers: bool, no_layouts: bool, candidates: bool) -> dict[str, 
     "--from", "csv", type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Write tables and plot of this CSV again; nothing is measured.",
 )  # fmt: skip
+@click.option(
+    "--page", type=click.Path(dir_okay=False, path_type=Path), help="With --from: also this page of the documentation."
+)
 @out_option
 @commit_option
 def decode(
@@ -82,6 +85,7 @@ def decode(
     quick: bool,
     budget: float,
     csv: Path | None,
+    page: Path | None,
     out: Path | None,
     commit: str,
 ) -> None:
@@ -92,8 +96,10 @@ def decode(
     from .steps import wanted
 
     if csv is not None:
-        _again(csv)
+        _again(csv, page)
         return
+    if page is not None:
+        stop("--page goes with --from")
     if not (steps := wanted(texts)):
         stop(f"no step has {' or '.join(map(repr, texts))} in its label")
     need_card("timing decode", "; `decode --from` works from a CSV")
@@ -120,7 +126,8 @@ def decode(
     sys.exit(1 if bad else 0)
 
 
-def _again(csv: Path) -> None:
+def _again(csv: Path, page: Path | None) -> None:
+    from . import decode_report
     from .decode import DecodeTime
 
     try:
@@ -129,3 +136,6 @@ def _again(csv: Path) -> None:
         stop(str(error))
         return
     write(csv, stamp, rows)
+    if page is not None:
+        page.write_text(decode_report.page(stamp, rows, csv.absolute(), page.absolute()), encoding="utf-8")
+        click.echo(page)

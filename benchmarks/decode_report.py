@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ PEERS = {
     "fp8": ("xqa_fp8", "fa3_fp8", "fa3_fp8_call", "flashinfer_fp8", "flashinfer_fa3_fp8"),
     "bf16": ("xqa_bf16", "fa3_bf16", "fa3_bf16_call", "flashinfer_bf16", "flashinfer_fa3_bf16"),
 }
+LINKS = {"csv": ".csv", "tables": ".md", "figure": ".png"}
 COLOURS = {"ours": "tab:red", "best FP8 peer": "tab:blue", "best bf16 peer": "tab:gray"}
 
 Key = tuple[str, int, int, str]  # step, queries, head_dim, L2
@@ -152,6 +154,32 @@ def markdown(stamp: Mapping[str, str], rows: Sequence[DecodeTime]) -> str:
         *_layouts(by_key),
         *_compared(by_key),
         *_all(rows, by_key),
+        *_not_timed(rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def page(stamp: Mapping[str, str], rows: Sequence[DecodeTime], csv: Path, at: Path) -> str:
+    """The page of the documentation at ``at``: the figure and the tables of cold steps."""
+    links = {name: os.path.relpath(csv.with_suffix(suffix), at.parent) for name, suffix in LINKS.items()}
+    by_key = {key: cell for key, cell in cells(rows).items() if key[3] == "cold"}
+    said = ", ".join(stamp[name] for name in ("card", "torch") if name in stamp)
+    lines = [
+        "# Decode against its peers",
+        "",
+        f"{said}, commit {stamp.get('commit', '')}; [all rows]({links['csv']}), [all tables]({links['tables']}).",
+        "Written by",
+        "",
+        "    python -m benchmarks decode --from CSV --page PAGE.md",
+        "",
+        f"![TB/s of K and V of ours and the fastest peers]({links['figure']})",
+        "",
+        "Microseconds of a launch, and bytes of K and V over time in TB/s. Ratios are times of the other over ours:",
+        "above 1, ours is faster. K and V are not in the L2 cache. `benchmarks/README.md` has what a name stands for.",
+        "",
+        *_main(by_key),
+        *_layouts(by_key),
+        *_compared(by_key),
         *_not_timed(rows),
     ]
     return "\n".join(lines) + "\n"

@@ -130,13 +130,27 @@ def test_the_command_writes_its_files_and_writes_them_again(on_a_card: list[tupl
     assert again.exit_code == 0 and (tmp_path / "decode.md").read_text() == table and len(on_a_card) == 2 * len(names)
 
 
+def test_the_page_has_cold_steps_and_links_to_all(tmp_path: Path) -> None:
+    csv, at = tmp_path / "results" / "decode.csv", tmp_path / "docs" / "decode_h200.md"
+    text = decode_report.page(STAMP | {"torch": "2.11"}, ROWS, csv, at)
+    assert "NVIDIA H200, 2.11, commit abc" in text and "](../results/decode.csv)" in text
+    assert "](../results/decode.png)" in text and "| cold |" in text and "| hot |" not in text
+    assert line(text, "| 8 x 11776 | 1 | 128", "Ours and the fastest peers")[9] == "xqa_fp8 75.0"
+    for folder in (csv.parent, at.parent):
+        folder.mkdir()
+    with csv.open("w", encoding="utf-8") as file:
+        write_records(file, STAMP, DecodeTime, ROWS)
+    done = CliRunner().invoke(cli, ["decode", "--from", str(csv), "--page", str(at)])
+    assert done.exit_code == 0 and at.read_text() == decode_report.page(*read_records(csv, DecodeTime), csv, at)
+
+
 def test_the_command_says_what_is_amiss(
     on_a_card: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*arguments: str) -> int:
         return CliRunner().invoke(cli, ["decode", "--out", str(tmp_path), *arguments]).exit_code
 
-    assert run("--steps", "no such step") == 2 and not on_a_card
+    assert run("--steps", "no such step") == 2 and run("--page", "x.md") == 2 and not on_a_card
     assert run("--budget", "0") == 1 and len(on_a_card) == 1, "what is left out is not success"
     (tmp_path / "other.csv").write_text("step,us\n1,2\n")
     assert run("--from", str(tmp_path / "other.csv")) == 2

@@ -1,4 +1,5 @@
-"""Decode by FlashAttention-3 over pages, in FP8 and bf16, its own choice of splits."""
+"""Decode by FlashAttention-3, in FP8 and bf16, its own choice of splits. The wheel is built without pages, so keys and
+values are (B, tokens, Hkv, D) each, which spares it the page table."""
 
 from __future__ import annotations
 
@@ -10,6 +11,12 @@ import torch
 from ..decode import Q_DESCALE, DecodeData, Way, to_fp8
 from ..steps import PAGE
 from .fa3 import MODULE, FlashAttention3
+
+
+def contiguous(pages: torch.Tensor, tables: tuple[torch.Tensor, ...]) -> dict[int, torch.Tensor]:
+    """(B, tokens, Hkv, D) by each table, found by where the table begins."""
+    raw = pages.view(torch.uint8) if pages.element_size() == 1 else pages
+    return {t.data_ptr(): raw[t.long()].flatten(1, 2).view(pages.dtype) for t in tables}
 
 
 class PagedFa3(FlashAttention3):
@@ -28,20 +35,20 @@ class PagedFa3(FlashAttention3):
             q, caches = to_fp8(q, Q_DESCALE), (data.k8, data.v8)
             more = {"q_descale": q_descale, "k_descale": shared, "v_descale": shared}
 
+        k, v = (contiguous(cache, data.tables) for cache in caches)
+
         def attend(table: torch.Tensor, **ready: Any) -> torch.Tensor:
+            own = k[table.data_ptr()], v[table.data_ptr()]
             out = interface.flash_attn_with_kvcache(
-                q, *caches, cache_seqlens=data.lengths, page_table=table, softmax_scale=data.scale, causal=True,
-                **more, **ready,
-            )  # fmt: skip
+                q, *own, cache_seqlens=data.lengths, softmax_scale=data.scale, causal=True, **more, **ready
+            )
             return cast(torch.Tensor, out).view(data.q.shape)
 
         element = 1 if fp8 else 2
         ways = [Way(f"{self.name}_call", self.precision, attend, element)]
         if hasattr(interface, "get_scheduler_metadata"):
             sizes = (sequences, step.queries, data.tables[0].shape[1] * PAGE, step.heads, step.kv_heads, step.head_dim)
-            planned = interface.get_scheduler_metadata(
-                *sizes, data.lengths, qkv_dtype=q.dtype, page_size=PAGE, causal=True
-            )
+            planned = interface.get_scheduler_metadata(*sizes, data.lengths, qkv_dtype=q.dtype, causal=True)
 
             def planned_attend(table: torch.Tensor) -> torch.Tensor:
                 return attend(table, scheduler_metadata=planned)

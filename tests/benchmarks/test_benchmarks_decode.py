@@ -123,14 +123,14 @@ class Replay:
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
     """What FlashAttention-3 computes, and what it asks for."""
-    table, lengths = options["page_table"], options["cache_seqlens"]
-    assert q.shape[0] == len(lengths) and table.dtype == lengths.dtype == torch.int32 and options["causal"]
+    lengths = options["cache_seqlens"]
+    assert q.shape[0] == k.shape[0] == len(lengths) and lengths.dtype == torch.int32 and options["causal"]
     if q.dtype == torch.float8_e4m3fn:
         names = ("q_descale", "k_descale", "v_descale")
         assert all(options[n].shape == (len(lengths), k.shape[2]) for n in names)
         q, k, v = (x.float() * options[n][0, 0] for x, n in zip((q, k, v), names, strict=True))
     assert options.get("scheduler_metadata", "planned") == "planned"
-    used = [row[: -(-int(n) // k.shape[1])] for row, n in zip(table, lengths, strict=True)]
+    used = list(torch.arange(len(lengths))[:, None])  # a sequence's keys lie together, as in one page
     return over_pages(q, k, v, used, lengths.tolist(), options["softmax_scale"])
 
 

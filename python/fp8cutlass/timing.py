@@ -36,11 +36,12 @@ def summarise(launches: int, microseconds: Sequence[float]) -> Timing:
 @dataclass
 class Capture:
     """A graph of ``launches`` equal launches; ``out`` is what the last of them writes at each replay, which takes about
-    ``replay_us``."""
+    ``replay_us``. ``launch`` keeps the tensors that a replay reads."""
 
     graph: torch.cuda.CUDAGraph
     launches: int
     out: object
+    launch: Callable[[], object]
     replay_us: float = 0.0
 
 
@@ -67,7 +68,7 @@ def _record(launch: Callable[[], object], launches: int, stream: torch.cuda.Stre
                 graph.capture_end()
             raise
         graph.capture_end()
-    return Capture(graph, launches, out)
+    return Capture(graph, launches, out, launch)
 
 
 def capture(launch: Callable[[], object], target_us: float) -> Capture:

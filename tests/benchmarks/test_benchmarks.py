@@ -389,7 +389,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def capture(launch: Callable[[], torch.Tensor], target_us: float) -> timing.Capture:
         out = launch()
-        return timing.Capture(FakeGraph(launch, out), 2, out)  # type: ignore[arg-type]
+        return timing.Capture(FakeGraph(launch, out), 2, out, launch)  # type: ignore[arg-type]
 
     def interleave(captures: list[timing.Capture], replays: int, sample: object = None) -> list[timing.Timing]:
         return [timing.summarise(item.launches, [5.0] * replays) for item in captures]

@@ -195,7 +195,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def capture(launch: Callable[[], torch.Tensor], target_us: float) -> timing.Capture:
         graph = Replay(launch)
-        return timing.Capture(graph, 2, graph.out, 10.0)  # type: ignore[arg-type]
+        return timing.Capture(graph, 2, graph.out, launch, 10.0)  # type: ignore[arg-type]
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(turns, "capture", capture)

@@ -67,7 +67,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def capture(launch: Callable[[], torch.Tensor], target_us: float) -> timing.Capture:
         graph = Replay(launch)
-        return timing.Capture(graph, 2, graph.out, 10.0)  # type: ignore[arg-type]
+        return timing.Capture(graph, 2, graph.out, launch, 10.0)  # type: ignore[arg-type]
 
     def emulated(number: int, operands: Any, out: torch.Tensor, scale: float) -> Callable[[], torch.Tensor]:
         options = {"is_causal": dense[-1].shape.causal, "enable_gqa": True}

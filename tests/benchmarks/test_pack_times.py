@@ -44,7 +44,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             x.view(torch.uint8).fill_(7)
 
     def capture(launch: Callable[[], object], target_us: float) -> timing.Capture:
-        return timing.Capture(Replay(launch), 2, launch())  # type: ignore[arg-type]
+        return timing.Capture(Replay(launch), 2, launch(), launch)  # type: ignore[arg-type]
 
     def interleave(captures: list[timing.Capture], replays: int, sample: object = None) -> list[timing.Timing]:
         return [timing.summarise(2, [4.0 + i, 5.0 + i, 6.0 + i]) for i, _ in enumerate(captures)]

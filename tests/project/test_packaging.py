@@ -31,6 +31,15 @@ def test_the_command_is_declared_with_what_it_imports() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     (line,) = (line for line in text.splitlines() if line.startswith("dependencies = "))
     assert '"click>=8"' in line
-    (line,) = (line for line in text.splitlines() if line.startswith('fp8cutlass = "'))
+    (line,) = text.partition("[project.scripts]\n")[2].partition("\n\n")[0].splitlines()
     module, _, attribute = line.split('"')[1].partition(":")
     assert callable(getattr(import_module(module), attribute))
+
+
+def test_the_entry_points_of_engines_are_functions() -> None:
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    for group, name in (("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")):
+        value = lines[lines.index(f'[project.entry-points."{group}"]') + 1].split('"')[1]
+        assert value == f"fp8cutlass.integrations.{name}:plugin"
+        module, _, attribute = value.partition(":")
+        assert callable(getattr(import_module(module), attribute))

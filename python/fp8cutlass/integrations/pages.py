@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from .. import stats
@@ -61,3 +63,11 @@ def refuse(door: str, *wrong: str | None) -> None:
     """UnsupportedError with the reasons that are not None, if there is one."""
     if reasons := [f"fp8cutlass in {door}: {reason}" for reason in wrong if reason is not None]:
         raise UnsupportedError(*reasons)
+
+
+def installed(engine: str) -> bool:
+    """Whether a module of this name can be found. It is not imported."""
+    try:
+        return find_spec(engine) is not None
+    except ValueError:  # a module that was put in place without a file
+        return False

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from importlib.util import find_spec
 from typing import Any
+
+from ..pages import installed
 
 NAME = "fp8cutlass"
 
@@ -15,7 +16,7 @@ def register(name: str = NAME) -> str:
     Raises:
         ImportError: where SGLang is not installed, or has no backends of this form.
     """
-    if find_spec("sglang") is None:
+    if not installed("sglang"):
         raise ImportError("fp8cutlass.integrations.sglang needs SGLang, which is not installed: pip install sglang")
     try:
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend

@@ -8,9 +8,9 @@ import torch
 
 from ...cache.paged import PagedKVCache
 from ..pages import attend, refuse
-from .backend import DOOR, DTYPES, Metadata
+from .steps import DOOR, DTYPES, Metadata
 
-from vllm.v1.attention.backend import AttentionImpl  # isort: skip  (backend.py says clearly where there is none)
+from vllm.v1.attention.backend import AttentionImpl  # isort: skip  (steps.py says where there is none)
 
 
 class Impl(AttentionImpl):  # type: ignore[misc, unused-ignore]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from importlib.util import find_spec
+
+from ..pages import installed
 
 PATH = "fp8cutlass.integrations.vllm.backend.FP8CutlassBackend"
 
@@ -15,7 +16,7 @@ def register() -> str:
         ImportError: where vLLM is not installed, or has no backends of this form.
         RuntimeError: where ``CUSTOM`` is another package's.
     """
-    if find_spec("vllm") is None:
+    if not installed("vllm"):
         raise ImportError("fp8cutlass.integrations.vllm needs vLLM, which is not installed: pip install vllm")
     try:
         from vllm.v1.attention.backend import AttentionBackend

@@ -1,0 +1,133 @@
+"""The parts of vLLM that the adapter touches, as stand-ins: names and signatures of 0.33.0, written for these tests."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+VERSION = "0.33.0"
+_paths: dict[Any, str] = {}
+
+
+class MultipleOf:
+    def __init__(self, base: int) -> None:
+        self.base = base
+
+
+class DeviceCapability(NamedTuple):
+    major: int
+    minor: int
+
+
+class AttentionCGSupport(enum.Enum):
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
+
+
+class AttentionMetadata:
+    pass
+
+
+class AttentionMetadataBuilder:
+    _cudagraph_support = AttentionCGSupport.NEVER
+    reorder_batch_threshold: int | None = None
+    supports_update_block_table = False
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        self.kv_cache_spec, self.layer_names, self.vllm_config = kv_cache_spec, layer_names, vllm_config
+        self.device = device
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        return cls._cudagraph_support
+
+
+class AttentionBackend:
+    supported_dtypes = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update = True
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == "decoder"
+
+
+class AttentionImpl:
+    supports_quant_query_input = False
+    supports_dcp = False
+
+
+class AttentionBackendEnum(enum.Enum):
+    FLASH_ATTN = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+    CUSTOM = None
+
+    def get_path(self) -> str:
+        return _paths.get(self, self.value)
+
+    def is_overridden(self) -> bool:
+        return self in _paths
+
+    def get_class(self) -> Any:
+        module, _, name = self.get_path().rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+def register_backend(backend: Any, class_path: str | None = None, is_mamba: bool = False) -> Callable[[Any], Any]:
+    assert class_path is not None and not is_mamba
+    _paths[backend] = class_path
+    return lambda x: x
+
+
+@dataclass
+class CommonAttentionMetadata:
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool | torch.Tensor = True
+    rswa_prefix_lens: torch.Tensor | None = None
+    mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
+
+
+class Attention(torch.nn.Module):
+    """The layer: its scales."""
+
+    def __init__(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
+        super().__init__()
+        self._q_scale, self._k_scale, self._v_scale = torch.tensor(1.0), k_scale, v_scale
+
+
+def modules() -> dict[str, ModuleType]:
+    """By name, for sys.modules."""
+    _paths.clear()
+    backend = ("AttentionBackend", "AttentionCGSupport", "AttentionImpl", "AttentionMetadata",
+               "AttentionMetadataBuilder", "MultipleOf")  # fmt: skip
+    registry = ("AttentionBackendEnum", "register_backend")
+    content = {
+        "vllm": (), "vllm.v1": (), "vllm.v1.attention": (), "vllm.v1.attention.backend": backend,
+        "vllm.v1.attention.backends": (), "vllm.v1.attention.backends.registry": registry,
+    }  # fmt: skip
+    made = {}
+    for name, names in content.items():
+        made[name] = module = ModuleType(name)
+        module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
+        vars(module).update({n: globals()[n] for n in names})
+    return made

@@ -107,8 +107,7 @@ class Impl(AttentionImpl):  # type: ignore[misc, unused-ignore]
     ) -> None:
         """Quantise keys and values (T or more, Hkv, D) and write them to their slots; a slot of -1 is padding.
 
-        On a card vLLM's own kernel does it, elsewhere torch operations. The bytes are equal but for values that lie in
-        the middle of two e4m3 numbers.
+        On a card vLLM's own kernel does it, elsewhere torch operations.
         """
         if key.is_cuda:
             from vllm import _custom_ops as ops

@@ -105,7 +105,7 @@ def draw_paged(seed: int, number: int, cells: int) -> PagedCase:
     kv_heads, group = r.choice((1, 1, 2, 3)), r.choice((1, 1, 2, 4, 5, 8, 16))
     rows, keys = _lengths(r)
     while kv_heads * group * sum(m * n for m, n in zip(rows, keys, strict=True)) > cells:
-        if kv_heads > 1:
+        if kv_heads > 1 and r.random() < 0.3:
             kv_heads -= 1
         else:
             keys = [n * 2 // 3 if n == max(keys) else n for n in keys]

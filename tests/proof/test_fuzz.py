@@ -216,7 +216,7 @@ def test_a_lost_device_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four cases one is of a ragged batch, by each of the ways of LIMITS, and one of pages; and the line that runs it
+    """Of four cases one is of a ragged batch, by each of the ways of LIMITS, and one of pages. The line that runs it
     again says so."""
     monkeypatch.setattr(fuzz, "run_case", lambda case, device: Verdict("failed" if case.number == 4 else "passed"))
     monkeypatch.setattr(

@@ -92,6 +92,7 @@ class Decode:
     smem_bytes: int
     part_floats: int
     candidate: bool  # built to be timed, and chosen by its number alone
+    profile: str  # the smallest that has it
 
 
 @dataclass(frozen=True)

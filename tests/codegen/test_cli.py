@@ -117,6 +117,18 @@ def test_only_generates_what_is_named(tmp_path: Path) -> None:
     assert sorted(p.stem for p in tmp_path.glob("pack/*.cu")) == sorted(p["id"] for p in manifest["packs"])
 
 
+def test_only_takes_kernels_of_decode(tmp_path: Path) -> None:
+    """With the kernel that cuts their work, and beside variants."""
+    one, decode = select().emitted[0], "decode_sm90a_d128_r16"
+    run("--only", decode, "--only", one.id, "--out", tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert [[x["id"] for x in manifest[name]] for name in ("variants", "decodes", "plans")] == [
+        [one.id], [decode], ["cut"]
+    ]  # fmt: skip
+    assert (tmp_path / "decode" / f"{decode}.cu").is_file() and (tmp_path / "cut.cu").is_file()
+    assert "is for sm90a, --arch has sm89" in run("--only", decode, "--arch", "sm89", code=FAILS).output
+
+
 def test_only_takes_a_legal_variant_that_was_outranked(tmp_path: Path) -> None:
     v = next(v for v, r in select().rejected if r.rule == "OUTRANKED")
     run("--only", v.id, "--out", tmp_path)

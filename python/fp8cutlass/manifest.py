@@ -87,6 +87,7 @@ class Decode:
     head_dim: int
     rows: int
     tile: int
+    stages: int  # tiles in shared memory, with those on their way
     threads: int
     ctas_per_sm: int
     smem_bytes: int

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from codegen import decode_ledger
 from codegen.arch import TARGETS
 from codegen.axes import Kind, Mask, Softmax
 from codegen.cli import main
@@ -101,7 +102,7 @@ def test_a_tile_can_be_filtered_by_its_name() -> None:
 
 def test_ledger_is_the_committed_ledger() -> None:
     output = run("ledger").output
-    assert output == render(select())
+    assert output == render(select()) + decode_ledger.render()
     assert output == (ROOT / "generated" / "ledger.txt").read_text()
 
 

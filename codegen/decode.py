@@ -188,10 +188,12 @@ RULES = (
     Rule("DECODE-STAGES", "a slice of keys is on its way while one is worked on", _stages),
     Rule("DECODE-REGISTERS", "CTAs of an SM share its registers; the guess errs low", _registers),
 )
-SHAPES = tuple((k, c, w) for w in (4, 8) for k in (16, 32) for c in (1, 2, 3, 4))  # keys, CTAs an SM, warps
+KEYS, CTAS = (16, 32), (1, 2, 3, 4)  # of a slice, of an SM
+WARPS_TRIED = (2, 4, 8)
 DECLARED = tuple(
     Decode(target=a, head_dim=d, rows=r, keys=k, ctas=c, warps=w)
-    for a in TARGETS for d in HEAD_DIMS for r in ROWS for k, c, w in SHAPES
+    for a in TARGETS for d in HEAD_DIMS for r in ROWS for w in WARPS_TRIED if w in (*WARPS[a], 4, 8)
+    for k in KEYS for c in CTAS
 )  # fmt: skip
 
 
@@ -202,8 +204,8 @@ def refusal(d: Decode) -> tuple[Rule, str] | None:
 
 def emitted_as(d: Decode) -> Decode | None:
     """The kernel whose shape a declared one states; None where its shape is another."""
-    plain = replace(d, keys=0, ctas=0, warps=WARPS)
-    same = plain in ALL and (d.keys, d.ctas, d.warps) == (plain.slice, plain.ctas_per_sm, plain.warps)
+    plain = replace(d, keys=0, ctas=0)
+    same = plain in ALL and (d.keys, d.ctas) == (plain.slice, plain.ctas_per_sm)
     return plain if same else None
 
 

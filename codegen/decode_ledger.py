@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from codegen.arch import TARGETS
 from codegen.boxes import Box, boxes
-from codegen.decode import ALL, DECLARED, HEAD_DIMS, ROWS, RULES, SHAPES, Decode, emitted_as, profile_of, refusal
+from codegen.decode import (
+    ALL,
+    CTAS,
+    DECLARED,
+    HEAD_DIMS,
+    KEYS,
+    ROWS,
+    RULES,
+    WARPS_TRIED,
+    Decode,
+    emitted_as,
+    profile_of,
+    refusal,
+)
 
 AXES = ("target", "head_dim", "rows", "keys", "ctas", "warps")
-VALUES = (tuple(TARGETS), HEAD_DIMS, ROWS, *(tuple(dict.fromkeys(x)) for x in zip(*SHAPES, strict=True)))
+VALUES = (tuple(TARGETS), HEAD_DIMS, ROWS, KEYS, CTAS, WARPS_TRIED)
 CANDIDATE = "DECODE-CANDIDATE"
 CANDIDATE_WHY = "legal; no measurement says that it is faster, and `--candidates` builds it to be timed"
 
@@ -78,6 +91,7 @@ def explain(target: str, head_dim: int, rows: int) -> str:
         return f"kernel   none: decode has head_dim {', '.join(map(str, HEAD_DIMS))}, got {head_dim}"
     enough = [d for d in own if d.rows >= rows]
     kernel = min(enough) if enough else max(own)
+    more = kernel.smem_bytes - kernel.stages * kernel.warps * kernel.slot_bytes
     because = (
         f"the fewest rows a unit that hold {rows}"
         if enough
@@ -90,7 +104,7 @@ def explain(target: str, head_dim: int, rows: int) -> str:
         f"because  {because}",
         "others   " + ", ".join(f"{d.rows} rows" for d in own if d != kernel),
         f"shape    {kernel.tile} keys a tile, {kernel.slice} a warp; {kernel.stages} stages of {kernel.warps} x "
-        f"{kernel.slot_bytes:,} bytes and {kernel.exchange_bytes:,} more: {kernel.smem_bytes:,} of shared memory",
+        f"{kernel.slot_bytes:,} bytes and {more:,} more: {kernel.smem_bytes:,} of shared memory",
         f"CTAs     {kernel.ctas_per_sm} an SM, {kernel.threads} threads, about {kernel.registers} registers a thread",
         f"profile  {profile_of(kernel)}",
         "evidence rule, no measurement",

@@ -15,6 +15,8 @@ from codegen.cover import committed
 from codegen.decode import ALL as ALL_DECODES
 from codegen.decode import HEAD_DIMS as DECODE_HEAD_DIMS
 from codegen.decode import candidates as decode_candidates
+from codegen.decode_ledger import explain as explain_decode
+from codegen.decode_ledger import render as render_decode_ledger
 from codegen.evidence import EvidenceError
 from codegen.explain import explain as explain_text
 from codegen.families import model_card
@@ -180,7 +182,18 @@ def count() -> None:
 @main.command()
 def ledger() -> None:
     """Every declared point that became no kernel, and why."""
-    click.echo(render_ledger(select()), nl=False)
+    click.echo(render_ledger(select()) + render_decode_ledger(), nl=False)
+
+
+@main.command()
+@click.option("--arch", type=click.Choice(list(TARGETS)), required=True)
+@click.option("--head-dim", type=click.IntRange(min=1), required=True)
+@click.option(
+    "--rows", type=click.IntRange(min=1), required=True, help="Query tokens of a sequence x heads of a group."
+)
+def decode(arch: str, head_dim: int, rows: int) -> None:
+    """Which kernel of decode a call over pages gets, and why."""
+    click.echo(explain_decode(arch, head_dim, rows))
 
 
 @main.command()

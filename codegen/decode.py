@@ -3,6 +3,7 @@ follows from their shape."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -149,14 +150,68 @@ ALL = tuple(
 )  # in the order of the registry
 
 
+@dataclass(frozen=True)
+class Rule:
+    """Why a declared shape is no kernel. ``broken`` gives the numbers that decided, "" where it holds."""
+
+    name: str
+    why: str
+    broken: Callable[[Decode], str]
+
+
+def _outputs(d: Decode) -> str:
+    if d.outputs <= MOST_OUTPUTS:
+        return ""
+    return f"{d.rows} x {d.head_dim} = {d.outputs:,} outputs a unit, at most {MOST_OUTPUTS:,}"
+
+
+def _stages(d: Decode) -> str:
+    if d.stages >= 2:
+        return ""
+    return f"{d.smem_with(2):,} bytes for 2 stages in each of {d.ctas} CTAs, an SM has {_room(d):,} for each"
+
+
+def _room(d: Decode) -> int:
+    target = TARGETS[d.target]
+    return min(target.smem_per_sm // d.ctas - SMEM_RESERVED_PER_CTA, target.smem_per_block)
+
+
+def _registers(d: Decode) -> str:
+    needed = d.registers * d.threads * d.ctas
+    if needed <= REGISTERS_PER_SM:
+        return ""
+    return f"{d.registers} registers x {d.threads} threads x {d.ctas} CTAs = {needed:,}, an SM has {REGISTERS_PER_SM:,}"
+
+
+RULES = (
+    Rule("DECODE-OUTPUTS", "the float32 sums of O of a unit are in the registers of each warp", _outputs),
+    Rule("DECODE-STAGES", "a slice of keys is on its way while one is worked on", _stages),
+    Rule("DECODE-REGISTERS", "CTAs of an SM share its registers; the guess errs low", _registers),
+)
+KEYS, CTAS = (16, 32), (1, 2, 3, 4)  # of a slice, of an SM
+WARPS_TRIED = (2, 4, 8)
+DECLARED = tuple(
+    Decode(target=a, head_dim=d, rows=r, keys=k, ctas=c, warps=w)
+    for a in TARGETS for d in HEAD_DIMS for r in ROWS for w in WARPS_TRIED if w in (*WARPS[a], 4, 8)
+    for k in KEYS for c in CTAS
+)  # fmt: skip
+
+
+def refusal(d: Decode) -> tuple[Rule, str] | None:
+    """The first rule that a shape breaks, and the numbers; None where it is legal."""
+    return next(((rule, text) for rule in RULES if (text := rule.broken(d))), None)
+
+
+def emitted_as(d: Decode) -> Decode | None:
+    """The kernel whose shape a declared one states; None where its shape is another."""
+    plain = replace(d, keys=0, ctas=0)
+    same = plain in ALL and (d.keys, d.ctas) == (plain.slice, plain.ctas_per_sm)
+    return plain if same else None
+
+
 def candidates(head_dims: tuple[int, ...], archs: tuple[str, ...]) -> tuple[Decode, ...]:
     """What is worth timing: shapes with two stages or more that an SM has shared memory and registers for."""
-    shapes = [(k, c, w) for w in (4, 8) for k in (16, 32) for c in (1, 2, 3, 4)]
-    found = [
-        replace(d, keys=k, ctas=c, warps=w) for d in ALL if d.target in archs and d.head_dim in head_dims
-        for k, c, w in shapes
-    ]  # fmt: skip
-    return tuple(d for d in found if d.stages >= 2 and d.registers * d.threads * d.ctas <= REGISTERS_PER_SM)
+    return tuple(d for d in DECLARED if d.target in archs and d.head_dim in head_dims and refusal(d) is None)
 
 
 @cache

@@ -6,6 +6,7 @@ import click
 from click.core import ParameterSource
 
 from codegen.arch import TARGETS
+from codegen.decode import ALL as ALL_DECODES
 from codegen.decode import decodes_of
 from codegen.legal import check as check_rules
 from codegen.matrix import undeclared
@@ -43,7 +44,13 @@ def choose(
     if only:
         if given("profile"):
             raise click.ClickException("--only names the variants: leave out --profile")
-        variants, name = tuple(sorted((requested(i) for i in set(only)), key=lambda v: v.id)), "custom"
+        by_id = {d.id: d for d in ALL_DECODES}
+        named = tuple(d for d in ALL_DECODES if d.id in only)
+        for d in named:
+            if d.target not in targets:
+                raise click.ClickException(f"--only {d.id} is for {d.target}, --arch has {', '.join(targets)}")
+        variants = tuple(sorted((requested(i) for i in set(only) - by_id.keys()), key=lambda v: v.id))
+        name = "custom"
     else:
         variants = built(of_profile(select().emitted, profile), targets, emulated)
     conditions = _conditions(filters)
@@ -57,7 +64,7 @@ def choose(
             raise click.ClickException(
                 f"no emitted variant of profile {profile} matches {' '.join(filters)} ({values})"
             )
-    decodes = decodes_of(profile, targets) if name == profile else ()
+    decodes = named if only else decodes_of(profile, targets) if name == profile else ()
     return Request(archs=targets, profile=name, variants=variants, decodes=decodes)
 
 
@@ -83,7 +90,9 @@ arch_option = click.option(
     "--arch", "archs", multiple=True, type=click.Choice(list(TARGETS)), help="Target; repeat for several. Default: all."
 )
 profile_option = click.option("--profile", type=click.Choice(PROFILES), default="release", show_default=True)
-only_option = click.option("--only", multiple=True, metavar="ID", help="Emit just this variant; repeat for several.")
+only_option = click.option(
+    "--only", multiple=True, metavar="ID", help="Emit just this variant, or kernel of decode; repeat for several."
+)
 emulated_option = click.option(
     "--emulated", is_flag=True, help="Also all kernels that are only emulated on a target, for tests of them there."
 )

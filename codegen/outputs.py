@@ -12,6 +12,7 @@ from codegen.arch import TARGETS
 from codegen.axes import Scaling
 from codegen.decode import Decode
 from codegen.decode import profile_of as decode_profile
+from codegen.decode_ledger import render as render_decode_ledger
 from codegen.families import derive
 from codegen.ledger import render as render_ledger
 from codegen.legal import served
@@ -67,7 +68,7 @@ def files(request: Request, selection: Selection) -> dict[str, str]:
     out["registry.cpp"] = registry.render(
         request.variants, packs, request.decodes, request.archs, _digest(out["manifest.json"]), env
     )
-    out["ledger.txt"] = render_ledger(selection)
+    out["ledger.txt"] = render_ledger(selection) + render_decode_ledger()
     return out
 
 
@@ -156,6 +157,7 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
             "head_dim": d.head_dim,
             "rows": d.rows,
             "tile": d.tile,
+            "stages": d.stages,
             "threads": d.threads,
             "ctas_per_sm": d.ctas_per_sm,
             "smem_bytes": d.smem_bytes,

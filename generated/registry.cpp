@@ -787,6 +787,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "2da8b59a69fed8c1e6f38a214bb21aa8a64db50eca6d127a603dc177b7aaaaa7";
+const char kManifest[] = "b669f9696882a6cf30346ee809a0f1f0391efa91b5136e7b6c8001c5e6a60e9d";
 
 }  // namespace fp8cutlass

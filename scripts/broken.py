@@ -47,8 +47,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Fault:
-    """``old`` in the source of ``kernel`` becomes ``new``; ``by`` is what has to notice: tests or racecheck. ``hangs``:
-    the kernel may wait for ever, so that tests without an end have noticed it; elsewhere they say nothing."""
+    """``old`` in the source of ``kernel``, or in a ``header`` that it includes, becomes ``new``; ``by`` is what has to
+    notice: tests or racecheck. ``hangs``: the kernel may wait for ever, so that tests without an end have noticed it;
+    elsewhere they say nothing."""
 
     name: str
     kernel: str
@@ -56,8 +57,10 @@ class Fault:
     new: str
     by: str
     hangs: bool = False
+    header: str = ""
 
 
+FINISH = "fp8cutlass/decode/finish.cuh"
 TESTS_END = 150.0  # seconds in which the tests of a kernel that does not hang end on a busy host, too
 FAULTS = (
     Fault(
@@ -97,6 +100,44 @@ FAULTS = (
         "last[r] = Walk::keys(p, item) - key;",
         "tests",
     ),
+    Fault(
+        "decode: a slice is used while its copy is on its way",
+        "decode_sm90a_d64_r8",
+        "decode::wait<kStages - 2>()",
+        "decode::wait<kStages - 1>()",
+        "tests",
+    ),
+    Fault(
+        "decode: Q is read before all warps have stored it",
+        "decode_sm90a_d96_r16",
+        "queries[buffer]);\n    __syncthreads();\n    state",
+        "queries[buffer]);\n    state",
+        "racecheck",
+    ),
+    Fault(
+        "decode: one arrival of the CTAs that share a unit is lost",
+        "decode_sm90a_d64_r16",
+        "== unsigned(count - 1)",
+        "== unsigned(count)",
+        "tests",
+        header=FINISH,
+    ),
+    Fault(
+        "decode: a CTA arrives before its part is in memory",
+        "decode_sm90a_d96_r8",
+        "  __syncthreads();\n  delay_point(22);\n",
+        "",
+        "tests",
+        header=FINISH,
+    ),
+    Fault(
+        "decode: parts are added from the last to arrive on",
+        "decode_sm90a_d128_r8",
+        "part(min(c + i, last))",
+        "part(first + (min(c + i, last) + int(blockIdx.x) - 2 * first) % (last - first + 1))",
+        "tests",
+        header=FINISH,
+    ),
 )
 # Rules of the sm90a family, a declared point that each of them alone refuses, and the gate that has to notice.
 SWITCHED_OFF = (
@@ -109,10 +150,21 @@ def broken_sources(generated: Path) -> None:
     """Plant every fault into the generated folder. LookupError where a source does not have what is to be replaced."""
     for fault in FAULTS:
         path = generated / fault.kernel.split("_")[0] / f"{fault.kernel}.cu"
-        text = path.read_text(encoding="utf-8")
+        text = inlined(path.read_text(encoding="utf-8"), fault.header)
         if text.count(fault.old) != 1:
             raise LookupError(f"{path} has {text.count(fault.old)} times what is to be broken: {fault.old!r}")
         path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+
+
+def inlined(text: str, header: str) -> str:
+    """A source with the text of a header in place of its line, so that a fault is in this kernel alone."""
+    if not header:
+        return text
+    line = f'#include "{header}"\n'
+    if text.count(line) != 1:
+        raise LookupError(f"no kernel that includes {header}")
+    body = (ROOT / "include" / header).read_text(encoding="utf-8")
+    return text.replace(line, body.replace("#pragma once\n", ""))
 
 
 def generate(folder: Path) -> Path:
@@ -152,6 +204,8 @@ def on_the_card(folder: Path) -> Iterator[Finding]:
 def _by_tests(fault: Fault, environment: dict[str, str]) -> tuple[bool, str]:
     of_the_walk = "_window_" in fault.kernel or fault.kernel.endswith("_ragged")
     file, test = ("test_gpu_varlen", "is_its_emulation") if of_the_walk else ("test_gpu_variants", "test_variant")
+    if fault.kernel.startswith("decode_"):
+        file, test = "test_gpu_decode", "(exact or thousand)"
     tests = [f"tests/gpu/{file}.py", "-k", f"{test} and {fault.kernel}"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     try:

@@ -1,5 +1,5 @@
-"""Runs compiled forward kernels, and those that make operands, on small problems under compute-sanitizer. Needs a card
-and a built extension; the planted bugs also nvcc.
+"""Runs compiled kernels on small problems under compute-sanitizer. Needs a card and a built extension; the planted bugs
+also nvcc.
 
     python scripts/sanitize.py                          # four tools, all kernels
     python scripts/sanitize.py --tool racecheck --each --seconds 60 --jobs 4
@@ -37,7 +37,7 @@ from scripts.build_extension import PROFILES  # noqa: E402
 from scripts.sanitize_problems import launches  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-KERNELS = "kns=sm89_,kns=sm90a_,kns=pack_d,kns=planning"  # parts of their names
+KERNELS = "kns=sm89_,kns=sm90a_,kns=pack_d,kns=planning,kns=decode_,kns=cut"  # parts of their names
 FOUND = 9  # exit status of compute-sanitizer when it has something to say
 PLANTED = ROOT / "tests" / "planted"
 PROGRAM_SECONDS = 120  # a planted barrier error may also hang
@@ -63,18 +63,20 @@ class Outcome:
 
 
 def chosen(profile: str, only: Sequence[str], each: bool) -> list[Any]:
-    """The built variants and pack kernels of a selection: ``only`` these ids, or one of ``each`` head_dim, schedule,
-    form of its loop and cluster; the first of every kind first, so that what time leaves out is more of the same."""
+    """The built variants, pack and decode kernels of a selection: ``only`` these ids, or one of ``each`` head_dim,
+    schedule, form of its loop and cluster, and of decode those of profile ci; the first of every kind first, so that
+    what time leaves out is more of the same."""
     gpu = importlib.import_module("gpu")
     profiles = PROFILES[: PROFILES.index(profile) + 1]
     forward = [v for kind in ("fwd", "window", "ragged") for v in gpu.built_variants(kind)]
     variants = [v for v in forward if v.profile in profiles and (not only or v.id in only)]
     packs = [p for p in gpu.built_packs() if p["profile"] in profiles and (not only or p["id"] in only)]
+    decodes = [d for d in gpu.built_decodes() if d.profile in profiles and (not only or d.id in only)]
     first = {(v.family, v.kind, v.head_dim, v.schedule, gpu.loop_form(v), v.cluster): v for v in reversed(variants)}
     first_packs = {(p["head_dim"], p["key_block"]): p for p in reversed(packs)}
-    leading = [*first_packs.values(), *first.values()]
+    leading = [*first_packs.values(), *(d for d in decodes if d.profile != PROFILES[-1]), *first.values()]
     ids = {_id(k) for k in leading}
-    return leading if each else leading + [k for k in (*packs, *variants) if _id(k) not in ids]
+    return leading if each else leading + [k for k in (*packs, *decodes, *variants) if _id(k) not in ids]
 
 
 def _id(kernel: Any) -> str:
@@ -175,7 +177,7 @@ def main() -> int:
     parser.add_argument("--tool", action="append", choices=TOOLS, help="repeatable (default: all)")
     parser.add_argument("--profile", choices=PROFILES, default=PROFILES[-1], help="default: everything that is built")
     parser.add_argument("--only", action="append", default=[], metavar="ID", help="only this kernel; repeatable")
-    parser.add_argument("--each", action="store_true", help="one kernel of each head_dim, schedule and cluster")
+    parser.add_argument("--each", action="store_true", help="one kernel of each kind")
     parser.add_argument("--seconds", type=float, help="begin no kernel after this time of a tool's run")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share a tool's kernels")
     parser.add_argument("--planted", action="store_true", help="run the programs with planted bugs instead")

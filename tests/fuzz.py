@@ -1,8 +1,9 @@
-"""Random calls of ``attention`` and ``attention_varlen``, judged; a failure prints the line that runs it again.
+"""Random calls of ``attention``, ``attention_varlen`` and ``attention_with_kvcache``, judged; a failure prints the line
+that runs it again.
 
     python -m tests.fuzz --count 200                       # on CPU tensors: the emulator against float64
     python -m tests.fuzz --device cuda --minutes 5 --jobs 8
-    python -m tests.fuzz --device cuda --minutes 2 --call varlen
+    python -m tests.fuzz --device cuda --minutes 2 --call kvcache
     python -m tests.fuzz --device cuda --seed 1 --call varlen --case 45  # one case, in full
 
 The exit status is 1 when a case failed or none was judged.
@@ -26,7 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
-for folder in (ROOT, ROOT / "python", ROOT / "tests"):
+for folder in (ROOT, ROOT / "python", ROOT / "tests", ROOT / "tests" / "serving"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -34,6 +35,8 @@ import torch  # noqa: E402
 from fuzz_cases import CELLS, draw  # noqa: E402
 from fuzz_check import run_case  # noqa: E402
 from fuzz_judge import Verdict  # noqa: E402
+from fuzz_paged import draw_paged  # noqa: E402
+from fuzz_paged_check import run_paged_case  # noqa: E402
 from fuzz_varlen import draw_ragged  # noqa: E402
 from fuzz_varlen_check import run_ragged_case  # noqa: E402
 from processes import one_of_many  # noqa: E402
@@ -41,12 +44,13 @@ from processes import one_of_many  # noqa: E402
 from fp8cutlass.call import memo as eager  # noqa: E402
 from fp8cutlass.native import attend  # noqa: E402
 
-ATTENTION, VARLEN = CALLS = ("attention", "varlen")
+ATTENTION, VARLEN, KVCACHE = CALLS = ("attention", "varlen", "kvcache")
 
 
 def call_of(number: int, only: str | None) -> str:
-    """What case ``number`` calls: every fourth one ``attention_varlen``, unless one of CALLS is wanted alone."""
-    return only or (VARLEN if number % 4 == 3 else ATTENTION)
+    """What case ``number`` calls: of four, two ``attention`` and one each of the others, unless ``only`` one of CALLS
+    is wanted."""
+    return only or (ATTENTION, KVCACHE, ATTENTION, VARLEN)[number % 4]
 
 
 @dataclass
@@ -99,15 +103,19 @@ LIMITS: tuple[dict[str, int], ...] = (
 
 def drawn(device: str, seed: int, number: int, call: str) -> Any:
     """A case of a call."""
-    return (draw_ragged if call == VARLEN else draw)(seed, number, CELLS[device])
+    draws: dict[str, Callable[..., Any]] = {ATTENTION: draw, VARLEN: draw_ragged, KVCACHE: draw_paged}
+    return draws[call](seed, number, CELLS[device])
 
 
 def judge_case(device: str, seed: int, number: int, call: str = ATTENTION) -> Verdict:
     """One case, in whatever process this is; one thread, as the tensors are small and threads wait for one another."""
     torch.set_num_threads(1)
     eager.forget()  # calls that went another way
+    runs: dict[str, Callable[..., Verdict]] = {
+        ATTENTION: run_case, VARLEN: run_ragged_case, KVCACHE: run_paged_case
+    }  # fmt: skip
     with torch.no_grad(), patch.dict(vars(attend), LIMITS[number % len(LIMITS)]):
-        return (run_ragged_case if call == VARLEN else run_case)(drawn(device, seed, number, call), device)
+        return runs[call](drawn(device, seed, number, call), device)
 
 
 def judged(
@@ -162,7 +170,7 @@ def fuzz(
     say: Callable[[str], None] = print,
 ) -> Session:
     """Run cases ``first`` to ``first + cases``, or until ``minutes`` are over, whichever comes first; of CALLS ``only``
-    one, or both in turns."""
+    one, or all in turns."""
     started = time.monotonic()
     session = Session(device, seed, only)
     numbers = count(first) if cases is None else iter(range(first, first + cases))
@@ -182,7 +190,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="cases to run (default: 200, or as many as --minutes allow)")
     parser.add_argument("--minutes", type=float, help="begin no case after this time")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--call", choices=CALLS, help="only these calls (default: both in turns)")
+    parser.add_argument("--call", choices=CALLS, help="only these calls (default: all in turns)")
     parser.add_argument("--case", type=int, help="run this case alone, of `attention` without --call, and describe it")
     parser.add_argument("--json", type=Path, help="write what became of the cases")
     options = parser.parse_args()

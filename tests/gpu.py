@@ -20,7 +20,7 @@ from fp8cutlass.call.plan import Plan
 from fp8cutlass.dtypes import OUT_DTYPES
 from fp8cutlass.emulator.emulate import Diagnostics
 from fp8cutlass.errors import UnsupportedError
-from fp8cutlass.manifest import Manifest, Variant, generated_dir, load_manifest
+from fp8cutlass.manifest import Decode, Manifest, Variant, generated_dir, load_manifest
 from fp8cutlass.native import extension
 from fp8cutlass.native.attend import Way
 from fp8cutlass.native.fused import Operands as Packed
@@ -62,6 +62,12 @@ def built_packs() -> list[dict[str, Any]]:
     rows = json.loads((built_manifest().directory / "manifest.json").read_text())["packs"]
     arch = card_arch()
     return [row for row in rows if arch is None or arch in row["targets"]]
+
+
+def built_decodes() -> list[Decode]:
+    """The compiled kernels of decode that the card runs."""
+    arch = card_arch()
+    return [d for d in built_manifest().decodes if arch in (None, d.arch)]
 
 
 def is_emulated(variant: Variant) -> bool:

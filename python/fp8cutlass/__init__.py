@@ -6,8 +6,8 @@
 * ``pack_kv`` quantises and packs keys and values once for many calls.
 * ``quantize`` makes FP8 tensors and their descales. ``StaticScale`` and ``DelayedScale`` make descales that are known
   before the tensor is.
-* ``supports`` and ``explain`` say whether a kernel serves a call, and which. ``tune`` measures which one is the fastest
-  on this card.
+* ``supports`` and ``explain`` say whether a kernel serves a call, and which; ``supports_kvcache`` and
+  ``explain_kvcache`` say it of ``attention_with_kvcache``. ``tune`` measures which one is the fastest on this card.
 * ``served`` says how many calls of a model ran in FP8 and why the others did not (``stats``).
 
 CPU tensors run an emulator of the kernels.
@@ -30,16 +30,19 @@ __all__ = [
     "attention_varlen",
     "attention_with_kvcache",
     "explain",
+    "explain_kvcache",
     "pack_kv",
     "quantize",
     "served",
     "supports",
+    "supports_kvcache",
     "tune",
 ]
 
 
 HOMES = (
     "api.ask",
+    "api.ask_kvcache",
     "api.attention",
     "api.kvcache",
     "api.pack",
@@ -66,6 +69,7 @@ def _is_command() -> bool:
 # names are loaded when the first of them is used. Everywhere else importing the package registers its operators.
 if TYPE_CHECKING or not _is_command():
     from .api.ask import explain, supports
+    from .api.ask_kvcache import explain_kvcache, supports_kvcache
     from .api.attention import attention
     from .api.kvcache import attention_with_kvcache
     from .api.pack import pack_kv

@@ -87,11 +87,13 @@ class Decode:
     head_dim: int
     rows: int
     tile: int
+    stages: int  # tiles in shared memory, with those on their way
     threads: int
     ctas_per_sm: int
     smem_bytes: int
     part_floats: int
     candidate: bool  # built to be timed, and chosen by its number alone
+    profile: str  # the smallest that has it
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ def machine(*, problems: dict[str, str] | None = None, library: dict[str, Any] |
 
 @pytest.fixture(autouse=True)
 def errors(monkeypatch: pytest.MonkeyPatch) -> dict[str, float | Exception]:
-    """What attention makes of the small problem, by device."""
-    found: dict[str, float | Exception] = {"cpu": 0.05, "cuda:0": 0.05}
+    """What attention makes of the small problem, by device, and of the one over pages."""
+    found: dict[str, float | Exception] = dict.fromkeys(("cpu", "cuda:0", "pages of cpu", "pages of cuda:0"), 0.05)
 
     def error_on(device: str) -> float:
         error = found[device]
@@ -51,6 +52,7 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> dict[str, float | Exception]:
         return error
 
     monkeypatch.setattr(selftest, "error_on", error_on)
+    monkeypatch.setattr(selftest, "paged_error_on", lambda device: error_on(f"pages of {device}"))
     return found
 
 
@@ -217,7 +219,10 @@ def test_what_can_be_wrong(
 
 
 @pytest.mark.parametrize("error", [0.5, float("inf"), RuntimeError("no kernel image is available")])
-@pytest.mark.parametrize(("device", "name"), [("cpu", "emulator"), ("cuda:0", "kernels 0")])
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("cpu", "emulator"), ("cuda:0", "kernels 0"), ("pages of cpu", "pages"), ("pages of cuda:0", "pages 0")],
+)
 def test_attention_that_is_wrong(
     device: str, name: str, error: float | Exception, errors: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,3 +290,25 @@ def test_the_small_problem_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -
     assert selftest.error_on("cpu") > 5 * selftest.LIMIT
     monkeypatch.setattr(fp8cutlass, "attention", lambda *args, is_causal: honest(*args) * float("nan"))
     assert selftest.error_on("cpu") == float("inf")
+
+
+def test_the_small_problem_of_pages_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages in another order, a length too short, and NaN."""
+    monkeypatch.undo()
+    assert 0.02 < selftest.paged_error_on("cpu") < 0.05 < selftest.LIMIT
+    import fp8cutlass
+
+    honest = fp8cutlass.attention_with_kvcache
+    faults: list[Callable[[Any, Any], dict[str, Any]]] = [
+        lambda table, lengths: {"page_table": table.roll(1, 1), "cache_seqlens": lengths},
+        lambda table, lengths: {"page_table": table, "cache_seqlens": lengths - 20},
+    ]
+    for fault in faults:
+
+        def broken(q: Any, cache: Any, *, page_table: Any, cache_seqlens: Any, fault: Any = fault) -> Any:
+            return honest(q, cache, **fault(page_table, cache_seqlens))
+
+        monkeypatch.setattr(fp8cutlass, "attention_with_kvcache", broken)
+        assert selftest.paged_error_on("cpu") > 2 * selftest.LIMIT
+    monkeypatch.setattr(fp8cutlass, "attention_with_kvcache", lambda *a, **b: honest(*a, **b) * float("nan"))
+    assert selftest.paged_error_on("cpu") == float("inf")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from codegen import decode_ledger
 from codegen.arch import TARGETS
 from codegen.axes import Kind, Mask, Softmax
 from codegen.cli import main
@@ -101,7 +102,7 @@ def test_a_tile_can_be_filtered_by_its_name() -> None:
 
 def test_ledger_is_the_committed_ledger() -> None:
     output = run("ledger").output
-    assert output == render(select())
+    assert output == render(select()) + decode_ledger.render()
     assert output == (ROOT / "generated" / "ledger.txt").read_text()
 
 
@@ -115,6 +116,18 @@ def test_only_generates_what_is_named(tmp_path: Path) -> None:
     shapes = {(v["head_dim"], v["key_block"]) for v in manifest["variants"]}
     assert {(p["head_dim"], p["key_block"]) for p in manifest["packs"]} == shapes
     assert sorted(p.stem for p in tmp_path.glob("pack/*.cu")) == sorted(p["id"] for p in manifest["packs"])
+
+
+def test_only_takes_kernels_of_decode(tmp_path: Path) -> None:
+    """With the kernel that cuts their work, and beside variants."""
+    one, decode = select().emitted[0], "decode_sm90a_d128_r16"
+    run("--only", decode, "--only", one.id, "--out", tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert [[x["id"] for x in manifest[name]] for name in ("variants", "decodes", "plans")] == [
+        [one.id], [decode], ["cut"]
+    ]  # fmt: skip
+    assert (tmp_path / "decode" / f"{decode}.cu").is_file() and (tmp_path / "cut.cu").is_file()
+    assert "is for sm90a, --arch has sm89" in run("--only", decode, "--arch", "sm89", code=FAILS).output
 
 
 def test_only_takes_a_legal_variant_that_was_outranked(tmp_path: Path) -> None:

@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from gpu import ROOT, built_variants, card_arch, loop_form
+from gpu import ROOT, built_decodes, built_variants, card_arch, loop_form
 from sources import write_source
 
 from codegen.arch import TARGETS
+from codegen.decode import ALL
 from codegen.gates.toolbox import ToolboxError, open_toolbox
+from codegen.render import environment, render_decode
 from fp8cutlass.manifest import generated_dir, load_manifest
 from scripts.cubins import run_nvcc
 from scripts.toolchain import ToolchainError, find_nvcc
@@ -43,6 +45,11 @@ def kinds() -> list[str]:
     return [v.id for v in {(v.schedule, loop_form(v), v.cluster, v.causal): v for v in reversed(native)}.values()]
 
 
+def decodes() -> list[str]:
+    """The kernels of decode of profile ci for the card: each head_dim and each number of rows."""
+    return [d.id for d in built_decodes() if d.arch == card_arch() and d.profile != "release"]
+
+
 def build(folder: Path, flags: str) -> Path:
     """The extension with these kernels and these further options of nvcc."""
     try:
@@ -50,7 +57,7 @@ def build(folder: Path, flags: str) -> Path:
     except ToolchainError as error:
         pytest.skip(str(error))
     arch = str(card_arch())
-    ids = [x for name in kinds() for x in ("--only", name)]
+    ids = [x for name in (*kinds(), *decodes()) for x in ("--only", name)]
     steps = (
         ["-m", "codegen", "--arch", arch, *ids, "--out", folder / "generated"],
         ["scripts/build_extension.py", "--generated", folder / "generated", "--build-dir", folder / "work"]
@@ -69,7 +76,7 @@ def passed(library: Path, tests: str, expression: str) -> int:
     """How many tests pass on a library, in a session of its own; none may fail."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{tests}", "-k", expression],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/gpu/{tests}", "-k", expression],
         cwd=ROOT,
         env=environment | {"FP8CUTLASS_LIBRARY": str(library)},
         capture_output=True,
@@ -106,6 +113,13 @@ def test_delayed_kernels_are_right_and_repeat_a_thousand_times(delayed: Path) ->
 
 @pytest.mark.gpu
 @pytest.mark.edge(44)
+def test_delayed_kernels_of_decode_are_right_and_repeat_a_thousand_times(delayed: Path) -> None:
+    """Whoever arrives last puts the parts together: the order of arrival is another in each run."""
+    assert passed(delayed, "test_gpu_decode.py", "thousand or exact or shared_by_all") > 10 * len(decodes())
+
+
+@pytest.mark.gpu
+@pytest.mark.edge(44)
 def test_delayed_kernels_quantise_q_to_the_same_bits(delayed: Path) -> None:
     assert passed(delayed, "test_gpu_source.py", "SameBits") >= 3
 
@@ -123,20 +137,26 @@ def test_another_optimisation_level(tmp_path: Path) -> None:
     """ptxas -O2: every kernel still passes the z-test and its other gates, and repeats."""
     library = build(tmp_path, OTHER_LEVEL)
     assert passed(library, "test_gpu_variants.py", "test_variant") >= 6 * len(kinds())
+    assert passed(library, "test_gpu_decode.py", "thousand or exact") > 10 * len(decodes())
 
 
-def test_only_a_build_with_delays_has_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "least"), [("serial", 8), ("decode_sm90a_d64_r8", 6)])
+def test_only_a_build_with_delays_has_them(name: str, least: int, tmp_path: Path) -> None:
     try:
         tools = open_toolbox()
     except ToolboxError as error:
         pytest.skip(str(error))
-    variants = load_manifest(generated_dir()).variants
-    kernel = next(v for v in variants if v.family == "sm90a" and v.kind == "fwd" and v.schedule == "serial")
+    if name == "serial":
+        variants = load_manifest(generated_dir()).variants
+        kernel = next(v for v in variants if v.family == "sm90a" and v.kind == "fwd" and v.schedule == name)
+        source = write_source(kernel.id, tmp_path)
+    else:
+        source = tmp_path / f"{name}.cu"
+        source.write_text(render_decode(next(d for d in ALL if d.id == name), environment()))
     waits = {}
     for flags in ([], [DELAYS]):
         cubin = tmp_path / "kernel.cubin"
-        command = tools.command(TARGETS["sm90a"].gencode, write_source(kernel.id, tmp_path), cubin)
-        run_nvcc([*command, *flags], tools.environment)
+        run_nvcc([*tools.command(TARGETS["sm90a"].gencode, source, cubin), *flags], tools.environment)
         listing = subprocess.run([str(tools.nvdisasm), "-c", str(cubin)], capture_output=True, text=True, check=True)
         waits[len(flags)] = listing.stdout.count("NANOSLEEP")
-    assert waits[0] == 0 and waits[1] >= 8, waits
+    assert waits[0] == 0 and waits[1] >= least, waits

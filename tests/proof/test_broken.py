@@ -9,7 +9,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from decode_host import Kernel, batch, wrong
 
+from codegen.decode import ALL
 from codegen.gates.toolbox import ToolboxError, open_toolbox
 from scripts import broken
 
@@ -22,6 +25,40 @@ def test_every_fault_is_planted(tmp_path: Path) -> None:
     assert changed == {fault.kernel for fault in broken.FAULTS}
     with pytest.raises(LookupError, match="has 0 times"):
         broken.broken_sources(generated)
+
+
+ON_THE_HOST = ("a slice is used", "is lost", "from the last to arrive")
+
+
+@pytest.mark.parametrize("name", ON_THE_HOST)
+def test_a_fault_of_decode_shows_on_the_host(name: str, tmp_path: Path) -> None:
+    """Before a card has it: by results, or by bits that depend on the order in which CTAs arrive. There CTAs run one
+    after the other, so that one which arrives early does not show."""
+    (fault,) = (f for f in broken.FAULTS if name in f.name)
+    edit = (Path(fault.header).name or "kernel.cu", fault.old, fault.new)
+    head_dim = next(d.head_dim for d in ALL if d.id == fault.kernel)
+    b = batch((3000, 30, 40), [1, 2, 1], (8, 2), head_dim, 16, dtype=torch.float16)  # bf16 hides the order of most sums
+    results = {}
+    for state, edits in (("clean", []), ("broken", [edit])):
+        kernel, found, bits = Kernel(fault.kernel, tmp_path / state, edits), "", []
+        for seed in range(4):
+            try:
+                result = kernel.run(b, ctas=40, seed=seed)
+            except AssertionError as error:
+                found = str(error)
+                continue
+            found = found or wrong(b, result)
+            bits.append(torch.cat((result.out.float().flatten(), result.lse.flatten())))
+        differ = any(not torch.equal(x, bits[0]) for x in bits)
+        results[state] = found or ("the order of arrival changes bits" if differ else "")
+    assert results["clean"] == "" and results["broken"], results
+
+
+def test_each_fault_of_decode_is_in_a_kernel_of_its_own() -> None:
+    """A test of the card is chosen by the kernel's id, which is no part of another's."""
+    kernels = [fault.kernel for fault in broken.FAULTS]
+    assert len(set(kernels)) == len(kernels) and sum(k.startswith("decode_sm90a_") for k in kernels) == 5
+    assert not [(a, b) for a in kernels for b in kernels if a != b and a in b]
 
 
 def test_tests_without_an_end_notice_only_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

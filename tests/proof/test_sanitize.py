@@ -14,7 +14,12 @@ from pathlib import Path
 
 import pytest
 from compilers import ROOT, nvcc
+from decode_host import Kernel, wrong
 
+from codegen.arch import TARGETS
+from codegen.decode import ALL, decodes_of
+from codegen.outputs import CUT
+from fp8cutlass.manifest import Decode, Variant
 from scripts import sanitize, sanitize_problems
 
 
@@ -99,17 +104,47 @@ def test_kinds_come_before_more_of_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     ids = [sanitize._id(k) for k in kernels]
     kinds = sanitize.chosen("release", [], True)
     assert len(set(ids)) == len(ids) and ids[: len(kinds)] == [sanitize._id(k) for k in kinds]
-    assert {k.schedule for k in kinds if not isinstance(k, dict)} == {
-        k.schedule for k in kernels if not isinstance(k, dict)
+    assert {k.schedule for k in kinds if isinstance(k, Variant)} == {
+        k.schedule for k in kernels if isinstance(k, Variant)
     }
     assert [sanitize._id(k) for k in sanitize.chosen("release", ids[3:5], False)] == ids[3:5]
     assert any(isinstance(k, dict) for k in kinds)
 
 
+def test_each_decode_kernel_of_ci_is_a_kind() -> None:
+    """They have each head_dim and each number of rows; what release has beside them comes after the other kinds."""
+    of_ci = {d.id for target in TARGETS for d in decodes_of("ci", (target,))}
+    assert {k.id for k in sanitize.chosen("release", [], True) if isinstance(k, Decode)} == of_ci
+    every = {k.id for k in sanitize.chosen("release", [], False) if isinstance(k, Decode)}
+    assert every == {d.id for d in ALL} > of_ci
+    names = [part.removeprefix("kns=") for part in sanitize.KERNELS.split(",")]
+    assert all(any(name in kernel for name in names) for kernel in (*every, CUT))
+
+
 def test_every_kind_of_kernel_has_problems() -> None:
     """A kind without problems would end a tool's run with a KeyError, on a card."""
     kernels = sanitize.chosen("release", [], True)
-    assert {k.kind for k in kernels if not isinstance(k, dict)} == set(sanitize_problems.RUNS)
+    assert {sanitize_problems.kind_of(k) for k in kernels} == set(sanitize_problems.RUNS)
+
+
+def test_decode_is_launched_with_all_that_it_may_meet(tmp_path: Path) -> None:
+    """The batches of a card, on the host with the kernel's source: nothing is read outside, slots are used again, a CTA
+    shares units with some and with many, and there are sequences enough for the cut to begin again."""
+    kernel = Kernel("decode_sm90a_d64_r8", tmp_path / "decode")
+    spec, reused, shared, sequences, wild = kernel.spec, 0, 0, 0, 0
+    for batch, options in sanitize_problems.decode_batches(spec.head_dim, spec.rows, spec.tile):
+        ctas = 2 * options.get("sms", 20)
+        result = kernel.run(batch, ctas=ctas, whole=not options.get("share", True))
+        tiles = sum(-(-n // spec.tile) for n in batch.lengths.clamp(0, batch.table.shape[1] * 16).tolist())
+        reused = max(reused, 2 * tiles // ctas // spec.stages)
+        shared = max(shared, int((result.cuts[:, 4] - result.cuts[:, 3]).max()))
+        sequences = max(sequences, len(batch.lengths))
+        in_range = batch.table.min() >= -5 and batch.table.max() < batch.k.shape[0]
+        if in_range and bool((batch.cu_q.diff() >= 0).all()):
+            assert wrong(batch, result) == ""
+        else:
+            wild += 1
+    assert reused > 2 and shared >= 19 and sequences > 2 * 512 and wild == 4
 
 
 @pytest.mark.parametrize("cluster", ["solo", "split4"])

@@ -23,7 +23,7 @@ from fp8cutlass.call import kvcache, kvlaunch
 from fp8cutlass.choose.target import Target
 from fp8cutlass.manifest import generated_dir, load_manifest
 from fp8cutlass.native import extension
-from fp8cutlass.native.decode import FAR
+from fp8cutlass.native.decode import CUT_WORDS, FAR
 
 LENGTHS, QUERIES = [140, 0, 17, 330, 64], [1, 2, 0, 5, 3]
 AT = Target(generated_dir(), "sm90a", 3)
@@ -58,7 +58,7 @@ class OnHost:
         assert (c["total_q"], c["heads"], c["kv_heads"]) == (*q.shape[:2], k.shape[2])
         assert c["most_keys"] == a["page_table"].shape[1] * k.shape[1] and c["overhead"] > 0
         spec = load_manifest(generated_dir()).decodes[a["decode"]]
-        assert a["parts"].shape == (c["arrived"].shape[0], 2, spec.part_floats) and c["cuts"].shape[1] == 8
+        assert a["parts"].shape == (c["arrived"].shape[0], 2, spec.part_floats) and c["cuts"].shape[1] == CUT_WORDS
         assert c["cuts"].shape[0] == c["arrived"].shape[0] + 1 == AT.sm_count * spec.ctas_per_sm + 1
         self.ran.append(spec)
         if self.looks_only:

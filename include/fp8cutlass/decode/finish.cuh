@@ -155,6 +155,7 @@ template <int kHeadDim, int kRows, int kWarps>
 __device__ __forceinline__ bool leave_part(const DecodeParams& p, int slot, int first, int count,
                                            Exchange<kHeadDim, kRows, kWarps>& exchange) {
   float* const part = p.parts + int64_t(slot) * kPartFloats<kHeadDim, kRows>;
+  delay_point(23);
   for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += 32 * kWarps) {
     const int row = i / (kHeadDim / 4), column = 4 * (i % (kHeadDim / 4));
     *reinterpret_cast<float4*>(part + row * kHeadDim + column) =

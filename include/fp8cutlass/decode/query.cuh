@@ -6,6 +6,7 @@
 #include "fp8cutlass/decode/instructions.cuh"
 #include "fp8cutlass/decode/rows.h"
 #include "fp8cutlass/decode/stream.cuh"
+#include "fp8cutlass/delay.cuh"
 
 namespace fp8cutlass::decode {
 
@@ -52,6 +53,7 @@ __device__ __forceinline__ void prepare_queries(const DecodeParams& p, Queries<k
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const float unit = p.softcap > 0.f ? 1.f / p.softcap : 1.4426950408889634f;
   const float k_descale = queries.k_descale[warp];
+  delay_point(24);
 #pragma unroll
   for (int r = 0; r < kOwnRows<kRows, kWarps>; ++r) {
     const int row = warp + r * kWarps;

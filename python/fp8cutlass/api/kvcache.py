@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from ..cache.checks import on_host
 from ..cache.paged import PagedKVCache
 from ..call.kvappend import append, positions
 from ..call.kvcache import KVCall, refuse_device, run
 from ..call.operators import register
 from ..call.ragged import default_scale
 from ..call.reasons import no_derivatives
+from ..checking import looks_at
 from ..errors import NoKernelError
 from ..quant.rope import rope
-from .kvcache_checks import Given, check, check_lengths
+from .kvcache_checks import Given, Settled, check, check_lengths
 
 
 def attention_with_kvcache(
@@ -81,7 +81,7 @@ def attention_with_kvcache(
         to no sequence, are 0, their LSE -inf, with and without sinks.
 
     On a card nobody waits for a number. There page numbers, lengths and ends that are out of range are clamped. On the
-    CPU they are refused.
+    CPU they are refused, and on a card where ``FP8CUTLASS_CHECK=1``.
 
     Raises:
         UnsupportedError: with every reason, before anything is written or launched. NoKernelError: on a card, where no
@@ -92,12 +92,7 @@ def attention_with_kvcache(
         rotary_interleaved, k_descale, v_descale, layer, softmax_scale, causal, window_size, softcap, sinks, num_splits,
         out, return_lse,
     )  # fmt: skip
-    at = check(given)
-    if wrong := no_derivatives((("q", q), ("k", k), ("v", v), ("sinks", sinks), ("out", out))):
-        raise NoKernelError(*wrong)
-    refuse_device(q.device, q.shape[-1])
-    if on_host(q):
-        check_lengths(at)
+    at = settled(given)
     pages, tokens = at.cache.views(layer), q.reshape(at.tokens, *q.shape[-2:])
     used = at.lengths
     if k is not None and v is not None and at.cu_new is not None:
@@ -122,6 +117,19 @@ def attention_with_kvcache(
         lse = lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1)  # (B, H, S)
     result = result if out is None else out.copy_(result)
     return (result, lse) if return_lse else result
+
+
+def settled(given: Given, *, ask_device: bool = True) -> Settled:
+    """The arguments in one form. UnsupportedError with what is wrong; NoKernelError where torch could and no kernel
+    does. Without ``ask_device`` any device will do."""
+    at = check(given)
+    if wrong := no_derivatives([(name, getattr(given, name)) for name in ("q", "k", "v", "sinks", "out")]):
+        raise NoKernelError(*wrong)
+    if ask_device:
+        refuse_device(given.q.device, given.q.shape[-1])
+    if looks_at(given.q):
+        check_lengths(at)
+    return at
 
 
 def _fake(q: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:

@@ -118,7 +118,7 @@ def check(given: Given) -> Settled:
 
 
 def check_lengths(at: Settled) -> None:
-    """On the CPU the values can be looked at."""
+    """Of values that can be looked at."""
     wrong = []
     for name, cu, tokens in (("cu_seqlens_q", at.cu_q, at.tokens), ("cu_seqlens_k_new", at.cu_new, at.new)):
         if cu is not None and ((ends := cu.tolist())[0] < 0 or ends[-1] > tokens or ends != sorted(ends)):

@@ -21,6 +21,7 @@ from ..call.reasons import (
     wrong_groups,
     wrong_tensors,
 )
+from ..checking import looks_at
 from ..choose.target import target
 from ..dtypes import HALF_DTYPES, OUT_NAMES
 from ..errors import NoKernelError, UnsupportedError
@@ -143,7 +144,7 @@ def _checked(
         beyond.append(f"out_dtype={out_dtype} has no kernel for ragged batches; bf16 and fp16 have")
     if beyond:
         raise NoKernelError(*beyond)
-    if not q.is_cuda and not torch.compiler.is_compiling():
+    if looks_at(q):
         _check_lengths(q, k, cu_seqlens_q, cu_seqlens_k)
     if q_descale is not None and q_descale.dim() == 2 and q_descale.shape[1] != q.shape[1]:
         q_descale = q_descale.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -272,7 +273,7 @@ def _wrong_descales(
 
 
 def _check_lengths(q: torch.Tensor, k: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor) -> None:
-    """On the CPU the values can be looked at."""
+    """Of values that can be looked at."""
     wrong = []
     for name, cu, tokens in (("cu_seqlens_q", cu_q, q.shape[0]), ("cu_seqlens_k", cu_k, k.shape[0])):
         ends = cu.tolist()

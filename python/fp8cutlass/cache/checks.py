@@ -131,11 +131,6 @@ def wrong_rotary(cos: object, sin: object, interleaved: object, head_dim: int, d
     return wrong
 
 
-def on_host(x: torch.Tensor) -> bool:
-    """Whether the values of a tensor can be looked at, and nobody waits for it."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
 def check_places(name: str, x: torch.Tensor, limit: int, least: int) -> None:
     """Places on the host that are written: ``least`` to ``limit`` - 1, none twice; -1 is none."""
     places = x.tolist()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..checking import looks_at
 from ..errors import UnsupportedError
 from ..quant.prepare import prepared
 from ..quant.rope import rope
@@ -14,7 +15,6 @@ from .checks import (
     check_hadamard,
     check_new,
     check_places,
-    on_host,
     settled_mean,
     static_descale,
     wrong_numbers,
@@ -172,7 +172,8 @@ class PagedKVCache:
                 rotated, each where asked for. Then it is quantised.
             slot_mapping: (T,) int32 or int64, ``page * page_size + position in the page``; -1 for a token that is not
                 written. On the CPU any other number out of range and a slot that is given twice are refused. On a card
-                the first is ignored, and of two tokens for a slot the last is written.
+                the first is ignored, and of two tokens for a slot the last is written; ``FP8CUTLASS_CHECK=1`` refuses
+                them there, too.
             positions: (T,) int32 or int64 in the sequence, with ``rotary_cos`` and ``rotary_sin`` (S, R / 2): K's first
                 R columns are turned as in FlashAttention, where R is a multiple of 16.
 
@@ -189,7 +190,7 @@ class PagedKVCache:
             wrong += wrong_numbers("positions", positions, self.device, k.shape[0] if not wrong else None)
         if wrong:
             raise UnsupportedError(*wrong)
-        if on_host(slot_mapping):
+        if looks_at(slot_mapping):
             check_places("slot_mapping", slot_mapping, self.num_pages * self.page_size, -1)
         if positions is not None and rotary_cos is not None and rotary_sin is not None:
             k = rope(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
@@ -222,7 +223,7 @@ class PagedKVCache:
             wrong.append(f"src and dst differ in pages: {src.shape[0]} and {dst.shape[0]}")
         if wrong:
             raise UnsupportedError(*wrong)
-        if on_host(src):
+        if looks_at(src):
             check_places("dst", dst, self.num_pages, 0)
             if len(src) and not 0 <= int(src.min()) <= int(src.max()) < self.num_pages:
                 raise UnsupportedError(f"src must be pages 0 to {self.num_pages - 1}, got {src.tolist()}")
@@ -242,7 +243,7 @@ class PagedKVCache:
             return
         if wrong := wrong_numbers("pages", pages, self.device):
             raise UnsupportedError(*wrong)
-        if on_host(pages):
+        if looks_at(pages):
             check_places("pages", pages, self.num_pages, 0)
         if len(pages):
             writes = write.plan(pages, self.num_pages)

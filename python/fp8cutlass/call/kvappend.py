@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..cache.checks import check_places, on_host
+from ..cache.checks import check_places
 from ..cache.paged import PagedKVCache
+from ..checking import looks_at
 from ..quant.rope import rope
 
 Turn = tuple[torch.Tensor, torch.Tensor, bool]  # cos, sin, interleaved
@@ -55,7 +56,7 @@ def append(
     page = page_table.long()[sequence, column.clamp(0, page_table.shape[1] - 1)]
     there = there & (page >= 0) & (page < cache.num_pages)
     slots = torch.where(there, page * cache.page_size + position % cache.page_size, -1)
-    if on_host(slots):
+    if looks_at(slots):
         check_places("the slots of k and v", slots, cache.num_pages * cache.page_size, -1)
     if turn is not None:
         cos, sin, interleaved = turn

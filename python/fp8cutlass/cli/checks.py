@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ def checks(facts: dict[str, Any]) -> Iterator[Check]:
     yield from cards(facts)
     yield tables(facts)
     yield library(facts)
-    yield emulator(facts)
+    yield from emulator(facts)
     yield from kernels(facts)
     yield from compilers(facts)
 
@@ -165,32 +165,35 @@ def library(facts: dict[str, Any]) -> Check:
     return Check("library", OK, seen)
 
 
-def _attention(name: str, device: str, remedy: str) -> Check:
+def _tried(name: str, error_on: Callable[[str], float], device: str, remedy: str) -> Check:
     try:
-        error = selftest.error_on(device)
+        error = error_on(device)
     except Exception as failure:  # a card can raise anything
         return Check(name, FAILED, reason(failure), remedy)
     seen = f"relative L2 error {error:.4f} against float64, limit {selftest.LIMIT:g}"
     return Check(name, OK, seen) if error <= selftest.LIMIT else Check(name, FAILED, seen, remedy)
 
 
-def emulator(facts: dict[str, Any]) -> Check:
-    """Attention of CPU tensors is right."""
-    return _attention("emulator", "cpu", "see to what failed above; else reinstall the package and torch")
+def emulator(facts: dict[str, Any]) -> Iterator[Check]:
+    """Attention of CPU tensors is right, and over pages."""
+    remedy = "see to what failed above; else reinstall the package and torch"
+    yield _tried("emulator", selftest.error_on, "cpu", remedy)
+    yield _tried("pages", selftest.paged_error_on, "cpu", remedy)
 
 
 def kernels(facts: dict[str, Any]) -> Iterator[Check]:
-    """Attention on each card that has kernels is right."""
+    """Attention on each card that has kernels is right, and over pages."""
     for card in served_cards(facts):
-        name = f"kernels {card['index']}"
+        names = (f"kernels {card['index']}", f"pages {card['index']}")
         if not card["usable"] or not facts["library"]["loads"]:
-            yield Check(name, WARNING, "not tried", "see to what failed above")
+            yield from (Check(name, WARNING, "not tried", "see to what failed above") for name in names)
         else:
             remedy = (
                 f"kernels that CUDA 13 compiled need driver {MIN_DRIVER[13]} or newer; else build them again: "
                 f"{build_command([card['arch']])}"
             )
-            yield _attention(name, f"cuda:{card['index']}", remedy)
+            for name, error_on in zip(names, (selftest.error_on, selftest.paged_error_on), strict=True):
+                yield _tried(name, error_on, f"cuda:{card['index']}", remedy)
 
 
 def compilers(facts: dict[str, Any]) -> Iterator[Check]:

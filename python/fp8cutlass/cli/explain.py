@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .explain_kvcache import told
 from .facts import reason
 from .group import need_library
 
@@ -62,6 +63,10 @@ def problem_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.command()
 @problem_options
 @click.option("--kernel", metavar="ID", help="Pin a variant instead of asking the table.")
+@click.option(
+    "--pages", type=click.IntRange(min=1), metavar="TOKENS", help="Of attention_with_kvcache: K and V in such pages."
+)
+@click.option("--splits", type=click.IntRange(0, 256), default=0, help="With --pages: num_splits.")
 @click.option("--device", help="cpu, cuda or cuda:N. Default: the card that is here, else cpu.")
 @click.option("--arch", type=click.Choice(list(MODEL_CARDS)), help="Answer for a card that need not be here.")
 @click.option("--sms", type=click.IntRange(min=1), help="Multiprocessors of that card. Default: of an L4, an H200.")
@@ -74,6 +79,8 @@ def explain(
     precision: str,
     dtype: str,
     kernel: str | None,
+    pages: int | None,
+    splits: int,
     device: str | None,
     arch: str | None,
     sms: int | None,
@@ -86,6 +93,10 @@ def explain(
         raise click.UsageError("--arch answers for a card that need not be here, --device for one that is: give one")
     if sms and not arch:
         raise click.UsageError("--sms goes with --arch")
+    if splits and not pages:
+        raise click.UsageError("--splits goes with --pages")
+    if pages and (kernel or (scaling, precision) != ("block", "fast")):
+        raise click.UsageError("--pages has one kernel for its sizes: it goes with no --kernel, --scaling, --precision")
     need_library()
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -103,6 +114,11 @@ def explain(
         if arch:
             capability, name, model_sms = MODEL_CARDS[arch]
             stack.enter_context(extension.assume((capability, name, sms or model_sms)))
+        if pages:
+            text, served = told(shape, kv_heads, causal, pages, splits, dtype, place)
+            click.echo(text)
+            end(served)
+            return
         stack.enter_context(FakeTensorMode())
         q, k, v = (torch.empty(size, dtype=element, device=place) for size in (shape, keys, keys))
         try:
@@ -110,6 +126,11 @@ def explain(
         except (ValueError, KeyError, OSError) as error:  # tables that cannot be read
             raise click.ClickException(f"{reason(error)}. `fp8cutlass doctor` says more") from error
     click.echo(text)
+    end(served)
+
+
+def end(served: bool) -> None:
+    """The exit status."""
     if not served:
         raise click.exceptions.Exit(1)
 

@@ -57,11 +57,12 @@ def built_variants(kind: str, **axes: object) -> list[Variant]:
     ]
 
 
-def built_packs() -> list[dict[str, Any]]:
-    """The compiled kernels that quantise and pack, as the manifest has them, that the card runs."""
+def built_packs(*, fp8: bool = False) -> list[dict[str, Any]]:
+    """The compiled kernels that quantise and pack, as the manifest has them, that the card runs; with ``fp8`` those of
+    FP8 operands."""
     rows = json.loads((built_manifest().directory / "manifest.json").read_text())["packs"]
     arch = card_arch()
-    return [row for row in rows if arch is None or arch in row["targets"]]
+    return [row for row in rows if (arch is None or arch in row["targets"]) and (row["source"] == "fp8") == fp8]
 
 
 def is_emulated(variant: Variant) -> bool:

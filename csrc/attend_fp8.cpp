@@ -31,53 +31,51 @@ struct Descales {
   int64_t count;      // that the kernel reads
 };
 
-// Of an operand (batch, heads, tokens, columns). `padded` tokens are read of a K whose tokens have descales.
+// Of an operand (batch, heads, tokens, columns). `tokens` are read of it where they have descales.
 Descales descales_of(const std::optional<Tensor>& tensor, double number, const char* name, int64_t position,
-                     const View& x, int64_t padded, const VariantEntry& variant) {
+                     const View& x, int64_t tokens, const VariantEntry& variant) {
   constexpr auto kChannel = static_cast<int64_t>(Granularity::channel);
   require(position >= 0 && position <= kChannel, name, ": what shares it is ", position, ", outside of 0..", kChannel);
   const auto shared_by = static_cast<Granularity>(position);
-  const bool by_token = shared_by == Granularity::token, whole = shared_by == Granularity::tensor;
+  const bool by_token = shared_by == Granularity::token, by_channel = shared_by == Granularity::channel;
+  const bool whole = shared_by == Granularity::tensor;
   const int64_t batch = whole ? 1 : x.size(0), heads = whole ? 1 : x.size(1);
-  const int64_t parts = whole ? 1 : descale_count(shared_by, 1, padded, variant.key_block, variant.head_dim);
-  const int64_t given = by_token ? x.size(2) : shared_by == Granularity::channel ? x.size(3) : parts;
+  const int64_t parts = whole ? 1 : descale_count(shared_by, 1, tokens, variant.key_block, variant.head_dim);
+  int64_t given = by_token ? x.size(2) : by_channel ? x.size(3) : parts;
   Descales d{};
+  Fp8Descale& spread = d.spread;
   d.count = batch * heads * parts;
-  d.spread = {nullptr,
-              static_cast<float>(number),
-              0,
-              0,
-              0,
-              nullptr,
-              to_int(heads, name),
-              to_int(parts, name),
-              to_int(given, name),
-              to_int(d.count, name)};
-  if (!tensor) {
+  spread.value = static_cast<float>(number);
+  spread.heads = to_int(heads, name), spread.parts = to_int(parts, name), spread.count = to_int(d.count, name);
+  if (tensor) {
+    const View view(*tensor);
+    d.given = view;
+    require(view.scalar_type() == ScalarType::Float, name, " must be float32");
+    require_same_device(view, name, x);
+    spread.x = static_cast<const float*>(view.data());
+    const int64_t dims = view.dim();
+    const bool finer = !whole && shared_by != Granularity::head;
+    const bool of_each = finer && dims == 3 && view.size(0) == batch && view.size(1) == heads;
+    if (dims == 0 || (dims == 1 && view.size(0) == 1)) {
+      // one for all
+    } else if (!whole && dims == 1 && view.size(0) == heads) {
+      spread.stride_head = view.stride(0);
+    } else if (!whole && dims == 2 && view.size(0) == batch && view.size(1) == heads) {
+      spread.stride_batch = view.stride(0), spread.stride_head = view.stride(1);
+    } else if (of_each && (view.size(2) == given || (by_channel && view.size(2) <= given))) {
+      given = view.size(2);  // columns that were added behind those of the caller have none
+      spread.stride_batch = view.stride(0), spread.stride_head = view.stride(1), spread.stride_part = view.stride(2);
+    } else {
+      fail(name, " has shape ", shape_text(view), ", expected one of those that ", batch, " x ", heads, " x ", given,
+           " descales can be spread from");
+    }
+    // Descales of K's tokens are copied 16 bytes at a time.
+    const bool fits = !by_token || reinterpret_cast<uintptr_t>(spread.x) % kAlignment == 0;
+    if (view.numel() == d.count && view.is_contiguous() && fits) spread.count = 0;
+  } else {
     require(number > 0, name, " is missing");
-    return d;
   }
-  const View view(*tensor);
-  d.given = view;
-  require(view.scalar_type() == ScalarType::Float, name, " must be float32");
-  require_same_device(view, name, x);
-  d.spread.x = static_cast<const float*>(view.data());
-  const bool one = view.numel() == 1 && view.dim() <= 1;
-  const bool of_heads = !whole && ((view.dim() == 1 && view.size(0) == heads) ||
-                                   (view.dim() == 2 && view.size(0) == batch && view.size(1) == heads));
-  const bool of_parts = view.dim() == 3 && view.size(0) == batch && view.size(1) == heads && view.size(2) == given;
-  if (!one && !of_heads && !of_parts)
-    fail(name, " has shape ", shape_text(view), ", which is none of those of ", batch, " sequences of ", heads,
-         " heads with ", given, " descales");
-  if (!one) {
-    const int64_t at = view.dim() == 1 ? 0 : 1;
-    d.spread.stride_batch = view.dim() == 1 ? 0 : view.stride(0);
-    d.spread.stride_head = view.stride(at);
-    d.spread.stride_part = of_parts ? view.stride(2) : 0;
-  }
-  constexpr uintptr_t kVector = kAlignment;  // descales of K's tokens are copied 16 bytes at a time
-  const bool fits = !by_token || reinterpret_cast<uintptr_t>(view.data()) % kVector == 0;
-  if (view.numel() == d.count && view.is_contiguous() && fits) d.spread.count = 0;
+  spread.given = to_int(given, name);
   return d;
 }
 

@@ -149,8 +149,8 @@ void load_decode(int64_t decode, int64_t device) {
 }
 
 Tensor attend_half(const Tensor& constants, const Tensor& q, const Tensor& k, const Tensor& v,
-                   const std::optional<Tensor>& k_mean, const std::optional<Tensor>& out_descale,
-                   const std::optional<Tensor>& lse, const std::optional<Tensor>& amax) {
+                   const std::optional<Tensor>& out_descale, const std::optional<Tensor>& lse,
+                   const std::optional<Tensor>& amax, const std::optional<Tensor>& k_mean) {
   const AttendConstants c = attend_constants(constants);
   return attend(c, {q, k, v, k_mean, out_descale, lse, amax}, find_variant(c.variant, false));
 }
@@ -218,8 +218,8 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "Tensor? seqused_q, Tensor? seqused_k, Tensor(a!)? lse, float score_amax, float v_amax, float scale, "
       "int window_left, int window_right, bool bottom_right, bool leave_q, Tensor(b!)? workspace=None) -> Tensor");
   m.def(
-      "attend(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor(a!)? k_mean=None, Tensor? out_descale=None, "
-      "Tensor(b!)? lse=None, Tensor(c!)? amax=None) -> Tensor");
+      "attend(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? out_descale=None, Tensor(a!)? lse=None, "
+      "Tensor(b!)? amax=None, Tensor(c!)? k_mean=None) -> Tensor");
   m.def(
       "attend_fp8(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, "
       "Tensor? v_descale, Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None) -> Tensor");

@@ -15,7 +15,8 @@ from codegen.families.warpgroup.derive import derive as derive_warpgroup
 from codegen.variant import parse_id
 from fp8cutlass import supports
 from fp8cutlass.call.call import Call, Outputs, Tensors
-from fp8cutlass.call.launch import fp8_operands, prepared_call, run, run_operands
+from fp8cutlass.call.card import prepared_call
+from fp8cutlass.call.launch import fp8_operands, run, run_operands
 from fp8cutlass.call.plan import Plan
 from fp8cutlass.dtypes import OUT_DTYPES
 from fp8cutlass.emulator.emulate import Diagnostics

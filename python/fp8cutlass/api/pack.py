@@ -10,9 +10,8 @@ import torch
 from ..cache.packed import PackedKV
 from ..call.call import parse
 from ..call.enter import autocast
-from ..call.launch import score_amax
 from ..call.operators import pack_kv as pack_kv_operator
-from ..call.plan import resolve_for
+from ..call.plan import resolve_for, score_amax
 from ..call.reasons import BHSD, wrong_dtypes, wrong_tensors
 from ..call.request import request_of
 from ..call.settle import settle

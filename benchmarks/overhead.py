@@ -97,7 +97,7 @@ def steps(shape: Shape, device: torch.device | str = "cuda") -> dict[str, Step]:
         "scaling": "head",
     }
     numbers: dict[str, Any] = {name: 0.5 for name in ("q_descale", "k_descale", "v_descale")}
-    narrow = [x[..., :-16] for x in (q8, k8, v8)]
+    q_narrow, k_narrow, v_narrow = (x[..., :-16] for x in (q8, k8, v8))
     packed = pack_kv(k, v, query_shape=q.shape, is_causal=shape.causal)
     compiled = torch.compile(attention, fullgraph=True, dynamic=False)
     at = target(q.device)
@@ -110,7 +110,9 @@ def steps(shape: Shape, device: torch.device | str = "cuda") -> dict[str, Step]:
         "attention, bf16, kernel pinned": lambda: attention(q, k, v, kernel=variant.id, **options),
         "attention, FP8 with descales": lambda: attention(q8, k8, v8, **options, **descales),
         "attention, FP8 with numbers": lambda: attention(q8, k8, v8, **options, **numbers),
-        "attention, FP8, narrower than the kernel": lambda: attention(*narrow, **options, **descales),
+        "attention, FP8, narrower than the kernel": lambda: attention(
+            q_narrow, k_narrow, v_narrow, **options, **descales
+        ),
         "attention, bf16, PackedKV": lambda: attention(q, packed, **options),
         "attention, bf16, torch.compile": lambda: compiled(q, k, v, **options),
         "part: the extension's operator": lambda: operator()(q, k, v),

@@ -104,9 +104,10 @@ def attend_fp8(
         if given is not None:
             if given.dtype != torch.float32:
                 raise RuntimeError(f"fp8cutlass: {name}_descale must be float32")
-            if tuple(given.shape) not in accepted_shapes(n.granularity[name], shape):
+            if tuple(given.shape) not in accepted_shapes(n.granularity[name], shape, n.variant.key_block):
                 raise RuntimeError(f"fp8cutlass: {name}_descale has shape {tuple(given.shape)}")
-        value = to_canonical(number if given is None else given, n.granularity[name], shape, x.device)
+        value = number if given is None else given
+        value = to_canonical(value, n.granularity[name], shape, x.device, n.variant.key_block)
         if n.granularity[name] == "channel":
             value = torch.nn.functional.pad(value, (0, x.shape[3] - value.shape[2]), value=1.0)
         descales[name] = value

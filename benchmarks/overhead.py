@@ -110,9 +110,7 @@ def steps(shape: Shape, device: torch.device | str = "cuda") -> dict[str, Step]:
         "attention, bf16, kernel pinned": lambda: attention(q, k, v, kernel=variant.id, **options),
         "attention, FP8 with descales": lambda: attention(q8, k8, v8, **options, **descales),
         "attention, FP8 with numbers": lambda: attention(q8, k8, v8, **options, **numbers),
-        "attention, FP8, narrower than the kernel": lambda: attention(
-            q_narrow, k_narrow, v_narrow, **options, **descales
-        ),
+        "attention, FP8, padded": lambda: attention(q_narrow, k_narrow, v_narrow, **options, **descales),
         "attention, bf16, PackedKV": lambda: attention(q, packed, **options),
         "attention, bf16, torch.compile": lambda: compiled(q, k, v, **options),
         "part: the extension's operator": lambda: operator()(q, k, v),

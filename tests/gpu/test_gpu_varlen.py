@@ -18,8 +18,7 @@ from kernel_gates import emulator_limit
 
 from fp8cutlass import attention_varlen, quantize
 from fp8cutlass.call.call import Call, Tensors
-from fp8cutlass.call.launch import kernel_operands, quantised
-from fp8cutlass.call.plan import score_amax
+from fp8cutlass.call.launch import kernel_operands, quantised, score_amax
 from fp8cutlass.call.ragged import RaggedCall, blocks_of, by_torch, emulate_sequence, launch, launch_made
 from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import Variant

@@ -28,8 +28,7 @@ from ..native.fused import readable
 from ..quant.quantize import V_AMAX, quantize
 from ..quant.v_layout import pack_v
 from .call import FAR, Call, Tensors
-from .launch import quantised
-from .plan import score_amax
+from .launch import quantised, score_amax
 
 SOFTMAXES = {"fast": ("linear", "exp2"), "accurate": ("exp2",)}  # what serves a precision, the preferred one first
 

@@ -1,9 +1,8 @@
-// What layout.h of the package takes of CuTe where no tile is swizzled.
 #pragma once
 
-#include "cute/config.hpp"
-
 namespace cute {
+
 template <int, int, int>
-struct Swizzle;
-}
+struct Swizzle;  // of tiles that no kernel here uses
+
+}  // namespace cute

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from fp8cutlass import attention, pack_kv, quantize
-from fp8cutlass.call.launch import prepared_call
+from fp8cutlass.call.card import prepared_call
 from fp8cutlass.choose.target import target
 from fp8cutlass.manifest import PACKAGE_DIR
 
@@ -96,6 +96,8 @@ def steps(shape: Shape, device: torch.device | str = "cuda") -> dict[str, Step]:
         "v_descale": v_descale,
         "scaling": "head",
     }
+    numbers: dict[str, Any] = {name: 0.5 for name in ("q_descale", "k_descale", "v_descale")}
+    q_narrow, k_narrow, v_narrow = (x[..., :-16] for x in (q8, k8, v8))
     packed = pack_kv(k, v, query_shape=q.shape, is_causal=shape.causal)
     compiled = torch.compile(attention, fullgraph=True, dynamic=False)
     at = target(q.device)
@@ -107,6 +109,8 @@ def steps(shape: Shape, device: torch.device | str = "cuda") -> dict[str, Step]:
         "attention, bf16": lambda: attention(q, k, v, **options),
         "attention, bf16, kernel pinned": lambda: attention(q, k, v, kernel=variant.id, **options),
         "attention, FP8 with descales": lambda: attention(q8, k8, v8, **options, **descales),
+        "attention, FP8 with numbers": lambda: attention(q8, k8, v8, **options, **numbers),
+        "attention, FP8, padded": lambda: attention(q_narrow, k_narrow, v_narrow, **options, **descales),
         "attention, bf16, PackedKV": lambda: attention(q, packed, **options),
         "attention, bf16, torch.compile": lambda: compiled(q, k, v, **options),
         "part: the extension's operator": lambda: operator()(q, k, v),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from fp8cutlass.call.launch import score_amax
+from fp8cutlass.call.plan import score_amax
 from fp8cutlass.choose.target import target
 from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.manifest import load_manifest

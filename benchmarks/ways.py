@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fp8cutlass.call.launch import prepared_call
+from fp8cutlass.call.card import prepared_call
 from fp8cutlass.choose.target import target
 from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.native.attend import Way, faster_way, takes_handover, takes_source

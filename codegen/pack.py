@@ -1,4 +1,6 @@
-"""The kernels that make operands, quantising and packing: which are needed, and what follows from their shape."""
+"""The kernels that make operands, quantising and packing: which are needed, and what follows from their shape.
+
+Those whose source is FP8 quantise nothing: they bring bytes and descales to where attention kernels read them."""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from codegen.arch import REGISTERS_PER_SM, TARGETS
 from codegen.axes import Walk
 from codegen.axes.axis import Axis
 from codegen.matrix import MATRICES
-from codegen.scaling import key_block
+from codegen.scaling import KEY_BLOCK, key_block
 from codegen.table import targets_of
 from codegen.variant import Variant
 
-CHUNK = 8  # elements of one 16-byte load
+LOAD = 16  # bytes of a load
 THREADS = 256  # packing::kThreads
 MOST_ELEMENTS = 128 * THREADS  # of a CTA: 64 registers a thread, 8 KB in flight a warp
 STAGE_PAD = 32  # bytes between groups of 16 keys of V in shared memory, see TransposeStage
@@ -22,13 +24,17 @@ DELIVERY_UNIT, DELIVERY_BARRIERS = 32, 12  # of sm90::Delivery: bytes of a unit,
 
 
 class Source(Axis):
-    BF16 = "bf16"
-    FP16 = "fp16"
+    element_bytes: int
+
+    BF16 = "bf16", {"element_bytes": 2}
+    FP16 = "fp16", {"element_bytes": 2}
+    FP8 = "fp8", {"element_bytes": 1}  # e4m3 or e5m2: bytes are copied
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Pack:
-    """One kernel. ``key_block`` keys of K and V share a block descale."""
+    """One kernel. ``key_block`` keys of K and V share a block descale. FP8 sources have one kernel a head_dim, whatever
+    the blocks of its users: its own are those that V is padded to."""
 
     head_dim: int
     key_block: int
@@ -43,15 +49,25 @@ class Pack:
         return f"pack/{self.id}.cu"
 
     @property
+    def quantises(self) -> bool:
+        """Whether there is something to quantise, and so all other forms than the plain one."""
+        return self.source is not Source.FP8
+
+    @property
+    def chunk(self) -> int:
+        """Elements of a load."""
+        return LOAD // self.source.element_bytes
+
+    @property
     def chunks(self) -> int:
-        """Chunks of a row that a lane owns: 2, or 3 where the number of chunks is 3 times a power of two, so that the
-        lanes of a row are a power of two and a shuffle reaches them all."""
-        return 3 if self.head_dim // CHUNK % 3 == 0 else 2
+        """Chunks of a row that a lane owns: 2 of 16-bit elements, 1 of FP8, or 3 where the number of chunks is 3 times
+        a power of two, so that the lanes of a row are a power of two and a shuffle reaches them all."""
+        return 3 if self.head_dim // self.chunk % 3 == 0 else self.source.element_bytes
 
     @property
     def lanes(self) -> int:
         """Lanes that share a row."""
-        return self.head_dim // CHUNK // self.chunks
+        return self.head_dim // self.chunk // self.chunks
 
     @property
     def cluster(self) -> int:
@@ -84,12 +100,12 @@ class Pack:
     def delivers(self) -> bool:
         """Whether there is a form for sm90a that hands over head after head to an attention kernel that runs already:
         rows of 128 or 256 bytes, as the copy engine's swizzle wants them."""
-        return self.head_dim in (64, 128)
+        return self.quantises and self.head_dim in (64, 128)
 
     @property
     def ragged(self) -> bool:
         """Whether there is a form for ragged batches: kernels that walk them have this head_dim."""
-        return any(self.head_dim in m.head_dim for m in MATRICES if Walk.RAGGED in m.walk)
+        return self.quantises and any(self.head_dim in m.head_dim for m in MATRICES if Walk.RAGGED in m.walk)
 
     @property
     def delivery_threads(self) -> int:
@@ -118,13 +134,15 @@ class Pack:
 
 def served_by(pack: Pack, v: Variant) -> bool:
     """Whether a variant reads what the pack makes."""
-    return (v.head_dim, key_block(v)) == (pack.head_dim, pack.key_block)
+    return v.head_dim == pack.head_dim and (not pack.quantises or key_block(v) == pack.key_block)
 
 
 def packs_of(variants: Iterable[Variant]) -> tuple[Pack, ...]:
     """Those that make operands for any of the variants, in the order of the manifest and the registry."""
     shapes = {(v.head_dim, key_block(v)) for v in variants}
-    return tuple(Pack(head_dim=d, key_block=n, source=s) for d, n in sorted(shapes) for s in Source)
+    packs = {Pack(head_dim=d, key_block=n, source=s) for d, n in shapes for s in Source if s is not Source.FP8}
+    packs |= {Pack(head_dim=d, key_block=KEY_BLOCK, source=Source.FP8) for d, _ in shapes}
+    return tuple(sorted(packs))
 
 
 def pack_targets(pack: Pack, variants: Iterable[Variant], archs: tuple[str, ...]) -> tuple[str, ...]:

@@ -57,4 +57,4 @@ def render_decode(d: Decode, env: Environment) -> str:
 
 
 def render_pack(pack: Pack, env: Environment) -> str:
-    return env.get_template("pack.cu.j2").render(p=pack)
+    return env.get_template("pack.cu.j2" if pack.quantises else "pack_fp8.cu.j2").render(p=pack)

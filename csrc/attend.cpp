@@ -17,12 +17,6 @@ namespace fp8cutlass {
 
 namespace {
 
-Tensor empty_result(const View& q, bool seq_major, const VariantEntry& variant) {
-  const int64_t batch = q.size(0), heads = q.size(1), rows = q.size(2), head_dim = variant.head_dim;
-  const int64_t head = seq_major ? head_dim : rows * head_dim, row = seq_major ? heads * head_dim : head_dim;
-  return empty<4>(q, type_of(variant.out), {batch, heads, rows, head_dim}, {heads * rows * head_dim, head, row, 1});
-}
-
 // A number of call.def as its type; an integer must be one.
 template <class T>
 T as(double number, const char* name) {

@@ -1,13 +1,15 @@
 // The torch operators of the extension, through LibTorch's stable ABI: one library serves every torch from 2.10 on.
 //
 // `forward` and `diagnose` launch one variant, `pack` the kernel that makes its operands or some of them, `attend`
-// both, `forward_ragged` and `attend_ragged` the same of a ragged batch, `cut` and `decode` those of decode, on the
-// current stream of the tensors' device. They return without synchronising, so they can be captured into a CUDA graph.
-// Outputs are written in place, but for the results of `attend` and `attend_ragged`.
+// both, `attend_fp8` and `attend_packed` the same where K and V are FP8, `forward_ragged` and `attend_ragged` the same
+// of a ragged batch, `cut` and `decode` those of decode, on the current stream of the tensors' device. They return
+// without synchronising, so they can be captured into a CUDA graph. Outputs are written in place, but for the results
+// of `attend` and its sisters.
 #include <torch/csrc/stable/library.h>
 
 #include "arguments.h"
 #include "attend.h"
+#include "attend_fp8.h"
 #include "attend_ragged.h"
 #include "check.h"
 #include "decode.h"
@@ -99,8 +101,8 @@ void load(int64_t variant, int64_t device, int64_t source) {
   load_kernels(entry, static_cast<int>(device));
   for (int i = 0; i < kPackCount; ++i) {
     const PackEntry& pack = kPacks[i];
-    if (pack.head_dim == entry.head_dim && pack.key_block == entry.key_block &&
-        static_cast<int64_t>(pack.source) == source)
+    if (pack.head_dim == entry.head_dim && static_cast<int64_t>(pack.source) == source &&
+        (pack.key_block == entry.key_block || !pack.quantises()))
       load_kernels(pack, static_cast<int>(device));
   }
 }
@@ -147,10 +149,26 @@ void load_decode(int64_t decode, int64_t device) {
 }
 
 Tensor attend_half(const Tensor& constants, const Tensor& q, const Tensor& k, const Tensor& v,
-                   const std::optional<Tensor>& k_mean, const std::optional<Tensor>& out_descale,
-                   const std::optional<Tensor>& lse, const std::optional<Tensor>& amax) {
+                   const std::optional<Tensor>& out_descale, const std::optional<Tensor>& lse,
+                   const std::optional<Tensor>& amax, const std::optional<Tensor>& k_mean) {
   const AttendConstants c = attend_constants(constants);
   return attend(c, {q, k, v, k_mean, out_descale, lse, amax}, find_variant(c.variant, false));
+}
+
+Tensor attend_quantised(const Tensor& constants, const Tensor& q, const Tensor& k, const Tensor& v,
+                        const std::optional<Tensor>& q_descale, const std::optional<Tensor>& k_descale,
+                        const std::optional<Tensor>& v_descale, const std::optional<Tensor>& out_descale,
+                        const std::optional<Tensor>& lse, const std::optional<Tensor>& amax) {
+  const AttendConstants c = attend_constants(constants);
+  return attend_fp8(c, {q, k, v, q_descale, k_descale, v_descale, out_descale, lse, amax},
+                    find_variant(c.variant, false));
+}
+
+Tensor attend_kept(const Tensor& constants, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_descale,
+                   const Tensor& v_descale, const std::optional<Tensor>& out_descale, const std::optional<Tensor>& lse,
+                   const std::optional<Tensor>& amax) {
+  const AttendConstants c = attend_constants(constants);
+  return attend_packed(c, {q, k, v, k_descale, v_descale, out_descale, lse, amax}, find_variant(c.variant, false));
 }
 
 Tensor attend_batch(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_q,
@@ -200,8 +218,14 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "Tensor? seqused_q, Tensor? seqused_k, Tensor(a!)? lse, float score_amax, float v_amax, float scale, "
       "int window_left, int window_right, bool bottom_right, bool leave_q, Tensor(b!)? workspace=None) -> Tensor");
   m.def(
-      "attend(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor(a!)? k_mean=None, Tensor? out_descale=None, "
-      "Tensor(b!)? lse=None, Tensor(c!)? amax=None) -> Tensor");
+      "attend(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? out_descale=None, Tensor(a!)? lse=None, "
+      "Tensor(b!)? amax=None, Tensor(c!)? k_mean=None) -> Tensor");
+  m.def(
+      "attend_fp8(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, "
+      "Tensor? v_descale, Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None) -> Tensor");
+  m.def(
+      "attend_packed(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor k_descale, Tensor v_descale, "
+      "Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CompositeExplicitAutograd, m) {
@@ -219,4 +243,6 @@ STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {
   m.impl("pack", TORCH_BOX(&fp8cutlass::pack));
   m.impl("attend_ragged", TORCH_BOX(&fp8cutlass::attend_batch));
   m.impl("attend", TORCH_BOX(&fp8cutlass::attend_half));
+  m.impl("attend_fp8", TORCH_BOX(&fp8cutlass::attend_quantised));
+  m.impl("attend_packed", TORCH_BOX(&fp8cutlass::attend_kept));
 }

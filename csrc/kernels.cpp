@@ -61,6 +61,7 @@ std::string name_of(int source, int form) {
   }
   switch (form) {
     case kPackPlain:
+      if (!kPacks[source - kVariantCount].quantises()) return spelled(id, "ENS_13Fp8PackParamsE");
       return spelled(id, "ILb0EEEvNS_10PackParamsE");
     case kPackTransform:
       return spelled(id, "ILb1EEEvNS_10PackParamsE");
@@ -201,6 +202,7 @@ bool has_kernel(int source, int form) {
     return form == 0 || (form <= kMostUnrolled && kVariants[source].unrolled[form - 1].most > 0);
   if (source < kVariantCount + kPackCount) {
     const PackEntry& pack = kPacks[source - kVariantCount];
+    if (!pack.quantises()) return form == kPackPlain;
     return form == kPackDeliver ? pack.delivers() : form == kPackRagged ? pack.ragged : true;
   }
   return source < source_count() && form == 0;

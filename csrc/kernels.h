@@ -10,7 +10,8 @@
 
 namespace fp8cutlass {
 
-// The functions of a source are its forms. Of a variant: 0 takes any number of keys, i > 0 is unrolled[i - 1].
+// The functions of a source are its forms; packs of FP8 have the plain one alone. Of a variant: 0 takes any number of
+// keys, i > 0 is unrolled[i - 1].
 enum PackForm { kPackPlain, kPackTransform, kPackMaxima, kPackMaximaTransform, kPackDeliver, kPackRagged };
 constexpr int kMostForms = 6;
 static_assert(kMostForms > kMostUnrolled && kMostForms > kPackRagged);

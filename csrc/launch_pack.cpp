@@ -70,6 +70,28 @@ cudaError_t launch_batch(const PackEntry& pack, PackParams& params, RaggedPack& 
                context_id());
 }
 
+cudaError_t launch_copies(const PackEntry& pack, Fp8PackParams& params, int device, cudaStream_t stream) {
+  constexpr int64_t kOfCta = 4 * kPackThreads, kMostCtas = 256;  // of descales, which are few
+  int64_t ctas = 0, descales = 0;
+  for (Fp8Operand& o : params.operand) {
+    if (o.x == nullptr) continue;
+    if (o.rows > INT32_MAX - pack.rows) return cudaErrorInvalidValue;  // the rows of a block past the end are 32-bit
+    o.blocks = (o.rows + pack.rows - 1) / pack.rows;
+    const int64_t own = int64_t{params.batch} * o.heads * o.blocks;
+    if (own > INT32_MAX) return cudaErrorInvalidValue;
+    o.ctas = static_cast<int>(own);
+    ctas += own;
+  }
+  for (const Fp8Descale& d : params.descale) descales += d.count;
+  if (ctas > INT32_MAX - kMostCtas) return cudaErrorInvalidValue;
+  params.first_cta = static_cast<int>(ctas);
+  ctas += std::min((descales + kOfCta - 1) / kOfCta, kMostCtas);
+  if (ctas == 0) return cudaSuccess;
+  void* arguments[] = {&params};
+  return start(kernel_of(pack, kPackPlain, device), {ctas, kPackThreads, pack.stage_bytes}, arguments, stream,
+               context_id());
+}
+
 cudaError_t launch_delivery(const PackEntry& pack, PackParams& p, int device, cudaStream_t stream) {
   if (!has_tensor_maps()) return cudaErrorNotSupported;
   sm90::DeliverParams params{};
@@ -102,6 +124,10 @@ void launch(const PackEntry& pack, PackParams params, int device, cudaStream_t s
   const bool delivers = params.handover.ready != nullptr;
   check_launch(delivers ? launch_delivery(pack, params, device, stream) : launch_passes(pack, params, device, stream),
                pack.id, device);
+}
+
+void launch_fp8(const PackEntry& pack, Fp8PackParams params, int device, cudaStream_t stream) {
+  check_launch(launch_copies(pack, params, device, stream), pack.id, device);
 }
 
 void launch_ragged(const PackEntry& pack, PackParams params, RaggedPack ragged, int device, cudaStream_t stream) {

@@ -11,6 +11,9 @@ namespace fp8cutlass {
 // maxima of groups that are larger than a block, then the blocks. Never synchronises. Throws where a launch fails.
 void launch(const PackEntry& pack, PackParams params, int device, cudaStream_t stream);
 
+// The kernel of an FP8 source: operands that are there, and descales that have a count.
+void launch_fp8(const PackEntry& pack, Fp8PackParams params, int device, cudaStream_t stream);
+
 // The form for a ragged batch, which `pack` must have.
 void launch_ragged(const PackEntry& pack, PackParams params, RaggedPack ragged, int device, cudaStream_t stream);
 

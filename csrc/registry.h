@@ -38,7 +38,7 @@ struct VariantEntry {
   KeyRange unrolled[kMostUnrolled];  // those that there are; the rest zeros
 };
 
-enum class SourceType { bf16, fp16 };
+enum class SourceType { bf16, fp16, fp8 };
 
 struct PackEntry {
   const char* id;
@@ -52,6 +52,7 @@ struct PackEntry {
   int delivery_threads, delivery_bytes, delivery_ctas_per_sm;
   bool ragged;  // whether it has a form for ragged batches
 
+  bool quantises() const { return source != SourceType::fp8; }
   bool delivers() const { return delivery_threads > 0; }
 };
 

@@ -66,6 +66,14 @@ View View::permuted(std::initializer_list<int> order) const {
   return view;
 }
 
+View View::as_bytes(const char* name) const {
+  const bool fp8 = type_ == ScalarType::Float8_e4m3fn || type_ == ScalarType::Float8_e5m2;
+  require(fp8 || type_ == ScalarType::Byte, name, " must be FP8, or a uint8 view of it");
+  View view = *this;
+  view.type_ = ScalarType::Byte;
+  return view;
+}
+
 int64_t View::numel() const {
   int64_t product = 1;
   for (int64_t dim = 0; dim < dim_; ++dim) product *= size_[dim];

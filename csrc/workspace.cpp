@@ -30,6 +30,12 @@ template Tensor empty(const View&, int32_t, const std::array<int64_t, 1>&, const
 template Tensor empty(const View&, int32_t, const std::array<int64_t, 3>&, const std::array<int64_t, 3>&);
 template Tensor empty(const View&, int32_t, const std::array<int64_t, 4>&, const std::array<int64_t, 4>&);
 
+Tensor empty_result(const View& q, bool seq_major, const VariantEntry& variant) {
+  const int64_t batch = q.size(0), heads = q.size(1), rows = q.size(2), head_dim = variant.head_dim;
+  const int64_t head = seq_major ? head_dim : rows * head_dim, row = seq_major ? heads * head_dim : head_dim;
+  return empty<4>(q, type_of(variant.out), {batch, heads, rows, head_dim}, {heads * rows * head_dim, head, row, 1});
+}
+
 int32_t type_of(OutType out) {
   return out == OutType::bf16   ? aoti_torch_dtype_bfloat16()
          : out == OutType::fp16 ? aoti_torch_dtype_float16()

@@ -6,7 +6,7 @@
 #include <array>
 #include <cstdint>
 
-#include "fp8cutlass/params.h"
+#include "registry.h"
 #include "tensors.h"
 
 namespace fp8cutlass {
@@ -17,6 +17,10 @@ using torch::stable::Tensor;
 template <size_t kDim>
 Tensor empty(const View& q, int32_t type, const std::array<int64_t, kDim>& sizes,
              const std::array<int64_t, kDim>& strides);
+
+// The result of a kernel on q (B, H, Sq, D): (B, H, Sq, head_dim), dense, in memory in that order or in (B, Sq, H,
+// head_dim).
+Tensor empty_result(const View& q, bool seq_major, const VariantEntry& variant);
 
 // Of torch: of a kernel's result, and of bytes.
 int32_t type_of(OutType out);

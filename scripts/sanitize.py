@@ -70,10 +70,11 @@ def chosen(profile: str, only: Sequence[str], each: bool) -> list[Any]:
     profiles = PROFILES[: PROFILES.index(profile) + 1]
     forward = [v for kind in ("fwd", "window", "ragged") for v in gpu.built_variants(kind)]
     variants = [v for v in forward if v.profile in profiles and (not only or v.id in only)]
-    packs = [p for p in gpu.built_packs() if p["profile"] in profiles and (not only or p["id"] in only)]
+    built = [*gpu.built_packs(), *gpu.built_packs(fp8=True)]
+    packs = [p for p in built if p["profile"] in profiles and (not only or p["id"] in only)]
     decodes = [d for d in gpu.built_decodes() if d.profile in profiles and (not only or d.id in only)]
     first = {(v.family, v.kind, v.head_dim, v.schedule, gpu.loop_form(v), v.cluster): v for v in reversed(variants)}
-    first_packs = {(p["head_dim"], p["key_block"]): p for p in reversed(packs)}
+    first_packs = {(p["head_dim"], p["key_block"], p["source"] == "fp8"): p for p in reversed(packs)}
     leading = [*first_packs.values(), *(d for d in decodes if d.profile != PROFILES[-1]), *first.values()]
     ids = {_id(k) for k in leading}
     return leading if each else leading + [k for k in (*packs, *decodes, *variants) if _id(k) not in ids]

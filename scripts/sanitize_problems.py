@@ -116,10 +116,34 @@ def run_ragged(variant: Any) -> Iterator[None]:
         yield
 
 
+def run_copies(pack: dict[str, Any]) -> Iterator[None]:
+    """Launches a kernel that copies FP8 operands, and one that reads them, once a turn: with tails of rows, of packed
+    keys and of head_dim, descales of each form, and a sign to turn."""
+    import torch
+
+    gpu, reference = importlib.import_module("gpu"), importlib.import_module("reference")
+    card = importlib.import_module("fp8cutlass.call.card")
+    head_dim = pack["head_dim"]
+    first = {v.scaling: v for v in reversed(gpu.built_variants("fwd", head_dim=head_dim))}
+    for variant, (width, keys) in itertools.product(first.values(), ((head_dim, 258), (head_dim - 16, 3))):
+        q = reference.randn(2, 4, keys + 7, width, seed=1, device="cuda")
+        k, v = (reference.randn(2, 2, keys, width, seed=seed, device="cuda") for seed in (2, 3))
+        options = {"scale": -0.125, "out_descale": gpu.out_descale_for(variant)}
+        for scaling in variant.scalings:
+            plan, t = gpu.call_of(reference.operands_of(variant, q, k, v, scaling), variant, scaling=scaling, **options)
+            one = torch.full((), 0.5, device="cuda")
+            for descales in ({}, dict.fromkeys(("q_descale", "k_descale", "v_descale"), one)):
+                card.run_on_card(plan, t._replace(**descales))
+                yield
+
+
 def run_pack(pack: dict[str, Any]) -> Iterator[None]:
     """Launches a kernel that quantises and packs, once a turn, with tails of rows, of packed keys and of head_dim."""
     import torch
 
+    if pack["source"] == "fp8":
+        yield from run_copies(pack)
+        return
     gpu, reference = importlib.import_module("gpu"), importlib.import_module("reference")
     fused = importlib.import_module("fp8cutlass.native.fused")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[pack["source"]]

@@ -15,7 +15,8 @@ from codegen.families.warpgroup.derive import derive as derive_warpgroup
 from codegen.variant import parse_id
 from fp8cutlass import supports
 from fp8cutlass.call.call import Call, Outputs, Tensors
-from fp8cutlass.call.launch import fp8_operands, prepared_call, run, run_operands
+from fp8cutlass.call.card import prepared_call
+from fp8cutlass.call.launch import fp8_operands, run, run_operands
 from fp8cutlass.call.plan import Plan
 from fp8cutlass.dtypes import OUT_DTYPES
 from fp8cutlass.emulator.emulate import Diagnostics
@@ -57,11 +58,12 @@ def built_variants(kind: str, **axes: object) -> list[Variant]:
     ]
 
 
-def built_packs() -> list[dict[str, Any]]:
-    """The compiled kernels that quantise and pack, as the manifest has them, that the card runs."""
+def built_packs(*, fp8: bool = False) -> list[dict[str, Any]]:
+    """The compiled kernels that quantise and pack, as the manifest has them, that the card runs; with ``fp8`` those of
+    FP8 operands."""
     rows = json.loads((built_manifest().directory / "manifest.json").read_text())["packs"]
     arch = card_arch()
-    return [row for row in rows if arch is None or arch in row["targets"]]
+    return [row for row in rows if (arch is None or arch in row["targets"]) and (row["source"] == "fp8") == fp8]
 
 
 def built_decodes() -> list[Decode]:

@@ -9,8 +9,8 @@ import torch
 
 from fp8cutlass import __version__, attention
 from fp8cutlass.call.call import Call, Tensors
-from fp8cutlass.call.launch import kernel_operands, score_amax
-from fp8cutlass.call.plan import Plan, problem_of
+from fp8cutlass.call.launch import kernel_operands
+from fp8cutlass.call.plan import Plan, problem_of, score_amax
 from fp8cutlass.choose.dispatch import decide
 from fp8cutlass.choose.problem import Decision
 from fp8cutlass.choose.target import Target, target

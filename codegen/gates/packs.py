@@ -1,5 +1,5 @@
-"""The kernels that quantise and pack, as the gates look at them: four to a source, to which most have two more for
-sm90a, and what their code must keep."""
+"""The kernels that quantise and pack, as the gates look at them, and what their code must keep. A 16-bit source has
+four, to which most have two more for sm90a; an FP8 source has one."""
 
 from __future__ import annotations
 
@@ -22,23 +22,28 @@ SPILLED = 15
 # Of the lengths of a ragged batch: one to find a block's sequence and 3 of it; 3 to find those of some rows of O, and 3
 # of the first and of a row's own.
 LENGTH_READS = 13
+DESCALE_READS = 1  # of a descale that is given
 MAXIMUM_READS = 2  # of a float32 maximum: that of a head or a tensor, that of a column
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """One of the kernels of a source. maxima: it raises the maxima of groups larger than a block, and packs nothing.
-    transforms: it is the one for calls that smooth keys or rotate rows. ragged: the one for ragged batches."""
+    transforms: it is the one for calls that smooth keys or rotate rows. ragged: the one for ragged batches. copies: it
+    is the one of an FP8 source."""
 
     name: str
-    maxima: bool
-    transforms: bool
+    maxima: bool = False
+    transforms: bool = False
     ragged: bool = False
+    copies: bool = False
 
     def entry(self, pack: Pack) -> str:
         """What its mangled name holds: the function's name, its length in front, and the template's argument."""
         if self.ragged:
             return mangled(f"{pack.id}_ragged") + "E"
+        if self.copies:
+            return mangled(pack.id) + "E"
         return mangled(f"{pack.id}_amax" if self.maxima else pack.id) + f"ILb{int(self.transforms)}E"
 
 
@@ -47,16 +52,21 @@ FORMS = tuple(
     for name in ("amax", "pack")
     for suffix in ("", "_transform")
 )
-RAGGED = Form(name="pack_ragged", maxima=False, transforms=False, ragged=True)
+RAGGED = Form(name="pack_ragged", ragged=True)
+COPY = Form(name="pack", copies=True)
 
 
 def forms(pack: Pack, target: str) -> tuple[Form, ...]:
     """Those of a source that are kernels on a target."""
+    if not pack.quantises:
+        return (COPY,)
     return (*FORMS, RAGGED) if pack.ragged and target == "sm90a" else FORMS
 
 
 def static_smem(pack: Pack, form: Form) -> int:
     """Bytes: maxima of each warp and the cluster, a float for each thread or, for the maxima, column; the mean of K."""
+    if form.copies:
+        return 0
     warps = 4 * THREADS // 32
     own = 4 * (pack.head_dim if form.maxima else THREADS)
     shared = 16 if pack.cluster > 1 and not form.maxima else 0  # one word, aligned
@@ -73,6 +83,8 @@ def narrow_loads(form: Form) -> int:
     """Loads of 4 bytes in the code, on the way of rows as they are and on that of rows that are transformed."""
     if form.maxima:
         return 0
+    if form.copies:
+        return DESCALE_READS
     return MAXIMUM_READS * (2 if form.transforms else 1) + (LENGTH_READS if form.ragged else 0)
 
 

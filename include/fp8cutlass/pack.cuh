@@ -35,7 +35,8 @@ struct Block {
   int index;    // inside the head
 };
 
-__device__ __forceinline__ Block find_block(const PackParams& p) {
+template <class Params>
+__device__ __forceinline__ Block find_block(const Params& p) {
   int cta = blockIdx.x, operand = 0;
   while (cta >= p.operand[operand].ctas) cta -= p.operand[operand++].ctas;
   const int blocks = p.operand[operand].blocks;

@@ -7,10 +7,10 @@ another range, a mean that the LSE does not get back, an argument that is ignore
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import stand_in
 import torch
 from calls import arguments, split
 from reference import randn
@@ -19,15 +19,14 @@ from torch.utils import _pytree as pytree
 from fp8cutlass import PackedKV, UnsupportedError, attention, explain, pack_kv, supports
 from fp8cutlass.cache.packed import HELD
 from fp8cutlass.call import launch
+from fp8cutlass.call import plan as plans
 from fp8cutlass.call.operators import attend
 from fp8cutlass.call.operators import pack_kv as pack_kv_operator
 from fp8cutlass.call.plan import resolve
 from fp8cutlass.call.request import DEFAULTS
-from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import Manifest
 from fp8cutlass.memory import as_bytes
-from fp8cutlass.native import extension, fused
-from fp8cutlass.quant.v_layout import unpack_v
+from fp8cutlass.native import fused
 
 E4M3 = torch.float8_e4m3fn
 TRANSFORMS: list[dict[str, Any]] = [{}, {"smooth_k": True}, {"hadamard": True}, {"smooth_k": True, "hadamard": True}]
@@ -342,57 +341,42 @@ def test_the_bare_packing_operator_checks(change: tuple[Any, ...], words: str) -
 def test_the_calls_that_a_card_gets(
     scaling: str, transforms: dict[str, Any], manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the CPU's specification in the place of the two kernels: K and V are packed without Q, Q without them, and
-    the forward kernel gets the bytes and descales of both."""
+    """With the CPU's specification in the place of the kernels: K and V are packed without Q, and one operator gets the
+    bytes and descales of both, and Q."""
     q, k, v = operands()
     common: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "return_amax": True, "scale": -0.1}
     want = attention(q, k, v, **common, scaling=scaling, **transforms)
     call, tensors = split("half", q=q, k=k, v=v, scaling=scaling, precision="fast", scale=-0.1, **transforms)
-    plan = resolve(call, q, k)
-    variant, number = plan.variant, plan.number
-    granularity, packs, launches = manifest.scaling[scaling], [], []
-    smooth, hadamard = call.smooth_k, call.hadamard
+    variant = resolve(call, q, k).variant
+    granularity, packs = manifest.scaling[scaling], []
     whole = launch.kernel_operands(call, variant, granularity, tensors)
     mean = pack_kv(k, v, scaling=scaling, **transforms).k_mean
 
     def pack(key_block: int, q: Any, k: Any, v: Any, gq: int, gk: int, gv: int, *rest: Any) -> None:
         score_amax, _, negate, q8, k8, v8, q_descale, k_descale, v_descale, maxima, rotated, k_mean = rest
-        assert key_block == variant.key_block and score_amax == launch.score_amax(variant)
+        assert key_block == variant.key_block and score_amax == plans.score_amax(variant)
         assert [gq, gk, gv] == [fused.GRANULARITIES.index(granularity[name]) for name in "qkv"]
-        assert rotated == hadamard and (k_mean is not None) == (smooth and k is not None)
-        assert negate == (q is not None)  # a negative scale turns Q, and packed keys know of none
-        packs.append("".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x is not None))
-        counts = [d.numel() for d, g in ((q_descale, gq), (k_descale, gk), (v_descale, gv))
-                  if d is not None and fused.GRANULARITIES[g] in fused.BEYOND_BLOCKS]  # fmt: skip
+        assert rotated == call.hadamard and (k_mean is not None) == call.smooth_k
+        assert q is None and q8 is None and q_descale is None
+        assert not negate  # a negative scale turns Q, and packed keys know of none
+        packs.append("kv")
+        counts = [d.numel() for d, g in ((k_descale, gk), (v_descale, gv))
+                  if fused.GRANULARITIES[g] in fused.BEYOND_BLOCKS]  # fmt: skip
         assert (maxima is None and not counts) or (maxima.numel() == sum(counts) and not maxima.any())
-        rooms = {"q": q8, "k": k8, "v": v8, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+        rooms = {"k": k8, "v": v8, "k_descale": k_descale, "v_descale": v_descale}
         for name, room in rooms.items():
-            if room is not None:
-                assert room.shape == getattr(whole, name).shape, name
-                room.copy_(getattr(whole, name))
+            assert room.shape == getattr(whole, name).shape, name
+            room.copy_(getattr(whole, name))
         if k_mean is not None:
             k_mean.copy_(mean)
 
-    def forward(given: int, q8: Any, k8: Any, packed: Any, *rest: Any) -> None:
-        *descales, out_descale, out, lse, amax, scale, offset, window = rest
-        assert given == number and window == 0 and scale == 0.1 and out_descale is None
-        if scaling == "token":
-            descales[1] = descales[1][:, :, : k.shape[2]]
-        fp8 = (q8.view(E4M3), k8.view(E4M3), unpack_v(packed.view(E4M3), k.shape[2]))
-        made = emulate(
-            *fp8, *descales, variant=variant, scale=scale, scaling=scaling, causal_offset=offset, out_descale=None
-        )
-        out.copy_(made.out), lse.copy_(made.lse), amax.copy_(made.amax)
-        launches.append(given)
-
-    monkeypatch.setattr(torch.ops, "fp8cutlass_C", SimpleNamespace(pack=pack, forward=forward), raising=False)
-    monkeypatch.setattr(extension, "load", lambda: None)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    asked = stand_in.card(monkeypatch)
+    torch.ops.fp8cutlass_C.pack = pack
     held = pack_kv(k, v, scaling=scaling, query_shape=q.shape, **transforms)
     for _ in range(2):
         got = attention(q, held, **common)
         assert same(got, want)
-    assert packs == ["kv", "q", "q"] and len(launches) == 2
+    assert packs == ["kv"] and asked == ["attend_packed"] * 2
 
 
 def test_a_flag_of_another_type_is_refused_as_without_packing() -> None:

@@ -1,9 +1,14 @@
 """Calls that were made before: which take the short way, and that it gives what the long way gives."""
 
+import copy
 import inspect
+import pickle
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
+import stand_in
 import torch
 from gpu import needs
 
@@ -11,12 +16,15 @@ import fp8cutlass
 from fp8cutlass import UnsupportedError
 from fp8cutlass.call import memo as eager
 from fp8cutlass.call import operators as operator
-from fp8cutlass.call.launch import empty_outputs, prepared_call
+from fp8cutlass.call.card import prepared_call
+from fp8cutlass.call.launch import empty_outputs
 from fp8cutlass.call.options import Options
 from fp8cutlass.call.plan import resolve
 from fp8cutlass.call.request import TENSORS, request_of
 from fp8cutlass.call.settle import settle
 from fp8cutlass.native import extension
+
+api = import_module("fp8cutlass.api.attention")  # the name is also the function's
 
 needs_card = [
     pytest.mark.gpu,
@@ -97,7 +105,7 @@ def test_what_is_remembered_is_what_the_operator_was_asked(monkeypatch: pytest.M
     """Every option in its place: the short way and the operator make the same plan."""
     asked, kept = [], []
     monkeypatch.setattr(operator, "run", lambda plan, t: asked.append(plan) or empty_outputs(plan.call, t.q))
-    monkeypatch.setattr(eager, "ready", lambda plan, t: kept.append(plan))
+    monkeypatch.setattr(eager, "known", lambda plan, t, descales: kept.append(plan))
     options = {"is_causal": True, "causal_alignment": "bottom_right", "scale": 0.3, "return_lse": True}
     options |= {"scaling": "token", "precision": "accurate", "hadamard": True, "out_dtype": torch.float16}
     q, k, v = operands("cpu", 8)
@@ -108,46 +116,100 @@ def test_what_is_remembered_is_what_the_operator_was_asked(monkeypatch: pytest.M
     assert asked == kept and len(kept) == 1
 
 
-def remembered(*tensors: Any, **options: Any) -> Any:
-    """What the short way would run for a call on CPU tensors."""
-    eager.forget()
-    eager.remember(("signature",), *settle(request_of(*tensors, **options)))
-    (known,) = eager._known.values()
-    eager.forget()
-    return known
+def outputs(result: Any) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80])
+def by_the_short_way(monkeypatch: pytest.MonkeyPatch, operator: str, first: Any, second: Any) -> tuple[Any, Any]:
+    """What the second call gives by the long way, and after the first by the short one."""
+    want = outputs(second())
+    with monkeypatch.context() as patched:
+        eager.forget()
+        asked = stand_in.card(patched)
+        first()
+        assert len(eager._known) == 1
+        patched.setattr(api, "settle", lambda request: pytest.fail("the long way"))
+        got = outputs(second())
+        assert asked == [operator] * 2
+        eager.forget()
+    return got, want
+
+
+def same(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> bool:
+    pairs = zip(got, want, strict=True)
+    return all(torch.equal(x, y) and x.stride() == y.stride() and x.dtype == y.dtype for x, y in pairs)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 80])  # as it is, copied, padded by the kernel
 @pytest.mark.parametrize(
     "options",
-    [{}, {"is_causal": True, "scale": -0.3, "return_lse": True, "return_amax": True}, {"out_dtype": torch.float16}],
+    [
+        {},
+        {"is_causal": True, "scale": -0.3, "return_lse": True, "return_amax": True},
+        {"out_dtype": torch.float16, "layout": "bshd"},
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("scaling", ["head", "token"])
-def test_fp8_operands_by_the_short_way(scaling: str, options: dict[str, Any], head_dim: int) -> None:
-    """The bits of the operator, of other tensors than those of the first call, from descales of any accepted form."""
-    first, first_descales = fp8("cpu", 40, head_dim, scaling)
-    known = remembered(*first, scaling=scaling, **first_descales, **options)
-    given = [reversed_rows(x) for x in first]
-    for descales in ((0.5, 1.0, 0.25), [x * 2 for x in first_descales.values()]):
-        named = dict(zip(first_descales, descales, strict=True))
-        want = fp8cutlass.attention(*given, scaling=scaling, **named, **options)
-        out, lse, amax = known(*given, *descales)
-        got = (out, lse, amax) if "return_lse" in options else (out,)
-        for x, y in zip(got, want if isinstance(want, tuple) else (want,), strict=True):
-            assert torch.equal(x, y) and x.stride() == y.stride() and x.dtype == y.dtype
+@pytest.mark.parametrize("scaling", ["head", "token", "block"])
+def test_fp8_operands_by_the_short_way(
+    scaling: str, options: dict[str, Any], head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of the emulator, of other tensors than those of the first call, from descales of every accepted form."""
+    first, first_descales = fp8("cpu", 40, head_dim, "token" if scaling == "token" else "head")
+    if options.get("layout") == "bshd":
+        first = [x.view(torch.uint8).transpose(1, 2).contiguous().view(x.dtype) for x in first]
+    given = [x.view(torch.uint8).flip(0).view(x.dtype) for x in first]
+    mixed = {"q_descale": 0.5, "k_descale": torch.tensor([0.25, 0.5, 1.0]), "v_descale": torch.tensor(0.125)}
+    strided = {name: torch.stack([x, 2 * x], -1)[..., 1] for name, x in first_descales.items()}
+    for descales in (dict.fromkeys(mixed, 0.5), mixed, strided, {n: x * 2 for n, x in first_descales.items()}):
+        call = partial(fp8cutlass.attention, scaling=scaling, **options)
+        other = {n: x if isinstance(x, float) else x * 0.5 for n, x in descales.items()}
+        calls = partial(call, *first, **descales), partial(call, *given, **other)
+        got, want = by_the_short_way(monkeypatch, "attend_fp8", *calls)
+        assert same(got, want), descales
 
 
+def test_descales_that_the_operator_refuses_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no part of the signature of a call that is known."""
+    (q, k, v), descales = fp8("cpu")
+    asked = stand_in.card(monkeypatch)
+    eager.forget()
+    call = partial(fp8cutlass.attention, q, k, v, scaling="head")
+    want = call(**descales)
+    for value, words in (
+        (descales["v_descale"].double(), "v_descale must be float32"),
+        (descales["v_descale"][:1], r"v_descale has shape \(1, 3\); one descale per head means \(2, 3\)"),
+        (descales["v_descale"].tolist(), "v_descale must be a float or a float32 tensor, got list"),
+        (descales["v_descale"].clone().requires_grad_(), "requires_grad"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            call(**descales | {"v_descale": value})
+    assert torch.equal(call(**descales), want)
+    assert len(asked) == 4 and len(eager._known) == 1  # two refusals are the operator's own
+    eager.forget()
+
+
+@pytest.mark.parametrize("head_dim", [64, 72])
 @pytest.mark.parametrize("made", [{}, {"smooth_k": True, "hadamard": True}, {"scaling": "token"}], ids=str)
-def test_packed_keys_by_the_short_way(made: dict[str, Any]) -> None:
-    q, k, v = operands("cpu", 40)
-    packed = fp8cutlass.pack_kv(k, v, **made)
+def test_packed_keys_by_the_short_way(made: dict[str, Any], head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = operands("cpu", 40, head_dim)
+    packed, other, more = fp8cutlass.pack_kv(k, v, **made), fp8cutlass.pack_kv(k.flip(2), v, **made), q.flip(2)
     options = {"is_causal": True, "scale": -0.3, "return_lse": True}
-    known = remembered(q, packed, **options)
-    other, more = fp8cutlass.pack_kv(k.flip(2), v, **made), q.flip(2)
-    out, lse = fp8cutlass.attention(more, other, **options)
-    got = known(more, other, None)
-    assert torch.equal(got[0], out) and torch.equal(got[1], lse)
+    for changed in (options, {}):
+        call = partial(fp8cutlass.attention, **changed)
+        got, want = by_the_short_way(monkeypatch, "attend_packed", partial(call, q, packed), partial(call, more, other))
+        assert same(got, want)
+
+
+def test_packed_keys_are_told_apart_by_a_text_that_a_copy_does_not_keep() -> None:
+    """A text that was made of a device, and read on another, would launch there with the address of a third."""
+    q, k, v = operands("cpu", 40)
+    made = [fp8cutlass.pack_kv(k[:, :, :n], v[:, :, :n], **m) for n in (40, 39) for m in ({}, {"precision": "high"})]
+    assert len({kv.metadata for kv in made}) == len(made)
+    again = fp8cutlass.pack_kv(k.flip(2), v)
+    assert again.metadata is made[0].metadata
+    assert "metadata" in vars(again) and "metadata" not in vars(copy.copy(again)) and "cpu" in again.metadata
+    assert "metadata" not in vars(pickle.loads(pickle.dumps(again)))
 
 
 def test_what_the_signature_does_not_tell_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,9 +383,9 @@ class TestOnACard:
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            (lambda c: c[:9], "constants must be 13 numbers"),
-            (lambda c: c.float(), "constants must be 13 numbers"),
-            (lambda c: c.cuda(), "constants must be 13 numbers"),
+            (lambda c: c[:9], "constants must be 16 numbers"),
+            (lambda c: c.float(), "constants must be 16 numbers"),
+            (lambda c: c.cuda(), "constants must be 16 numbers"),
             (lambda c: with_number(c, "variant", 0.5), "variant must be an integer"),
             (lambda c: with_number(c, "variant", -1.0), "variant -1 is not in the registry"),
             (lambda c: with_number(c, "q_granularity", torch.nan), "q_granularity must be an integer"),

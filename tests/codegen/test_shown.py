@@ -28,7 +28,7 @@ from codegen.variant import Variant, parse_id
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = sorted((ROOT / "generated" / "shown").glob("*.cu"))
-MOST = 41  # kernels; about 30 are read in a review, 700 are not
+MOST = 42  # kernels; about 30 are read in a review, 700 are not
 
 
 @cache

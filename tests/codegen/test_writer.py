@@ -130,7 +130,7 @@ def test_the_manifest_says_what_a_kernel_reads_and_where_it_runs(generated: tupl
 
 
 def test_every_variant_has_the_kernels_that_make_its_operands(generated: tuple[Path, Path]) -> None:
-    """Of both source types, on each of its targets, in its profile; no others."""
+    """Of both 16-bit sources in its blocks of keys, and of FP8, on each of its targets, in its profile; no others."""
     manifest = json.loads((generated[0] / "manifest.json").read_text())
     packs = {(p["head_dim"], p["key_block"], p["source"]): p for p in manifest["packs"]}
     assert len(packs) == len(manifest["packs"])
@@ -139,6 +139,7 @@ def test_every_variant_has_the_kernels_that_make_its_operands(generated: tuple[P
     for v in manifest["variants"]:
         for source in ("bf16", "fp16"):
             users[v["head_dim"], v["key_block"], source].append(v)
+        users[v["head_dim"], 128, "fp8"].append(v)
     assert packs.keys() == users.keys()
     for key, pack in packs.items():
         assert set(pack["targets"]) == {target for v in users[key] for target in v["targets"]}
@@ -178,7 +179,9 @@ def test_the_registry_has_the_packs_in_the_manifest_s_order(generated: tuple[Pat
     _, rows = table_of(registry, "kPacks")
     for p, row in zip(packs, rows, strict=True):
         assert row.startswith(f'{{"{p["id"]}", {p["head_dim"]}, {p["key_block"]}, SourceType::{p["source"]}, ')
-        delivers, ragged = p["head_dim"] in (64, 128), p["head_dim"] != 32  # sm89 alone has heads of 32
+        copies = p["source"] == "fp8"
+        delivers = p["head_dim"] in (64, 128) and not copies
+        ragged = p["head_dim"] != 32 and not copies  # sm89 alone has heads of 32
         end = f", {str(ragged).lower()}}},"
         text = (generated[0] / p["file"]).read_text()
         stated = dict(re.findall(r"constexpr int (k\w+) = (\d+);", text))
@@ -186,14 +189,15 @@ def test_the_registry_has_the_packs_in_the_manifest_s_order(generated: tuple[Pat
         delivery = re.search(r"sizeof\(Delivery::Storage\) == (\d+)\)", text)
         threads = re.search(r"Delivery::kThreads == (\d+) && Delivery::kCtas == (\d+)\)", text)
         assert stage is not None and (delivery is not None) == (threads is not None) == delivers
-        numbers = [stated["kRows"], stated["kCtas"], stage[1]]
+        numbers = [stated["kRows"], stated.get("kCtas", "1"), stage[1]]
         if delivery is not None and threads is not None:
             numbers += [threads[1], delivery[1], threads[2]]
         else:
             numbers += ["0"] * 3
         assert row.endswith(", ".join(numbers) + end)
         assert (f"\n    {p['id']}_ragged(const __grid_constant__ PackParams p, " in text) == ragged
-        assert text.startswith(f"// {p['id']}\n") and f"\n    {p['id']}(const __grid_constant__ PackParams p)" in text
+        params = "Fp8PackParams" if copies else "PackParams"
+        assert text.startswith(f"// {p['id']}\n") and f"\n    {p['id']}(const __grid_constant__ {params} p)" in text
 
 
 def test_the_registry_has_the_manifest_s_order(generated: tuple[Path, Path]) -> None:

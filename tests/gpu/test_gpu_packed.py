@@ -15,7 +15,7 @@ from gpu import built_packs, chosen, needs
 from test_gpu_pack import MODES, SOURCES, TRANSFORMS, check, poisoned, specified, values_of
 
 from fp8cutlass import UnsupportedError, attention, pack_kv, supports
-from fp8cutlass.call.launch import score_amax
+from fp8cutlass.call.plan import score_amax
 
 pytestmark = pytest.mark.gpu
 

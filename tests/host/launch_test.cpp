@@ -277,8 +277,9 @@ const VariantEntry kVariants[] = {
 const int kVariantCount = 11;
 const PackEntry kPacks[] = {{"pack", 64, 128, SourceType::bf16, 128, 1, 8000, 256, 50176, 3, true},
                             {"halved", 256, 256, SourceType::bf16, 128, 2, 33000, 0, 0, 0, true},
-                            {"narrow", 32, 128, SourceType::bf16, 128, 1, 4000, 0, 0, 0, false}};
-const int kPackCount = 3;
+                            {"narrow", 32, 128, SourceType::bf16, 128, 1, 4000, 0, 0, 0, false},
+                            {"copies", 64, 128, SourceType::fp8, 128, 1, 8448, 0, 0, 0, false}};
+const int kPackCount = 4;
 const DecodeEntry kDecodes[] = {{"decode_d64", "sm90a", 64, 8, 128, 128, 70000, 2, 528}};
 const int kDecodeCount = 1;
 // The last three have files that are not what they should be.
@@ -626,7 +627,36 @@ static void check_loading() {
   report(runtime::found == found + 5, "threads that come at a time load each form once");
   const int before = runtime::found;
   for (const PackEntry& pack : kPacks) load_kernels(pack, 2);
-  report(runtime::found == before + 6 + 5 + 4, "all forms of a pack, and none that it does not have");
+  report(runtime::found == before + 6 + 5 + 4 + 1, "all forms of a pack, and none that it does not have");
+}
+
+// FP8 operands: V and K take CTAs, Q is read as it lies; descales of one operand are spread.
+static void check_copies() {
+  Fp8PackParams p{};
+  p.batch = 2, p.head_dim = 48;
+  const int tokens[] = {300, 300};
+  for (const PackOrder which : {kPackV, kPackK}) {
+    Fp8Operand& o = p.operand[which];
+    o.x = reinterpret_cast<const uint8_t*>(0x500000 + 0x100000 * which);
+    o.heads = 3, o.tokens = tokens[which], o.rows = which == kPackV ? 384 : 300;
+  }
+  p.descale[kPackQ].count = 2049;
+  const size_t before = runtime::launches.size();
+  launch_fp8(kPacks[3], p, 0, nullptr);
+  const auto& got = last().params<Fp8PackParams>();
+  report(runtime::launches.size() == before + 1 && last().threads == 256 && last().smem_bytes == 8448 &&
+             last().kernel->name == "_ZN10fp8cutlass6copiesENS_13Fp8PackParamsE",
+         "FP8 operands take one launch");
+  report(got.operand[kPackV].blocks == 3 && got.operand[kPackV].ctas == 18 && got.operand[kPackK].ctas == 18 &&
+             got.operand[kPackQ].ctas == 0 && got.first_cta == 36 && last().ctas == 36 + 3,
+         "a CTA for each block that is copied, and for 1,024 descales");
+  p.descale[kPackQ].count = 1 << 30;
+  launch_fp8(kPacks[3], p, 0, nullptr);
+  report(last().ctas == 36 + 256, "of many descales a CTA takes more");
+  p.operand[kPackV] = p.operand[kPackK] = {};
+  p.descale[kPackQ].count = 0;
+  launch_fp8(kPacks[3], p, 0, nullptr);
+  report(runtime::launches.size() == before + 2, "nothing to copy takes no launch");
 }
 
 static void check_refusals() {
@@ -665,6 +695,7 @@ int main() {
   check_maps();
   check_shapes();
   check_packs();
+  check_copies();
   check_loading();
   check_refusals();
   std::printf("%d failures\n", failures);

@@ -74,7 +74,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
         lambda: test_sdpa.test_calls_are_served(by_mode, "scale"),
     ),
     "mode: autocast ignored": (
-        dense, "under_autocast", lambda *tensors: tensors,
+        dense, "under_autocast", lambda tensors, **_: tensors,
         lambda: test_sdpa.test_autocast_casts_before(by_mode),
     ),
     "provider: descales ignored": (

@@ -12,10 +12,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from fp8cutlass import integrations, pack_kv
+from fp8cutlass.integrations.refusal import Refusal
 from fp8cutlass.integrations.transformers import band as bands
 from fp8cutlass.integrations.transformers import route
 from fp8cutlass.integrations.transformers.band import Band
-from fp8cutlass.integrations.transformers.serve import Features, Refusal, note_packed, refusal, serve
+from fp8cutlass.integrations.transformers.serve import Features, note_packed, refusal, serve
 from fp8cutlass.stats import Reason
 
 DEVICE = torch.device("cpu")

@@ -237,7 +237,11 @@ def attention(
             operands: tuple[Any, ...] = (query, key, value)
             if layout == "bshd":
                 operands = tuple(x.transpose(1, 2) if isinstance(x, torch.Tensor) else x for x in operands)
-            return _deliver(known(*operands, *descales), layout, out)
+            try:
+                return _deliver(known(*operands, *descales), layout, out)
+            except RuntimeError as error:
+                if not memo.refused(error, descales):
+                    raise
     given = (q_descale, k_descale, v_descale, out_descale)
     request = Request(query, key, value, attn_mask, *given, out, options)
     entered = reshaped(request)
@@ -258,7 +262,7 @@ def attention(
         return _deliver(differentiable(call, tensors), layout, out)
     outputs = execute(call, tensors)
     if signed is not None and memo.taken_as_given(tensors, query, key, value, scale):
-        memo.remember(signed, call, tensors)
+        memo.remember(signed, call, tensors, descales)
     return _deliver(outputs, layout, out)
 
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import torch
 
+from ..autocast import under_autocast
 from ..cache.packed import PackedKV
 from ..call.call import parse
-from ..call.enter import autocast
-from ..call.launch import score_amax
 from ..call.operators import pack_kv as pack_kv_operator
-from ..call.plan import resolve_for
+from ..call.plan import resolve_for, score_amax
 from ..call.reasons import BHSD, wrong_dtypes, wrong_tensors
 from ..call.request import request_of
 from ..call.settle import settle
@@ -65,7 +64,7 @@ def pack_kv(
     Raises:
         UnsupportedError: with every reason, before anything is launched.
     """
-    key, value = autocast((key, value))
+    key, value = under_autocast((key, value))
     named = (("key", key), ("value", value))
     wrong = wrong_tensors(named, BHSD if layout == "bhsd" else ("batch", "tokens", "heads", "head_dim"))
     wrong = wrong or wrong_dtypes(

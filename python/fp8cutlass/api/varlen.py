@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from ..autocast import under_autocast
 from ..call.checks import WIDE_DTYPES
-from ..call.enter import autocast, number
+from ..call.enter import number
 from ..call.operators import register
 from ..call.options import CHOICES, flag, one_of, wrong_kernel, wrong_scale, wrong_window
 from ..call.ragged import PRECISIONS, RaggedCall, choose, default_scale, run
@@ -125,7 +126,7 @@ def _checked(
     kernel: str | None,
 ) -> tuple[Any, ...]:
     """What the operator takes; UnsupportedError with every reason against it."""
-    q, k, v = autocast((q, k, v))
+    q, k, v = under_autocast((q, k, v))
     softmax_scale = number(softmax_scale)
     wrong = _wrong(
         (q, k, v), (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), softmax_scale, causal, window_size,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,11 +58,24 @@ class PackedKV:
         """What a kernel has to know to read it."""
         return KVForm(self.k.shape[3], self.key_block, self.amax)
 
+    @cached_property
+    def metadata(self) -> str:
+        """All that tells one from another but for what the tensors hold: a text, whose hash Python keeps."""
+        tensors = [None if x is None else (tuple(x.shape), x.stride(), x.dtype, x.device) for x in self._all()]
+        return sys.intern(repr((tensors, [getattr(self, name) for name in SETTLED])))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without ``metadata``, as a copy may be read on another device."""
+        return {name: x for name, x in vars(self).items() if name != "metadata"}
+
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedKV:
         """The same on another device, itself where it is there. Kernels of that device read it if they read such keys
         of their own; ``attention`` refuses it by name if none does."""
         moved = {name: x.to(device, non_blocking=non_blocking) for name, x in self._tensors().items()}
         return self if all(x is getattr(self, name) for name, x in moved.items()) else replace(self, **moved)  # type: ignore[arg-type]
+
+    def _all(self) -> list[torch.Tensor | None]:
+        return [getattr(self, name) for name in LEAVES]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: x for name in LEAVES if (x := getattr(self, name)) is not None}

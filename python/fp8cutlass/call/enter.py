@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..autocast import FLOATS, under_autocast
 from ..cache.packed import HELD, PackedKV
-from ..dtypes import HALF_DTYPES
 from ..errors import UnsupportedError
 from .request import DEFAULTS, Request
 
-FLOATS = (*HALF_DTYPES, torch.float32)  # what autocast casts
 NAMES = ("query", "key", "value")
 
 
@@ -62,20 +61,6 @@ def number(given: Any) -> Any:
     return float(given) if isinstance(given, Real) and not isinstance(given, int) else given
 
 
-def autocast(operands: Sequence[Any]) -> Sequence[Any]:
-    """The operands as autocast makes them for SDPA, but that those of one 16-bit dtype stay as they are; the same
-    object where nothing is cast."""
-    given = [x for x in operands if isinstance(x, torch.Tensor)]
-    device = given[0].device.type if given else ""
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return operands
-    kinds = {x.dtype for x in given}
-    if not kinds <= set(FLOATS) or len(kinds) == 1 and torch.float32 not in kinds:
-        return operands
-    dtype = torch.get_autocast_dtype(device)
-    return [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in operands]
-
-
 def _translated(request: Request) -> Request:
     """The request with a scale that is a Python number, without a causal bias, its operands cast."""
     options = request.options
@@ -87,11 +72,11 @@ def _translated(request: Request) -> Request:
         request = _causal(request)
     if isinstance(request.key, PackedKV):
         if isinstance(request.query, torch.Tensor) and request.query.dtype != request.key.dtype:
-            query, _ = autocast((request.query, request.key.k.new_empty((), dtype=torch.float32)))
+            query, _ = under_autocast((request.query, request.key.k.new_empty((), dtype=torch.float32)))
             return replace(request, query=query)
         return request
     given = (request.query, request.key, request.value)
-    operands = autocast(given)
+    operands = under_autocast(given)
     if operands is not given:
         request = replace(request, query=operands[0], key=operands[1], value=operands[2])
     return request

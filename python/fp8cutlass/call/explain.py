@@ -8,9 +8,8 @@ from ..manifest import KEY_BLOCK
 from ..native.attend import faster_way
 from .backward import asked
 from .call import Call, Tensors
-from .launch import score_amax
 from .options import TRANSFORMS
-from .plan import Plan, resolve
+from .plan import Plan, resolve, score_amax
 from .request import Request
 from .settle import settle
 

@@ -1,27 +1,27 @@
 """From a plan and its tensors to outputs.
 
-Operands are quantised for the kernel and padded to its head_dim. The CPU then runs the emulator. On CUDA
-:mod:`..native.fused` and :mod:`..native.attend` quantise, pad and pack in one kernel, and the kernel is launched."""
+On the CPU operands are quantised for the kernel and padded to its head_dim by torch operations, and the emulator runs.
+On CUDA :mod:`.card` passes them to an operator of the extension."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 
 from ..emulator.emulate import emulate
-from ..manifest import SCORE_AMAX, Variant
+from ..manifest import Variant
 from ..memory import aligned, as_bytes, empty_rows, is_seq_major
 from ..native import extension
-from ..native.attend import Attend, Way, faster_way, prepare
-from ..native.fused import Operands, quantise_and_pack, readable
+from ..native.fused import Operands, quantise_and_pack
 from ..quant.prepare import prepared
-from ..quant.quantize import FP8_MAX, V_AMAX, quantize
+from ..quant.quantize import V_AMAX, quantize
 from ..quant.smooth import key_mean, restore_lse
 from ..quant.v_layout import pack_v, pad_token_descale, unpack_v
 from .call import Call, Outputs, Tensors
-from .plan import Plan
+from .card import run_on_card
+from .plan import Plan, score_amax
 
 E4M3 = torch.float8_e4m3fn
 
@@ -33,34 +33,18 @@ def empty_outputs(call: Call, q: torch.Tensor) -> Outputs:
     return Outputs(empty_rows(q, q.shape[3], call.out_dtype), lse, amax)
 
 
-def score_amax(variant: Variant) -> float:
-    """What bf16 and fp16 Q and K are quantised to for a kernel: its scores must fit their accumulator."""
-    return SCORE_AMAX if variant.score == "f16" else FP8_MAX[E4M3]
-
-
 def run(plan: Plan, t: Tensors) -> Outputs:
     """Run a call of any kind."""
     call = plan.call
     if t.empty:
         return _nothing(call, t.q)
+    if t.q.is_cuda:
+        return run_on_card(plan, t)
     if call.kind == "half":
         return _run_half(plan, t)
     if call.kind == "packed":
         return _run_packed(plan, t)
     return run_operands(plan, t, fp8_operands(call, plan.variant, t))
-
-
-def ready(plan: Plan, t: Tensors) -> Callable[[Tensors], Outputs] | None:
-    """What runs further calls of this plan on tensors that agree with ``t`` in all metadata; None where each of them
-    takes the long way."""
-    if t.empty:
-        return None
-    if plan.call.kind != "half":
-        return lambda tensors: run(plan, tensors)
-    if any(readable(x) is not x for x in t[:3]):  # copied for the operator of the extension
-        return None
-    attend = prepared_call(plan, t)
-    return lambda tensors: Outputs(*attend(tensors.q, tensors.k, tensors.v, tensors.out_descale))
 
 
 def _nothing(call: Call, q: torch.Tensor) -> Outputs:
@@ -75,9 +59,6 @@ def _nothing(call: Call, q: torch.Tensor) -> Outputs:
 
 
 def _run_half(plan: Plan, t: Tensors) -> Outputs:
-    if t.q.is_cuda:
-        attend = prepared_call(plan, t)
-        return Outputs(*attend(readable(t.q), readable(t.k), readable(t.v), t.out_descale))
     call, variant = plan.call, plan.variant
     outputs = run_operands(plan, t, fp8_operands(call, variant, quantised(call, variant, plan.granularity, t)))
     if call.smooth_k and outputs.lse is not None:
@@ -88,14 +69,9 @@ def _run_half(plan: Plan, t: Tensors) -> Outputs:
 def _run_packed(plan: Plan, t: Tensors) -> Outputs:
     """Of Q alone what a call on tensors does."""
     call, variant = plan.call, plan.variant
-    if t.q.is_cuda:
-        packed = _quantise_and_pack(call, variant, plan.granularity, t.q, None, None)
-        q, q_descale = packed.q, packed.q_descale
-    else:
-        fp8, q_descale = quantised_query(call, variant, plan.granularity, t.q)
-        q = _query(fp8, variant, call.scale).view(torch.uint8)
-    made = Operands(q, t.k, t.v, q_descale, t.k_descale, t.v_descale)
-    outputs = run_operands(plan, t, made)
+    fp8, q_descale = quantised_query(call, variant, plan.granularity, t.q)
+    q = _query(fp8, variant, call.scale).view(torch.uint8)
+    outputs = run_operands(plan, t, Operands(q, t.k, t.v, q_descale, t.k_descale, t.v_descale))
     if t.k_mean is not None and outputs.lse is not None:
         restore_lse(outputs.lse, t.q, t.k_mean[..., : t.q.shape[3]], call.scale)
     return outputs
@@ -162,32 +138,6 @@ def quantised_keys(
     k8, k_descale = quantize(changed, granularity=granularity["k"], amax=score_amax(variant), block=block)
     v8, v_descale = quantize(v, granularity=granularity["v"], amax=V_AMAX, block=block)
     return k8, v8, k_descale, v_descale
-
-
-def prepared_call(plan: Plan, t: Tensors, *, way: Way | None = None) -> Attend:
-    """A call on bf16 or fp16 operands on a card, less its tensors, by ``way`` as far as it is open; None takes the
-    fastest."""
-    call, variant = plan.call, plan.variant
-    changed = {"smooth_k": call.smooth_k, "hadamard": call.hadamard}
-    if way is None:
-        way = faster_way(variant, plan.granularity, t.q.shape, t.k.shape, **changed)
-    extension.load_kernels(plan.number, t.q.get_device(), t.q.dtype)
-    causal_offset, window_offset = call.offsets(t.q.shape[2], t.k.shape[2])
-    return prepare(
-        variant,
-        plan.number,
-        plan.granularity,
-        head_dim=t.q.shape[3],
-        amax=score_amax(variant),
-        seq_major=is_seq_major(t.q),
-        scale=call.scale,
-        causal_offset=causal_offset,
-        window_offset=window_offset,
-        return_lse=call.return_lse,
-        return_amax=call.return_amax,
-        way=way,
-        **changed,
-    )
 
 
 def fp8_operands(call: Call, variant: Variant, t: Tensors) -> Operands:

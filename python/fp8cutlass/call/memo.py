@@ -8,7 +8,6 @@ A cached call does not notice later changes of the environment variables that na
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
@@ -16,9 +15,8 @@ import torch
 
 from ..cache.packed import PackedKV
 from ..memory import ALIGNMENT
-from ..quant.descale import all_canonical
-from .call import Call, Outputs, Tensors
-from .launch import ready
+from .call import Call, Tensors
+from .card import Known, known
 from .options import Options
 from .plan import resolve
 
@@ -27,9 +25,9 @@ _NUMBERS = ("dropout_p", "is_causal", "scale", "enable_gqa", "smooth_k", "hadama
 _numbers = itemgetter(*map(Options._fields.index, _NUMBERS))  # their types count as well: 1 is not True
 
 Signature = tuple[Any, ...]
-Known = Callable[..., Outputs]  # of query, key and value in layout bhsd and, if FP8, the descales
 
 _known: dict[Signature, Known] = {}
+_Tensor = torch.Tensor
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 
 
@@ -69,20 +67,22 @@ def signature(query: Any, key: Any, value: Any, descales: tuple[Any, ...], optio
                 options,
                 *map(type, _numbers(options)),
             )
-            return (*signed, *_of_others(descales, grad)) if descales else signed
+            return (*signed, *_of_descales(descales, grad)) if descales else signed
         if type(key) is PackedKV and value is None and not descales:
-            held = (key.k, key.v, key.k_descale, key.v_descale, key.k_mean)
-            settled = (
-                key.head_dim,
-                key.dtype,
-                key.key_block,
-                key.amax,
-                key.scaling,
-                key.precision,
-                key.smooth_k,
-                key.hadamard,
+            mean = key.k_mean
+            if grad and (key.k_descale.requires_grad or key.v_descale.requires_grad):
+                return None
+            if query.data_ptr() % ALIGNMENT or (grad and mean is not None and mean.requires_grad):
+                return None
+            return (
+                query.shape,
+                query.stride(),
+                query.dtype,
+                query.get_device(),
+                key.metadata,
+                options,
+                *map(type, _numbers(options)),
             )
-            return (*_of_others((query, *held), grad), settled, options, *map(type, _numbers(options)))
     except (_Unknown, RuntimeError):  # a layout without strides or data
         return None
     return None
@@ -92,20 +92,29 @@ class _Unknown(Exception):
     """An argument of which too little is known."""
 
 
-def _of_others(arguments: tuple[Any, ...], grad: bool) -> tuple[Any, ...]:
-    """The part of the signature of tensors, numbers and None; anything else is _Unknown, as are tensors with a
-    gradient, which the long way refuses."""
+def _of_descales(descales: tuple[Any, ...], grad: bool) -> tuple[Any, ...]:
+    """The part of the signature of numbers, and of tensors that they are some: :func:`refused` has the rest.
+
+    Anything else is _Unknown, as are tensors with a gradient, which the long way refuses.
+    """
     found: list[Any] = []
-    for x in arguments:
-        if type(x) is torch.Tensor:
+    for x in descales:
+        kind = type(x)
+        if kind is _Tensor:
             if grad and x.requires_grad:
                 raise _Unknown
-            found.append((x.shape, x.stride(), x.dtype, x.device))
-        elif x is None or type(x) is float:
+            found.append(kind)
+        elif kind is float:
             found.append(x)
         else:
             raise _Unknown
     return tuple(found)
+
+
+def refused(error: RuntimeError, descales: tuple[Any, ...]) -> bool:
+    """Whether the operator has refused a descale: it looks at dtype, device, shape and strides of each before it
+    launches. The long way then says what is wrong."""
+    return bool(descales) and "_descale" in str(error)
 
 
 def look_up(signed: Signature) -> Known | None:
@@ -124,34 +133,17 @@ def taken_as_given(tensors: Tensors, query: torch.Tensor, key: Any, value: Any, 
     return isinstance(key, PackedKV) or key.dtype == value.dtype == query.dtype
 
 
-def remember(signed: Signature, call: Call, tensors: Tensors) -> None:
-    """Keep a call that has succeeded, if it needs a kernel and no operand is copied for the operator of the extension
-    that takes bf16 and fp16 operands."""
-    plan = resolve(call, tensors.q, tensors.k)
-    run = ready(plan, tensors)
+def remember(signed: Signature, call: Call, tensors: Tensors, descales: tuple[Any, ...] = ()) -> None:
+    """Keep a call that has succeeded, if it needs a kernel and bf16 or fp16 operands are not copied for the operator.
+    ``descales`` are those of FP8 operands as they were given."""
+    run = known(resolve(call, tensors.q, tensors.k), tensors, descales)
     if run is None:
         return
     if len(_known) >= LIMIT:
         _known.clear()
-    granularity = tuple(plan.granularity[name] for name in "qkv")
-    _known[signed] = _KNOWN[call.kind](run, granularity)
+    _known[signed] = run
 
 
 def forget() -> None:
     """Forget all calls, as what they would choose has changed."""
     _known.clear()
-
-
-def _half(run: Callable[[Tensors], Outputs], granularity: tuple[str, ...]) -> Known:
-    return lambda q, k, v: run(Tensors(q, k, v))
-
-
-def _fp8(run: Callable[[Tensors], Outputs], granularity: tuple[str, ...]) -> Known:
-    return lambda q, k, v, *descales: run(Tensors(q, k, v, *all_canonical(descales, granularity, (q, k, v))))
-
-
-def _packed(run: Callable[[Tensors], Outputs], granularity: tuple[str, ...]) -> Known:
-    return lambda q, kv, _: run(Tensors(q, kv.k, kv.v, None, kv.k_descale, kv.v_descale, None, kv.k_mean))
-
-
-_KNOWN = {"half": _half, "fp8": _fp8, "packed": _packed}

@@ -20,9 +20,9 @@ from ..native.fused import Operands, descale_shape, empty_operands, fill, packed
 from ..quant.descale import canonical_shape
 from ..quant.smooth import key_mean
 from .call import Call, Outputs, Tensors, parse
-from .launch import empty_outputs, packed_keys, run, score_amax
+from .launch import empty_outputs, packed_keys, run
 from .options import wrong_scale
-from .plan import resolve
+from .plan import resolve, score_amax
 
 REST = Tensors._fields[3:]  # the tensors that `attend` takes as a list
 

@@ -13,7 +13,8 @@ from ..choose.reuse import KVForm
 from ..choose.target import Target, target
 from ..dtypes import DTYPE_NAMES, OUT_NAMES
 from ..errors import UnsupportedError
-from ..manifest import Variant, load_manifest
+from ..manifest import SCORE_AMAX, Variant, load_manifest
+from ..quant.quantize import FP8_MAX
 from .call import Call
 
 
@@ -26,6 +27,11 @@ class Plan:
     number: int
     decision: Decision
     granularity: Mapping[str, str]  # what shares a descale in "q", "k" and "v"
+
+
+def score_amax(variant: Variant) -> float:
+    """What bf16 and fp16 Q and K are quantised to for a kernel: its scores must fit their accumulator."""
+    return SCORE_AMAX if variant.score == "f16" else FP8_MAX[torch.float8_e4m3fn]
 
 
 def resolve(call: Call, q: torch.Tensor, k: torch.Tensor, *, shipped: bool = False) -> Plan:

@@ -13,11 +13,11 @@ import torch
 from .. import stats
 from ..api.arguments import Layout, Precision, Scaling
 from ..api.attention import attention
+from ..autocast import under_autocast
 from ..errors import NoKernelError, UnsupportedError
 from ..stats import Reason
 from . import minimum_length
-
-WIDEST = 256  # head_dim
+from .refusal import refusal_of
 
 
 class Accuracy(TypedDict, total=False):
@@ -39,15 +39,6 @@ def accuracy_of(caller: str, given: Mapping[str, Any]) -> Accuracy:
     return cast(Accuracy, dict(given))
 
 
-def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What torch's attention would see: autocast casts all floating tensors but float64."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
-
-
 def refusal(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -60,15 +51,8 @@ def refusal(
         return Reason.MASK
     if dropout_p:
         return Reason.DROPOUT
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return Reason.GRAD
-    if query.is_nested or min(query.dim(), key.dim(), value.dim()) < 3:
-        return Reason.LAYOUT
-    if query.dtype not in (torch.bfloat16, torch.float16) or key.dtype != query.dtype or value.dtype != query.dtype:
-        return Reason.DTYPE
-    if query.device != key.device or query.device.type not in ("cpu", "cuda"):
-        return Reason.DEVICE
-    return Reason.HEAD_DIM if query.shape[-1] > WIDEST else None
+    found = refusal_of(query, key, value)
+    return None if found is None else found.reason
 
 
 def attend(
@@ -97,7 +81,7 @@ def attend(
         short: whether calls below the minimum length (``set_minimum_length``) are served as well.
         accuracy: what else ``attention`` gets.
     """
-    q, k, v = under_autocast(query, key, value)
+    q, k, v = under_autocast((query, key, value), as_torch=True)
     work = effort(q, k, v, is_causal, layout)
     if reason is None:
         reason = refusal(q, k, v, attn_mask, dropout_p)

@@ -1,7 +1,8 @@
-"""bf16 and fp16 operands on a card, from the chosen kernel to its outputs.
+"""Calls on a card, from the chosen kernel to its outputs: one operator of the extension each.
 
-One operator of the extension allocates, quantises, packs and attends. The bits are those of :mod:`.fused` and
-``forward`` one after the other. docs/design/terms.md defines "Q left" and "handover"."""
+``attend`` quantises bf16 and fp16 operands, ``attend_fp8`` packs FP8 ones, ``attend_packed`` quantises Q for packed K
+and V. Each allocates, and attends. The bits are those of :mod:`.fused` and ``forward`` one after the other, or of torch
+operations and ``forward``. docs/design/terms.md defines "Q left" and "handover"."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from .extension import BUILD_HINT
 # There is no backward, and `attention` says so: the dispatcher passes over autograd, whose fallback would look at every
 # argument, and on to whatever else a tensor asks for, such as a lazy negation.
 _library = torch.library.Library("fp8cutlass_C", "IMPL")
-_library.impl("attend", torch.library.fallthrough_kernel, "AutogradCUDA")
+OPERATORS = {"half": "attend", "fp8": "attend_fp8", "packed": "attend_packed"}  # of each kind of call
+for _name in OPERATORS.values():
+    _library.impl(_name, torch.library.fallthrough_kernel, "AutogradCUDA")
 
 LEAVE_FROM, LEAVE_HANDED_FROM = 1024, 256  # rows and keys; the second where packing of K and V overlaps
 LEAVE_ITEMS = 132  # query tiles, one for each SM of an H200
@@ -58,34 +61,42 @@ def _in_order(values: Mapping[str, float]) -> tuple[float, ...]:
 class Attend:
     """A call but for its tensors, for operands of one shape, layout and dtype on one device."""
 
-    operator: Any  # fp8cutlass_C.attend
+    operator: Any  # of fp8cutlass_C
     constants: torch.Tensor  # its first argument
     head_dim: int  # the caller's
     kernel_head_dim: int
     scale: float
-    smooth_k: bool
+    smooth_k: bool  # of bf16 and fp16 operands
     return_lse: bool
     return_amax: bool
-    bare: bool  # none of the three: q, k and v are all that the operator gets
+    bare: bool  # none of the three: the operator gets its inputs alone
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_descale: torch.Tensor | None = None
     ) -> Result:
-        """Run it on q (B, H, Sq, D), k and v (B, Hkv, Sk, D) that are ``fused.readable``, no dimension
-        empty.
+        """Run a call of kind "half" on q (B, H, Sq, D), k and v (B, Hkv, Sk, D); :meth:`run` says more."""
+        if not self.smooth_k:
+            return self.run((q, k, v), out_descale)
+        mean = k.new_empty((*k.shape[:2], self.kernel_head_dim), dtype=torch.float32)
+        result = self.run((q, k, v), out_descale, mean)
+        if result[1] is not None:
+            restore_lse(result[1], q[..., : self.head_dim], mean[..., : self.head_dim], self.scale)
+        return result
+
+    def run(self, inputs: Sequence[Any], out_descale: torch.Tensor | None = None, *more: torch.Tensor) -> Result:
+        """Give the operator its inputs: q, k and v that are ``fused.readable``, no dimension empty, and descales.
 
         Returns out (B, H, Sq, D), dense in q's memory order; lse (B, H, Sq) and amax (1,), float32, or None.
         """
-        lse = amax = mean = None
-        if not self.bare:
-            lse = q.new_empty(q.shape[:3], dtype=torch.float32) if self.return_lse else None
-            amax = q.new_zeros((1,), dtype=torch.float32) if self.return_amax else None
-            mean = k.new_empty((*k.shape[:2], self.kernel_head_dim), dtype=torch.float32) if self.smooth_k else None
+        lse = amax = None
         try:
             if self.bare and out_descale is None:  # an argument costs more to pass than to leave out
-                out = self.operator(self.constants, q, k, v)
+                out = self.operator(self.constants, *inputs)
             else:
-                out = self.operator(self.constants, q, k, v, mean, out_descale, lse, amax)
+                q = inputs[0]
+                lse = q.new_empty(q.shape[:3], dtype=torch.float32) if self.return_lse else None
+                amax = q.new_zeros((1,), dtype=torch.float32) if self.return_amax else None
+                out = self.operator(self.constants, *inputs, out_descale, lse, amax, *more)
         except RuntimeError as error:
             if "out of memory" in str(error):  # the stable ABI has no type for it
                 raise torch.OutOfMemoryError(str(error)) from error
@@ -93,8 +104,6 @@ class Attend:
         if self.kernel_head_dim != self.head_dim:
             wide, out = out, empty_rows(out, self.head_dim, out.dtype)  # q may be a copy in another order
             as_bytes(out).copy_(as_bytes(wide)[..., : self.head_dim])
-        if mean is not None and lse is not None:
-            restore_lse(lse, q[..., : self.head_dim], mean[..., : self.head_dim], self.scale)
         return out, lse, amax
 
 
@@ -118,6 +127,9 @@ class Way(NamedTuple):
     hand_over: bool  # K and V are packed while the attention kernel runs
 
 
+PACKED_BEFORE = Way(leave_q=False, hand_over=False)
+
+
 def faster_way(
     variant: Variant,
     granularity: Mapping[str, str],
@@ -133,7 +145,7 @@ def faster_way(
     CTA's first rows overlap with nothing (docs/lab/pack.md).
     """
     if not takes_source(variant, granularity, hadamard=hadamard):
-        return Way(leave_q=False, hand_over=False)
+        return PACKED_BEFORE
     batch, heads, rows, _ = q_shape
     handed = takes_handover(variant, granularity, smooth_k=smooth_k, hadamard=hadamard) and _is_large(k_shape)
     enough = min(rows, k_shape[2]) >= (LEAVE_HANDED_FROM if handed else LEAVE_FROM)
@@ -150,6 +162,7 @@ def _is_large(shape: Sequence[int]) -> bool:
 
 
 def prepare(
+    kind: str,
     variant: Variant,
     number: int,
     granularity: Mapping[str, str],
@@ -164,13 +177,14 @@ def prepare(
     hadamard: bool,
     return_lse: bool,
     return_amax: bool,
-    way: Way,
+    way: Way = PACKED_BEFORE,
+    descales: Sequence[float] = (0.0, 0.0, 0.0),
 ) -> Attend:
-    """The call of a variant, ``number`` in the extension. ``way`` is limited to what the kernel can do: quantise Q
-    (:func:`takes_source`), and start while K and V are packed (:func:`takes_handover`).
+    """The call of a variant, ``number`` in the extension, on operands of a kind: "half", "fp8" or "packed".
 
-    ``amax`` and ``granularity`` are those of :func:`.fused.quantise_and_pack`; ``seq_major`` puts the result
-    into memory in the order (B, S, H, D).
+    ``way`` is limited to what the kernel can do: quantise Q (:func:`takes_source`), and start while K and V are packed
+    (:func:`takes_handover`). ``amax`` and ``granularity`` are those of :func:`.fused.quantise_and_pack`; ``seq_major``
+    puts the result into memory in the order (B, S, H, D). ``descales`` of FP8 operands that are no tensors are numbers.
     """
     extension.load()
     leave_q = way.leave_q and takes_source(variant, granularity, hadamard=hadamard)
@@ -188,9 +202,10 @@ def prepare(
         "window_offset": window_offset,
         "leave_q": leave_q,
         "hand_over": hand_over,
+        **{f"{name}_descale": x for name, x in zip("qkv", descales, strict=True)},
     }
     return Attend(
-        operator=torch.ops.fp8cutlass_C.attend.default._op,  # the overload's own frame costs 0.2 us
+        operator=getattr(torch.ops.fp8cutlass_C, OPERATORS[kind]).default._op,  # the overload's own frame costs 0.2 us
         constants=_constants(*_in_order(numbers)),
         head_dim=head_dim,
         kernel_head_dim=variant.head_dim,

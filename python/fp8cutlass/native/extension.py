@@ -28,7 +28,8 @@ BUILD_HINT = (
     "library in FP8CUTLASS_LIBRARY"
 )
 
-SOURCES = (torch.bfloat16, torch.float16)  # in the order of SourceType of csrc/registry.h
+# What kernels that pack read: positions in SourceType of csrc/registry.h.
+SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 2}
 
 Properties = tuple[tuple[int, int], str, int]  # of a card: compute capability, name, multiprocessors
 
@@ -159,8 +160,9 @@ def load() -> None:
 
 @cache
 def call_fields() -> tuple[str, ...]:
-    """The names of the numbers that ``fp8cutlass_C.attend`` takes, in order (csrc/call.def); :func:`load` comes first.
+    """The names of the numbers that ``fp8cutlass_C.attend`` and its sisters take, in order (csrc/call.def).
 
+    :func:`load` comes first.
     Raises UnsupportedError where the library does not say.
     """
     try:
@@ -173,10 +175,11 @@ def call_fields() -> tuple[str, ...]:
 
 @cache
 def load_kernels(number: int, device: int, source: torch.dtype | None = None) -> None:
-    """Load the code of variant ``number`` on a card, and of the kernel that packs operands of ``source`` (bf16, fp16)
-    for it. A launch would do so at its first time, which takes a millisecond and more."""
+    """Load the code of variant ``number`` on a card, and of the kernel that packs operands of dtype ``source`` for it.
+
+    A launch would do so at its first time, which takes a millisecond and more."""
     load()
-    torch.ops.fp8cutlass_C.load(number, device, -1 if source is None else SOURCES.index(source))
+    torch.ops.fp8cutlass_C.load(number, device, -1 if source is None else SOURCES[source])
 
 
 def _compare(library: str, manifest: Manifest) -> None:

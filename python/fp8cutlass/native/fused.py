@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from ..manifest import KEY_BLOCK
-from ..memory import aligned, empty_rows
+from ..memory import ALIGNMENT, aligned, as_bytes, empty_rows
 from ..quant.descale import canonical_shape
 from ..quant.quantize import GRANULARITIES, V_AMAX
 from . import extension
 
-CHUNK = 8  # elements of bf16 and fp16 that one access takes
 BEYOND_BLOCKS = ("tensor", "head", "channel")  # granularities whose maxima take a kernel of their own
 
 
@@ -39,10 +38,11 @@ class Operands:
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """Return x (B, H, S, D), or a copy where the kernel cannot read it: D must be a multiple of 8 (zero columns are
-    appended), contiguous, and rows must start on multiples of 16 bytes."""
-    if x.shape[3] % CHUNK:
-        x = F.pad(x, (0, -x.shape[3] % CHUNK))
+    """Return x (B, H, S, D), or a copy where the kernel cannot read it: rows must start on multiples of 16 bytes and be
+    contiguous, of a multiple of 16 bytes (zero columns are appended)."""
+    chunk = ALIGNMENT // x.element_size()
+    if x.shape[3] % chunk:
+        x = F.pad(as_bytes(x), (0, -x.shape[3] % chunk)).view(x.dtype)
     return aligned(x if x.stride(3) == 1 else x.contiguous())
 
 

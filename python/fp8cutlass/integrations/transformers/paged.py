@@ -10,10 +10,11 @@ from ... import stats
 from ...api.kvcache import attention_with_kvcache
 from ...errors import UnsupportedError
 from ...stats import Reason
+from ..refusal import Refusal
 from .band import Band
 from .fallback import fall_back
 from .pool import Step, Stored, everything
-from .serve import DOOR, Features, Refusal, refusal
+from .serve import DOOR, Features, refusal
 
 WAITING = "_fp8cutlass_waiting"  # the attribute of the keys that a ``PagedCache`` returned
 

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from ... import stats
+from ...autocast import under_autocast
 from ...errors import UnsupportedError
 from ...stats import Reason
+from ..refusal import Refusal
 from . import paged
 from .band import CAUSAL, FULL, Band, of_sequences, padded, tag, tagged
 from .fallback import fall_back
-from .serve import DOOR, Features, Refusal, autocast, refusal, serve, work_of
+from .serve import DOOR, Features, refusal, serve, work_of
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -53,7 +55,8 @@ def full(
     features = Features(dropout, softcap, position_bias, s_aux, block_table is not None, rest)
     waiting = paged.waiting_of(key)
     run = _run if waiting is None else partial(paged.attend, waiting)
-    operands = query, key, value = autocast(query, key, value)
+    query, key, value = under_autocast((query, key, value))
+    operands = query, key, value
     rows, keys = query.shape[2], key.shape[2] if waiting is None else waiting.keys
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None:
@@ -98,7 +101,7 @@ def flash(
     (batch, keys), True for what is no padding; or it is that of ``sdpa``, for a pattern that is no band.
     """
     features = Features(dropout, softcap, position_bias, s_aux, block_table is not None, rest)
-    query, key, value = autocast(query, key, value)
+    query, key, value = under_autocast((query, key, value))
     if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[1] < key.shape[2]:
         written = attention_mask.shape[1]  # of a StaticCache
         key, value = key[:, :, :written], value[:, :, :written]

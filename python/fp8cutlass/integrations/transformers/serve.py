@@ -14,11 +14,11 @@ from ...cache.packed import PackedKV
 from ...errors import NoKernelError, UnsupportedError
 from ...stats import Reason
 from .. import minimum_length
+from ..refusal import Refusal, refusal_of
 from .band import Band, cut, version_of
 
 DOOR = "transformers"
 PACKED = "_fp8cutlass_packed"  # the attribute of a tensor of keys that ``note_packed`` sets
-WIDEST = 256  # head_dim
 # Keywords that models pass on and that change nothing in attention. Any other one that is not None is not served.
 HARMLESS = frozenset(
     {
@@ -41,23 +41,6 @@ class Features(NamedTuple):
     rest: dict[str, Any] = {}
 
 
-class Refusal(NamedTuple):
-    """Why a call is not served."""
-
-    reason: Reason
-    text: str = ""
-
-
-def autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As torch's attention casts under autocast; rotary embeddings leave float32."""
-    device = q.device.type
-    if not torch.is_autocast_enabled(device):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    q, k, v = (x.to(dtype) if x.dtype == torch.float32 else x for x in (q, k, v))
-    return q, k, v
-
-
 def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: Features) -> Refusal | None:
     """The reason that needs no mask, or None. Attributes alone, so that torch.compile traces it."""
     if features.paged:
@@ -72,16 +55,13 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: Feature
         harmless = name in HARMLESS or (name in HARMLESS_IF_FALSE and given is False)
         if given is not None and not harmless:
             return Refusal(Reason.KEYWORD, name)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return Refusal(Reason.GRAD)
-    if q.device.type not in ("cpu", "cuda") or k.device != q.device or v.device != q.device:
-        return Refusal(Reason.DEVICE)
-    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
-        return Refusal(Reason.DTYPE, f"{q.dtype}, {k.dtype}, {v.dtype}")
+    found = refusal_of(q, k, v)
+    if found is not None:
+        return found
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
         return Refusal(Reason.LAYOUT)
-    if k.shape[3] != q.shape[3] or q.shape[3] > WIDEST or v.shape[3] > q.shape[3]:
-        return Refusal(Reason.HEAD_DIM, f"{q.shape[3]} of keys, {v.shape[3]} of values")
+    if k.shape[3] != q.shape[3] or v.shape[3] > q.shape[3]:
+        return Refusal(Reason.HEAD_DIM, f"{q.shape[3]} of queries, {k.shape[3]} of keys, {v.shape[3]} of values")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] or v.shape[1] != k.shape[1]:
         return Refusal(Reason.HEADS)
     return None

@@ -1,0 +1,109 @@
+"""Calls on a card: each is one operator of the extension, which :func:`known` keeps for the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..memory import is_seq_major
+from ..native import extension
+from ..native.attend import PACKED_BEFORE, Attend, Way, faster_way, prepare
+from ..native.fused import readable
+from ..quant.smooth import restore_lse
+from .call import Outputs, Tensors
+from .plan import Plan, score_amax
+
+# Query, key and value in layout bhsd, or a PackedKV and None, and if FP8 the descales: tensors or numbers.
+Known = Callable[..., Outputs]
+
+
+def prepared_call(plan: Plan, t: Tensors, *, way: Way | None = None, numbers: Sequence[float] = (0.0,) * 3) -> Attend:
+    """A call on a card, less its tensors.
+
+    ``way`` is for bf16 and fp16 operands, and is taken as far as it is open; None takes the fastest. ``numbers`` are
+    the descales of FP8 operands that are no tensors.
+    """
+    call, variant = plan.call, plan.variant
+    changed = {"smooth_k": call.smooth_k and call.kind == "half", "hadamard": call.hadamard}
+    if call.kind != "half":
+        way = PACKED_BEFORE
+    elif way is None:
+        way = faster_way(variant, plan.granularity, t.q.shape, t.k.shape, **changed)
+    extension.load_kernels(plan.number, t.q.get_device(), t.q.dtype)
+    causal_offset, window_offset = call.offsets(t.q.shape[2], t.k.shape[2])
+    return prepare(
+        call.kind,
+        variant,
+        plan.number,
+        plan.granularity,
+        head_dim=t.q.shape[3],
+        amax=score_amax(variant),
+        seq_major=is_seq_major(t.q),
+        scale=call.scale,
+        causal_offset=causal_offset,
+        window_offset=window_offset,
+        return_lse=call.return_lse,
+        return_amax=call.return_amax,
+        way=way,
+        descales=numbers,
+        **changed,
+    )
+
+
+def run_on_card(plan: Plan, t: Tensors) -> Outputs:
+    """Run a call of any kind, no dimension empty. What kernels cannot read is copied first."""
+    attend, kind = prepared_call(plan, t), plan.call.kind
+    if kind == "packed":
+        return _packed(attend, readable(t.q), t)
+    q, k, v = (readable(x) for x in t[:3])
+    if kind == "half":
+        return Outputs(*attend(q, k, v, t.out_descale))
+    return Outputs(*attend.run((q, k, v, t.q_descale, t.k_descale, t.v_descale), t.out_descale))
+
+
+def _packed(attend: Attend, q: torch.Tensor, t: Tensors) -> Outputs:
+    outputs = Outputs(*attend.run((q, t.k, t.v, t.k_descale, t.v_descale), t.out_descale))
+    if t.k_mean is not None and outputs.lse is not None:
+        restore_lse(outputs.lse, t.q, t.k_mean[..., : t.q.shape[3]], attend.scale)
+    return outputs
+
+
+def known(plan: Plan, t: Tensors, descales: Sequence[Any] = ()) -> Known | None:
+    """What runs further calls of this plan, on arguments that agree with these in all metadata; None where each of them
+    takes the long way. ``descales`` are those of FP8 operands as they were given: numbers stay what they are."""
+    kind = plan.call.kind
+    if t.empty:
+        return None
+    copied = any(readable(x) is not x for x in (t[:1] if kind == "packed" else t[:3]))
+    if kind == "half":
+        if copied:
+            return None
+        attend = prepared_call(plan, t)
+        if attend.smooth_k:
+            return lambda q, k, v: Outputs(*attend(q, k, v))
+        run = attend.run
+        return lambda *inputs: Outputs(*run(inputs))
+    if kind == "fp8":
+        tensors = [isinstance(x, torch.Tensor) for x in descales]
+        numbers = [0.0 if there else float(x) for x, there in zip(descales, tensors, strict=True)]
+        run = prepared_call(plan, t, numbers=numbers).run
+        if copied:
+            return lambda q, k, v, *given: Outputs(*run((readable(q), readable(k), readable(v), *_tensors(given))))
+        if all(tensors):
+            return lambda *inputs: Outputs(*run(inputs))
+        if not any(tensors):
+            return lambda q, k, v, *_: Outputs(*run((q, k, v, None, None, None)))
+        return lambda q, k, v, *given: Outputs(*run((q, k, v, *_tensors(given))))
+    attend = prepared_call(plan, t)
+    run = attend.run
+    if copied or (t.k_mean is not None and plan.call.return_lse):
+        return lambda q, kv, _: _packed(
+            attend, readable(q), Tensors(q, kv.k, kv.v, None, kv.k_descale, kv.v_descale, None, kv.k_mean)
+        )
+    return lambda q, kv, _: Outputs(*run((q, kv.k, kv.v, kv.k_descale, kv.v_descale)))
+
+
+def _tensors(given: Sequence[Any]) -> list[torch.Tensor | None]:
+    return [x if isinstance(x, torch.Tensor) else None for x in given]

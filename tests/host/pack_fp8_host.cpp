@@ -1,0 +1,50 @@
+// A kernel that brings FP8 operands to attention kernels, as a function of the host (tests/host/device). Compiled with
+// KERNEL, the name of the kernel, and KERNEL_FILE, its source.
+#include "cuda_runtime.h"
+#include "fp8cutlass/pack_params.h"
+
+static unsigned grid = 0;
+#define gridDim (device::Index{grid})
+#define __ldg(pointer) (*(pointer))
+
+// Of other kernels of the same headers; nothing here calls them.
+int __float_as_int(float);
+float __fmul_rn(float, float), __frcp_rn(float);
+uint32_t __vmaxu2(uint32_t, uint32_t), __vcmpgeu2(uint32_t, uint32_t), __reduce_max_sync(unsigned, uint32_t);
+int atomicMax(int*, int);
+uint32_t atomicMax(uint32_t*, uint32_t);
+
+namespace fp8cutlass {
+uint32_t e4m3x4(float, float, float, float);
+alignas(16) uint8_t stage[64 * 1024];
+}  // namespace fp8cutlass
+
+#include KERNEL_FILE
+
+using namespace fp8cutlass;
+
+extern "C" int params_bytes() { return int(sizeof(Fp8PackParams)); }
+
+// Runs `descale_ctas` CTAs behind those of the operands, all in a random order; what went wrong, or null.
+extern "C" const char* run(const Fp8PackParams* given, int descale_ctas, int seed) {
+  Fp8PackParams p = *given;
+  int ctas = 0;
+  for (Fp8Operand& o : p.operand) {
+    if (o.x == nullptr) continue;
+    o.blocks = (o.rows + kRows - 1) / kRows, o.ctas = p.batch * o.heads * o.blocks;
+    ctas += o.ctas;
+  }
+  p.first_cta = ctas;
+  grid = unsigned(ctas + descale_ctas);
+  device::Cta cta;
+  cta.random.seed(unsigned(seed));
+  std::vector<unsigned> order(grid);
+  for (unsigned i = 0; i < grid; ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), cta.random);
+  for (const unsigned block : order) {
+    cta.block = block;
+    std::memset(stage, 0xff, sizeof(stage));
+    if (device::run(cta, kThreads, [&] { KERNEL(p); }) != nullptr) return cta.failure;
+  }
+  return nullptr;
+}

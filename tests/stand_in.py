@@ -1,0 +1,149 @@
+"""The operators of the extension that serve whole calls, with the CPU's specification in the place of the kernels.
+
+``card(monkeypatch)`` makes tensors say that they lie on a card, and these the operators. What Python does of a call on
+a card, from its arguments to the operator and back, then runs without one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fp8cutlass.call import launch
+from fp8cutlass.call.call import Call, Tensors
+from fp8cutlass.dtypes import OUT_DTYPES
+from fp8cutlass.emulator.emulate import emulate
+from fp8cutlass.manifest import generated_dir, load_manifest
+from fp8cutlass.native import extension
+from fp8cutlass.native.fused import Operands
+from fp8cutlass.quant.descale import accepted_shapes, to_canonical
+from fp8cutlass.quant.quantize import GRANULARITIES
+from fp8cutlass.quant.v_layout import unpack_v
+
+FIELDS = tuple(
+    re.findall(r"^X\(\w+, (\w+),", (Path(__file__).parents[1] / "csrc" / "call.def").read_text(), flags=re.MULTILINE)
+)
+Operator = Callable[..., torch.Tensor]
+
+
+class Numbers:
+    """The first argument of an operator."""
+
+    def __init__(self, constants: torch.Tensor) -> None:
+        assert constants.dtype == torch.float64 and constants.shape == (len(FIELDS),)
+        self.of = dict(zip(FIELDS, constants.tolist(), strict=True))
+        manifest = load_manifest(generated_dir())
+        self.variant = manifest.variants[int(self.of["variant"])]
+        self.granularity = {name: GRANULARITIES[int(self.of[f"{name}_granularity"])] for name in "qkv"}
+        self.scaling = next(mode for mode, shared in manifest.scaling.items() if shared == self.granularity)
+        self.scale = self.of["scale"]
+
+    def call(self, kind: str, **more: Any) -> Call:
+        hadamard = bool(self.of["hadamard"])
+        return Call(kind, OUT_DTYPES[self.variant.out], self.scale, scaling=self.scaling, hadamard=hadamard, **more)
+
+    def attend(self, made: Operands, out_descale: Any, lse: Any, amax: Any) -> torch.Tensor:
+        """What the attention kernel makes of its operands, dense in the order that the numbers say."""
+        variant = self.variant
+        assert made.q is not None and made.k is not None and made.v is not None and made.k_descale is not None
+        keys, dtype = made.k.shape[2], torch.float8_e5m2 if variant.dtype == "e5m2" else torch.float8_e4m3fn
+        k_descale = made.k_descale[:, :, :keys] if self.scaling == "token" else made.k_descale
+        result = emulate(
+            made.q.view(dtype),
+            made.k.view(dtype),
+            unpack_v(made.v.view(dtype), keys),
+            made.q_descale,
+            k_descale,
+            made.v_descale,
+            variant=variant,
+            scale=abs(self.scale),
+            scaling=self.scaling,
+            causal_offset=int(self.of["causal_offset"]),
+            window_offset=int(self.of["window_offset"]) if variant.mask == "window" else None,
+            out_descale=out_descale,
+            return_lse=lse is not None,
+        )
+        if lse is not None:
+            lse.copy_(result.lse)
+        if amax is not None:
+            amax.copy_(torch.maximum(amax, result.amax))
+        out = result.out.to(OUT_DTYPES[variant.out])
+        return out.transpose(1, 2).contiguous().transpose(1, 2) if self.of["seq_major"] else out.contiguous()
+
+
+def attend(
+    constants: torch.Tensor, q: Any, k: Any, v: Any, out_descale: Any = None, lse: Any = None, amax: Any = None,
+    k_mean: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    n = Numbers(constants)
+    assert k_mean is None, "keys are not smoothed here"
+    call = n.call("half")
+    made = launch.quantised(call, n.variant, n.granularity, Tensors(q, k, v))
+    return n.attend(launch.fp8_operands(call, n.variant, made), out_descale, lse, amax)
+
+
+def attend_fp8(
+    constants: torch.Tensor, q: Any, k: Any, v: Any, q_descale: Any, k_descale: Any, v_descale: Any,
+    out_descale: Any = None, lse: Any = None, amax: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    n = Numbers(constants)
+    for x in (q, k, v):
+        assert x.element_size() == 1 and x.stride(3) == 1 and x.shape[3] % 16 == 0 and x.data_ptr() % 16 == 0
+    descales = {}
+    for name, x, given in zip("qkv", (q, k, v), (q_descale, k_descale, v_descale), strict=True):
+        number = n.of[f"{name}_descale"]
+        assert (given is None) == (number > 0), "a tensor or a number"
+        # Columns that were added for the kernel have a descale as well, which nothing is multiplied by.
+        shape = x.shape if given is None or given.dim() < 3 or name != "v" else (*x.shape[:3], given.shape[2])
+        if given is not None:
+            if given.dtype != torch.float32:
+                raise RuntimeError(f"fp8cutlass: {name}_descale must be float32")
+            if tuple(given.shape) not in accepted_shapes(n.granularity[name], shape, n.variant.key_block):
+                raise RuntimeError(f"fp8cutlass: {name}_descale has shape {tuple(given.shape)}")
+        value = number if given is None else given
+        value = to_canonical(value, n.granularity[name], shape, x.device, n.variant.key_block)
+        if n.granularity[name] == "channel":
+            value = torch.nn.functional.pad(value, (0, x.shape[3] - value.shape[2]), value=1.0)
+        descales[name] = value
+    tensors = Tensors(q, k, v, *descales.values())
+    return n.attend(launch.fp8_operands(n.call("fp8"), n.variant, tensors), out_descale, lse, amax)
+
+
+def attend_packed(
+    constants: torch.Tensor, q: Any, k: Any, v: Any, k_descale: Any, v_descale: Any,
+    out_descale: Any = None, lse: Any = None, amax: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    n = Numbers(constants)
+    call = n.call("packed")
+    fp8, q_descale = launch.quantised_query(call, n.variant, n.granularity, q)
+    q8 = launch._query(fp8, n.variant, n.scale).view(torch.uint8)
+    return n.attend(Operands(q8, k, v, q_descale, k_descale, v_descale), out_descale, lse, amax)
+
+
+OPERATORS: dict[str, Operator] = {"attend": attend, "attend_fp8": attend_fp8, "attend_packed": attend_packed}
+
+
+def card(monkeypatch: pytest.MonkeyPatch, operators: dict[str, Operator] = OPERATORS) -> list[str]:
+    """Returns the names of the operators that are called from now on, as they are."""
+    asked: list[str] = []
+
+    def counted(name: str, run: Operator) -> Any:
+        def operator(*arguments: Any) -> torch.Tensor:
+            asked.append(name)
+            return run(*arguments)
+
+        return SimpleNamespace(default=SimpleNamespace(_op=operator))
+
+    made = {name: counted(name, run) for name, run in operators.items()}
+    monkeypatch.setattr(torch.ops, "fp8cutlass_C", SimpleNamespace(**made), raising=False)
+    monkeypatch.setattr(extension, "load", lambda: None)
+    monkeypatch.setattr(extension, "load_kernels", lambda *arguments: None)
+    monkeypatch.setattr(extension, "call_fields", lambda: FIELDS)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    return asked

@@ -787,6 +787,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "2da8b59a69fed8c1e6f38a214bb21aa8a64db50eca6d127a603dc177b7aaaaa7";
+const char kManifest[] = "812d708a4d0cfb5c613aa19ea699cc93c56213cf1876840a8a9d58f5e7b71bba";
 
 }  // namespace fp8cutlass

@@ -17,6 +17,7 @@ namespace {
 using appending::AppendParams;
 
 constexpr int64_t kMostWork = int64_t{1} << 30;  // rows of a launch, and slots of a cache
+constexpr int64_t kMostPage = int64_t{1} << 24;  // tokens
 // Tokens of a list of slots whose rows one launch writes: each CTA looks through those of its launch for a later token
 // of its slots. Launches of one stream write one after the other, so that the last token wins across them too.
 constexpr int64_t kChunk = 4096;
@@ -181,6 +182,7 @@ void append_tokens(const AppendArguments& a) {
   const int64_t pages = a.k_cache.size(0), page_size = a.k_cache.size(1);
   require_shape(a.k_cache, "k_cache", {pages, page_size, heads, head_dim});
   require_shape(a.v_cache, "v_cache", {pages, page_size, heads, head_dim});
+  require(page_size <= kMostPage, "a page has ", page_size, " tokens: too many");
   require(pages > 0 && page_size > 0 && pages <= kMostWork / page_size, "k_cache has no slot, or too many");
   p.k_store = store_of(a.k_cache, "k_cache", a.k), p.v_store = store_of(a.v_cache, "v_cache", a.k);
   p.pages = int(pages), p.page_size = int(page_size);

@@ -207,13 +207,15 @@ def test_the_signs_are_those_of_the_specification() -> None:
 
 # The case that notices it, and the edit.
 FAULTS: dict[str, tuple[str, tuple[str, str, str]]] = {
-    "a slot past the end is written": (
-        "native torch.bfloat16", ("place.cuh", "slot >= 0 && slot < int64_t{p.pages} * p.page_size", "slot >= 0")),
+    "the slot past the end is written": (
+        "native torch.bfloat16",
+        ("place.cuh", "slot >= 0 && slot < int64_t{p.pages}", "slot >= 0 && slot <= int64_t{p.pages}")),
     "the first of two tokens": (
         "native torch.bfloat16", ("append.cuh", "run.token + within > first + i", "run.token + within < first + i")),
-    "any of two tokens": ("native torch.bfloat16", ("append.cuh", "memory.lost[i] = 1;", "")),
+    "any of two tokens": ("native torch.bfloat16", ("append.cuh", "memory.lost[i] = 1;", ";")),
     "places are read before they are there": (
-        "table", ("append.cuh", "  __syncthreads();\n  each_run(p, first + 1", "  each_run(p, first + 1")),
+        "native torch.bfloat16",
+        ("append.cuh", "  __syncthreads();\n  each_run(p, first + 1", "  each_run(p, first + 1")),
     "the head of another": ("native torch.bfloat16", ("append.cuh", "part - p.heads : part", "part - p.heads : 0")),
     "a descale goes astray": (
         "native torch.bfloat16", ("append.cuh", "p.k_token, at.page, at.offset, head", "p.k_token, at.page, 0, head")),
@@ -225,7 +227,7 @@ FAULTS: dict[str, tuple[str, tuple[str, str, str]]] = {
         "rotated 128", ("row.cuh", "kColumns * step < columns", "2 * kColumns * step < columns")),
     "a difference has the other sign": ("rotated 64", ("row.cuh", "__fsub_rn(other, y[j])", "__fsub_rn(y[j], other)")),
     "zeros keep their sign": (
-        "rotated 64", ("row.cuh", "__fmul_rn(__fadd_rn(y[j], 0.f), scale)", "__fmul_rn(y[j], scale)")),
+        "zeros", ("row.cuh", "__fmul_rn(__fadd_rn(y[j], 0.f), scale)", "__fmul_rn(y[j], scale)")),
     "the mean comes after the rotation": (
         "rotated 64 less a mean", ("append.cuh", "if (p.mean != nullptr) subtract", "if (false) subtract")),
     "the turn is not rounded": ("turned 48 True", ("row.cuh", "  round_to(y, p.type);\n", "")),
@@ -238,16 +240,19 @@ FAULTS: dict[str, tuple[str, tuple[str, str, str]]] = {
         "pow2 torch.bfloat16", ("append.cuh", "memory.owner[0] >= 0 ? 0.f : memory.old", "memory.old")),
     "older tokens keep their bytes": ("pow2 torch.bfloat16", ("append.cuh", "factor != 1.f", "false")),
     "a NaN loses its sign": ("pow2 torch.bfloat16", ("append.cuh", "nan |= 0xffu << 8 * j", "nan |= 0")),
-    "a page is the second token's": ("all in a page", ("append.cuh", "if (memory.first != token) return;", "")),
+    "a page is not its first token's": (
+        "all in a page", ("append.cuh", "if (memory.first != token) return;", "if (memory.first == token) return;")),
     "the maximum of one warp": (
         "pow2 torch.float32",
         ("append.cuh", "atomicMax(&memory.most,", "if (thread < 32) atomicMax(&memory.most,")),
     "448 becomes 512": ("needs", ("append.cuh", "> 0x600000", ">= 0x600000")),
-    "the page before a sequence's end": ("table pow2", ("place.cuh", "token < p.cu[s + 1]", "token <= p.cu[s + 1]")),
+    "a token behind the last sequence": (
+        "outside", ("place.cuh", "token < p.cu[s + 1]", "token <= p.cu[s + 1]")),
     "a run is a token short": (
         "table pow2",
-        ("place.cuh", "int(min(stop, base + p.page_size) - at)", "int(min(stop, base + p.page_size) - at) - 1")),
-    "an entry of the table is trusted": ("table", ("place.cuh", "if (page < 0 || page >= p.pages) return at;", "")),
+        ("place.cuh", "min(stop, base + p.page_size) - at}", "min(stop, base + p.page_size) - at - 1}")),
+    "the page past the end": (
+        "outside", ("place.cuh", "page >= p.pages) return at;", "page > p.pages) return at;")),
 }  # fmt: skip
 
 
@@ -257,7 +262,18 @@ def extra() -> dict[str, Case]:
     low = torch.full((5, 3), 1e-40)
     k, v = (torch.full((2, 2, 64), x, dtype=torch.bfloat16) for x in (1.0, 448.0))
     needs = Case(new_cache(64, v_scale="pow2"), k, v, Slots(torch.tensor([0, 16])))
-    return {"descale": replace(hnd, descales=(low, low)), "needs": needs}
+    signs = torch.tensor([SIGNS[d // 32] >> d % 32 & 1 for d in range(64)]) == 0
+    zeros = torch.where(signs, -0.0, 0.0).bfloat16().expand(3, 2, 64).contiguous()  # their sum is -0
+    at = table_of(19, 16)
+    at.page_table[4, 4], at.page_table[0, 2] = 9, 20
+    outside = Table(at.cu - 1, at.lengths, at.page_table)
+    k, v = draw(41, 2, 64, torch.float16, 1), draw(41, 2, 64, torch.float16, 2)
+    return {
+        "descale": replace(hnd, descales=(low, low)),
+        "needs": needs,
+        "zeros": Case(new_cache(64, hadamard=True), zeros, zeros, Slots(torch.arange(3))),
+        "outside": Case(new_cache(64, pages=20), k, v, outside),
+    }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -275,7 +291,7 @@ def test_a_fault_is_noticed(fault: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert noticed
 
 
-@pytest.mark.parametrize("name", ["descale", "needs"])
+@pytest.mark.parametrize("name", ["descale", "needs", "outside", "zeros"])
 def test_cases_of_faults(host: OnHost, name: str) -> None:
     case = extra()[name]
     assert case.found(launch) == case.wanted()

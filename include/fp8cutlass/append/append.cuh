@@ -61,6 +61,7 @@ __device__ __forceinline__ void append_rows(const AppendParams& p, RowMemory& me
   }
   __syncthreads();
   each_run(p, first + 1, p.slots.base != nullptr ? p.first + p.count : p.tokens, [&](const Run& run) {
+#pragma unroll 1
     for (int i = 0; i < tokens; ++i) {
       const Place& at = memory.place[i];
       const int within = at.offset - run.offset;

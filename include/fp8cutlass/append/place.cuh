@@ -61,6 +61,7 @@ template <class F>
 __device__ __forceinline__ void each_run(const AppendParams& p, int from, int end, const F& f) {
   const int thread = threadIdx.x;
   if (p.slots.base != nullptr) {
+#pragma unroll 2
     for (int i = from + thread; i < end; i += kAppendThreads) {
       const int64_t slot = number_at(p.slots, i);
       if (slot < 0 || slot >= int64_t{p.pages} * p.page_size) continue;
@@ -73,13 +74,16 @@ __device__ __forceinline__ void each_run(const AppendParams& p, int from, int en
     const int64_t begin = p.cu[s], least = max(begin, int64_t{0}), past = min(p.cu[s + 1], p.tokens);
     if (past <= max(least, int64_t{from}) || least >= end) continue;
     const int64_t before = int64_t{p.lengths[s]} - begin;  // a token's position less its number
-    const int64_t first = max(before + least, int64_t{0});
-    const int64_t stop = min(before + past, int64_t{p.entries} * p.page_size);
-    for (int64_t column = first / p.page_size + thread % p.width; column * p.page_size < stop; column += p.width) {
+    const int64_t begins = max(before + least, int64_t{0});
+    const int stop = int(min(max(before + past, int64_t{0}), int64_t{p.entries} * p.page_size));
+    if (begins >= stop) continue;
+    const int first = int(begins);
+#pragma unroll 1
+    for (int column = first / p.page_size + thread % p.width; column * p.page_size < stop; column += p.width) {
       const int page = p.table[s * p.table_row + column];
       if (page < 0 || page >= p.pages) continue;
-      const int64_t base = column * p.page_size, at = max(first, base);
-      f(Run{int(at - before), page, int(at - base), int(min(stop, base + p.page_size) - at)});
+      const int base = column * p.page_size, at = max(first, base);
+      f(Run{int(at - before), page, at - base, min(stop, base + p.page_size) - at});
     }
   }
 }

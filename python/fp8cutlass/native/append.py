@@ -11,6 +11,7 @@ from . import extension
 
 MOST_HEAD_DIM = 256  # kMostHeadDim of append/params.h
 MOST_GROWN_PAGE = 8192  # tokens of a page whose descale of V grows: their numbers lie in shared memory
+MOST_PAGE = 1 << 24  # tokens of any
 MOST_SLOTS = 1 << 30  # of a cache, and of a row of the page table
 ALIGNMENT = 16  # bytes at whose multiples rows begin
 SOURCES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -66,7 +67,7 @@ def takes(k: torch.Tensor, v: torch.Tensor, room: Room, columns: int = 1) -> boo
         and k.dtype in SOURCES
         and head_dim <= MOST_HEAD_DIM
         and max(pages, columns) * page_size < MOST_SLOTS
-        and not (grows and page_size > MOST_GROWN_PAGE)
+        and page_size <= (MOST_GROWN_PAGE if grows else MOST_PAGE)
     )
 
 

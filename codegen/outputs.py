@@ -19,7 +19,15 @@ from codegen.legal import served
 from codegen.matrix import head_dims
 from codegen.pack import Pack, pack_targets, packs_of
 from codegen.profiles import pack_profile, profile_of
-from codegen.render import environment, render_cut, render_decode, render_kernel, render_pack, render_plan
+from codegen.render import (
+    environment,
+    render_append,
+    render_cut,
+    render_decode,
+    render_kernel,
+    render_pack,
+    render_plan,
+)
 from codegen.scaling import KEY_BLOCK, key_block
 from codegen.select import Selection
 from codegen.table import build, targets_of
@@ -42,6 +50,8 @@ PLAN = "plan"  # the kernel that lists the row tiles of ragged batches
 PLAN_PATH = f"{PLAN}.cu"
 CUT = "cut"  # the kernel that cuts the work of decode
 CUT_PATH = f"{CUT}.cu"
+APPEND = "append"  # the kernel that writes tokens to pages
+APPEND_PATH = f"{APPEND}.cu"
 
 
 def kernel_path(v: Variant) -> str:
@@ -59,6 +69,7 @@ def files(request: Request, selection: Selection) -> dict[str, str]:
     kernels |= {d.path: render_decode(d, env) for d in request.decodes}
     if request.decodes:
         kernels[CUT_PATH] = render_cut(env)
+        kernels[APPEND_PATH] = render_append(env)
     # The shipped table answers for every target, so that a laptop can ask about any card.
     table = build(request.variants, tuple(TARGETS))
     out = dict(kernels)
@@ -140,6 +151,7 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
     planned = {  # targets of the kernels that run before others: one for all that need it
         PLAN: {t for v in ragged for t in targets_of(v, request.archs)},
         CUT: {d.target for d in request.decodes},
+        APPEND: {d.target for d in request.decodes},
     }
     plan_entries = [
         {

@@ -52,6 +52,10 @@ def render_cut(env: Environment) -> str:
     return env.get_template("cut.cu.j2").render()
 
 
+def render_append(env: Environment) -> str:
+    return env.get_template("append.cu.j2").render()
+
+
 def render_decode(d: Decode, env: Environment) -> str:
     return env.get_template("decode.cu.j2").render(d=d)
 

@@ -2,11 +2,12 @@
 //
 // `forward` and `diagnose` launch one variant, `pack` the kernel that makes its operands or some of them, `attend`
 // both, `attend_fp8` and `attend_packed` the same where K and V are FP8, `forward_ragged` and `attend_ragged` the same
-// of a ragged batch, `cut` and `decode` those of decode, on the current stream of the tensors' device. They return
-// without synchronising, so they can be captured into a CUDA graph. Outputs are written in place, but for the results
-// of `attend` and its sisters.
+// of a ragged batch, `cut` and `decode` those of decode, `append` the one that writes to pages, on the current stream of
+// the tensors' device. They return without synchronising, so they can be captured into a CUDA graph. Outputs are written
+// in place, but for the results of `attend` and its sisters.
 #include <torch/csrc/stable/library.h>
 
+#include "append.h"
 #include "arguments.h"
 #include "attend.h"
 #include "attend_fp8.h"
@@ -143,6 +144,20 @@ void decode_paged(int64_t decode_kernel, const Tensor& q, const Tensor& k, const
              {rows, keys, v, token, page, k_descale, v_descale, table, sink, out, sums, parts, scale, softcap});
 }
 
+void append_to_pages(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
+                     const std::optional<Tensor>& k_token, const std::optional<Tensor>& v_page,
+                     const std::optional<Tensor>& k_descale, const std::optional<Tensor>& v_descale,
+                     const std::optional<Tensor>& slots, const std::optional<Tensor>& positions,
+                     const std::optional<Tensor>& cu, const std::optional<Tensor>& lengths,
+                     const std::optional<Tensor>& page_table, const std::optional<Tensor>& used,
+                     const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, bool interleaved,
+                     const std::optional<Tensor>& k_mean, bool hadamard) {
+  const auto view = [](const std::optional<Tensor>& x) { return x ? std::optional<View>(*x) : std::nullopt; };
+  append_tokens({k, v, k_cache, v_cache, view(k_token), view(v_page), view(k_descale), view(v_descale), view(slots),
+                 view(positions), view(cu), view(lengths), view(page_table), view(used), view(cos), view(sin),
+                 interleaved, view(k_mean), hadamard});
+}
+
 void load_decode(int64_t decode, int64_t device) {
   const DeviceGuard guard(static_cast<int>(device));
   load_kernels(find_decode(decode), static_cast<int>(device));
@@ -211,6 +226,11 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "Tensor k_descale, Tensor v_descale, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, Tensor? sinks, "
       "Tensor(a!) out, Tensor(b!)? lse, "
       "Tensor cuts, Tensor(c!) arrived, Tensor(d!) parts, float scale, float softcap, int left, int right) -> ()");
+  m.def(
+      "append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_token_descale, "
+      "Tensor(d!)? v_page_descale, Tensor? k_descale, Tensor? v_descale, Tensor? slots, Tensor? positions, "
+      "Tensor? cu_seqlens, Tensor? lengths, Tensor? page_table, Tensor(e!)? used, Tensor? rotary_cos, "
+      "Tensor? rotary_sin, bool interleaved, Tensor? k_mean, bool hadamard) -> ()");
   m.def("load_decode(int decode, int device) -> ()");
   m.def("load(int variant, int device, int source=-1) -> ()");
   m.def(
@@ -235,6 +255,7 @@ STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CompositeExplicitAutograd, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {
+  m.impl("append", TORCH_BOX(&fp8cutlass::append_to_pages));
   m.impl("cut", TORCH_BOX(&fp8cutlass::cut));
   m.impl("decode", TORCH_BOX(&fp8cutlass::decode_paged));
   m.impl("forward_ragged", TORCH_BOX(&fp8cutlass::forward_ragged));

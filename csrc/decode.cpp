@@ -7,6 +7,7 @@
 #include "device.h"
 #include "fp8cutlass/decode/params.h"
 #include "kernels.h"
+#include "pages.h"
 #include "start.h"
 
 namespace fp8cutlass {
@@ -14,11 +15,6 @@ namespace fp8cutlass {
 namespace {
 
 constexpr int64_t kCutWords = sizeof(decode::Cut) / sizeof(int);
-
-int* int_pointer(const View& tensor, const char* name, const View& like, std::initializer_list<int64_t> shape) {
-  require_shape(tensor, name, shape);
-  return static_cast<int*>(dense_pointer(tensor, name, like, ScalarType::Int, "int32"));
-}
 
 // A window's end, so far that adding it to any position stays within 32 bits.
 int window_end(int64_t keys) { return static_cast<int>(std::clamp<int64_t>(keys, 0, decode::kFar)); }
@@ -52,13 +48,7 @@ int set_work(const DecodeWork& work, const View& like, decode::Cut*& cuts, unsig
 }
 
 decode::Cache cache_of(const View& tensor, const char* name, const View& q) {
-  require(tensor.scalar_type() == ScalarType::Byte, name, " must be a uint8 view of FP8 data");
-  require_same_device(tensor, name, q);
-  require_aligned(tensor.data(), name);
-  require(tensor.stride(3) == 1, name, " must be contiguous in its last dimension");
-  for (int i = 0; i < 3; ++i)
-    require(tensor.size(i) == 1 || (tensor.stride(i) >= 0 && tensor.stride(i) % kAlignment == 0), name,
-            " must have strides of whole ", kAlignment, " bytes");
+  check_cache(tensor, name, q);
   return {static_cast<const uint8_t*>(tensor.data()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
@@ -72,12 +62,6 @@ decode::HeadDescale descale_of(const View& tensor, const char* name, const View&
   }
   require_shape(tensor, name, {sequences, kv_heads});
   return {base, to_int(kv_heads, name), 1};
-}
-
-const uint8_t* strided_floats(const View& tensor, const char* name, const View& q) {
-  require(tensor.scalar_type() == ScalarType::Float, name, " must be float32");
-  require_same_device(tensor, name, q);
-  return static_cast<const uint8_t*>(tensor.data());
 }
 
 // Strides of (tokens, heads, D) in elements, for accesses of so many bytes.

@@ -23,15 +23,16 @@ namespace fp8cutlass {
 
 namespace {
 
-constexpr char kPlan[] = "plan", kCut[] = "cut";
+constexpr char kPlan[] = "plan", kCut[] = "cut", kAppend[] = "append";
 
-// Sources are numbered: variants, packs, kernels of decode, the plan, the cut.
+// Sources are numbered: variants, packs, kernels of decode, the plan, the cut, the one that appends.
 int source_of(const VariantEntry& variant) { return static_cast<int>(&variant - kVariants); }
 int source_of(const PackEntry& pack) { return kVariantCount + static_cast<int>(&pack - kPacks); }
 int source_of(const DecodeEntry& decode) { return kVariantCount + kPackCount + static_cast<int>(&decode - kDecodes); }
 int plan_source() { return kVariantCount + kPackCount + kDecodeCount; }
 int cut_source() { return plan_source() + 1; }
-int source_count() { return cut_source() + 1; }
+int append_source() { return cut_source() + 1; }
+int source_count() { return append_source() + 1; }
 
 std::string id_of(int source) {
   const int pack = source - kVariantCount, decode = pack - kPackCount;
@@ -39,7 +40,8 @@ std::string id_of(int source) {
          : decode < 0              ? kPacks[pack].id
          : decode < kDecodeCount   ? kDecodes[decode].id
          : source == plan_source() ? kPlan
-                                   : kCut;
+         : source == cut_source()  ? kCut
+                                   : kAppend;
 }
 
 // A function of this namespace as the compiler spells it. The names are those of C++, as nvcc makes other code of
@@ -53,6 +55,7 @@ std::string name_of(int source, int form) {
   const std::string id = id_of(source);
   if (source == plan_source()) return "_ZN10fp8cutlass8planning4planENS0_10PlanParamsE";
   if (source == cut_source()) return spelled(id, "ENS_6decode9CutParamsE");
+  if (source == append_source()) return spelled(id, "ENS_9appending12AppendParamsE");
   if (source >= kVariantCount + kPackCount) return spelled(id, "ENS_6decode12DecodeParamsE");
   if (source < kVariantCount) {
     const VariantEntry& variant = kVariants[source];
@@ -193,6 +196,8 @@ cudaKernel_t kernel_of(const PackEntry& pack, PackForm form, int device) { retur
 cudaKernel_t kernel_of(const DecodeEntry& decode, int device) { return find(source_of(decode), 0, device); }
 
 cudaKernel_t cut_kernel(int device) { return find(cut_source(), 0, device); }
+
+cudaKernel_t append_kernel(int device) { return find(append_source(), 0, device); }
 
 cudaKernel_t plan_kernel(int device) { return find(plan_source(), 0, device); }
 

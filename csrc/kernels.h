@@ -25,6 +25,7 @@ cudaKernel_t kernel_of(const PackEntry& pack, PackForm form, int device);
 cudaKernel_t kernel_of(const DecodeEntry& decode, int device);
 cudaKernel_t plan_kernel(int device);
 cudaKernel_t cut_kernel(int device);
+cudaKernel_t append_kernel(int device);
 
 // Loads all forms of a variant, and of a ragged one the plan, so that no launch has to.
 void load_kernels(const VariantEntry& variant, int device);
@@ -32,7 +33,7 @@ void load_kernels(const PackEntry& pack, int device);
 void load_kernels(const DecodeEntry& decode, int device);  // and the one that cuts its work
 
 // Whether there is such a form of a source, and what the compiler calls it in its cubin. Sources are numbered:
-// variants, packs, kernels of decode, the plan, the cut.
+// variants, packs, kernels of decode, the plan, the cut, the one that appends.
 bool has_kernel(int source, int form);
 std::string kernel_name(int source, int form);
 

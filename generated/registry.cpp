@@ -793,6 +793,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "027973db6db84b18d3d627c040d4a4de65e4be238507757bfacfd3567e9a627a";
+const char kManifest[] = "f3a66015acec34276148f5f91af548e48129872cce8271754c88beb3b836b69c";
 
 }  // namespace fp8cutlass

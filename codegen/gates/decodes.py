@@ -1,17 +1,20 @@
-"""The kernels of decode, as the gates look at them, and the one that cuts their work."""
+"""The kernels of decode, as the gates look at them, the one that cuts their work, and the one
+that appends."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from codegen.arch import TARGETS
 from codegen.decode import Decode
 from codegen.gates.subject import Kernel, ahead, write_source
-from codegen.outputs import CUT, CUT_PATH
-from codegen.render import environment, render_cut, render_decode
+from codegen.outputs import APPEND, APPEND_PATH, CUT, CUT_PATH
+from codegen.render import environment, render_append, render_cut, render_decode
 
 FAMILY = "decode"
+APPEND_CTAS = 4  # of an SM, by the launch bounds of the source
 
 
 def render(chosen: Mapping[str, tuple[Decode, ...]], folder: Path) -> list[Kernel]:
@@ -39,4 +42,7 @@ def render(chosen: Mapping[str, tuple[Decode, ...]], folder: Path) -> list[Kerne
         if decodes:
             write_source(folder / CUT_PATH, render_cut(env))
             kernels.append(ahead(CUT, target, folder / CUT_PATH, "decode/params.h", "kCutThreads"))
+            write_source(folder / APPEND_PATH, render_append(env))
+            appends = ahead(APPEND, target, folder / APPEND_PATH, "append/params.h", "kAppendThreads")
+            kernels.append(replace(appends, ctas_per_sm=APPEND_CTAS))
     return sorted(kernels, key=lambda k: (k.target, k.id))

@@ -131,8 +131,8 @@ def mangled(name: str) -> str:
 
 
 def ahead(name: str, target: str, source: Path, header: str, constant: str) -> Kernel:
-    """A kernel of one CTA that runs before others. Its threads are a constant of a header, by which the host launches
-    it. LookupError where the header does not state it."""
+    """A kernel that runs before others and has no axes. Its threads are a constant of a header, by which the host
+    launches it. LookupError where the header does not state it."""
     stated = re.search(rf"constexpr int {constant} = (\d+);", (INCLUDE / "fp8cutlass" / header).read_text())
     if stated is None:
         raise LookupError(f"{header} states no {constant}")

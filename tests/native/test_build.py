@@ -64,6 +64,12 @@ CUT = (
     "int decode, Tensor lengths, Tensor cu_seqlens_q, int total_q, int most_keys, int heads, int kv_heads, int left, "
     "int right, int overhead, bool share, Tensor(a!) cuts, Tensor(b!) arrived"
 )
+APPEND = (
+    "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_token_descale, "
+    "Tensor(d!)? v_page_descale, Tensor? k_descale, Tensor? v_descale, Tensor? slots, Tensor? positions, "
+    "Tensor? cu_seqlens, Tensor? lengths, Tensor? page_table, Tensor(e!)? used, Tensor? rotary_cos, "
+    "Tensor? rotary_sin, bool interleaved, Tensor? k_mean, bool hadamard"
+)
 DECODE = (
     "int decode, Tensor q, Tensor k, Tensor v, Tensor? k_token_descale, Tensor? v_page_descale, Tensor k_descale, "
     "Tensor v_descale, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, Tensor? sinks, Tensor(a!) out, "
@@ -158,6 +164,7 @@ def test_schemas(answers: dict[str, Any]) -> None:
         "fp8cutlass_C::ragged_plan_words(int variant, int tokens, int sequences) -> int",
         f"fp8cutlass_C::attend_ragged({ATTEND_RAGGED}) -> Tensor",
         "fp8cutlass_C::load(int variant, int device, int source=-1) -> ()",
+        f"fp8cutlass_C::append({APPEND}) -> ()",
         f"fp8cutlass_C::cut({CUT}) -> ()",
         f"fp8cutlass_C::decode({DECODE}) -> ()",
         "fp8cutlass_C::load_decode(int decode, int device) -> ()",
@@ -203,7 +210,7 @@ def kernel_files(built: Built) -> dict[str, kernel_file.KernelFile]:
 def sources_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """What the library numbers, in its order; what its profile does not have, without targets."""
     plans = {plan["id"]: plan for plan in manifest["plans"]}
-    last = [plans.get(name, {"id": name, "targets": []}) for name in ("plan", "cut")]
+    last = [plans.get(name, {"id": name, "targets": []}) for name in ("plan", "cut", "append")]
     return [*manifest["variants"], *manifest["packs"], *manifest["decodes"], *last]
 
 

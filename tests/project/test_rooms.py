@@ -14,7 +14,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "emulator": set(),
     "native": {"quant"},
     "choose": {"native"},
-    "cache": {"choose", "quant"},
+    "cache": {"choose", "native", "quant"},
     "call": {"quant", "emulator", "native", "choose", "cache"},
     "api": {"quant", "choose", "cache", "call"},
     "integrations": {"api", "cache"},

@@ -96,6 +96,22 @@ def test_reshape_and_cache(layout: str, per_head: bool, dtype: torch.dtype, head
         assert (rows[rest] == POISON).all()
 
 
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+def test_e4m3_is_copied_and_float32_is_quantised(layout: str) -> None:
+    """E4m3 to pages without descales, where nothing changes keys before."""
+    cache, k = PagedKVCache(2, 2, 32, 16, format=layout, k_descale=0.5), draw(3, 2, 32, dtype=torch.float32)
+    slot = torch.tensor([5, -1, 20])
+    cache.append(k.to(E4M3), k, slot)
+    rows = cache.views().k.flatten(0, 1)[[5, 20]]
+    assert torch.equal(rows, k.to(E4M3).view(torch.uint8)[[0, 2]])
+    assert torch.equal(cache.views().v.flatten(0, 1)[[5, 20]], rows)  # by a descale of 1
+    cache.append(k, k.to(E4M3), slot)
+    assert torch.equal(cache.views().k.flatten(0, 1)[[5, 20]].view(E4M3).float(), (2 * k)[[0, 2]].to(E4M3).float())
+    rotated = PagedKVCache(2, 2, 32, 16, format=layout, hadamard=True)
+    with pytest.raises(UnsupportedError, match="append quantises"):
+        rotated.append(k.to(E4M3), k, slot)
+
+
 def engines(kind: str, page: int) -> tuple[Any, dict[str, Any]]:
     """A cache of 5 pages, 2 heads, head_dim 32, as an engine has it, uint8 poison; and how it is named here."""
 
@@ -363,7 +379,8 @@ def test_tokens_that_are_refused() -> None:
     k, slot = draw(3, 2, 32), torch.arange(3)
     refused: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         ((k[:, :1], k, slot), {}, r"k must be \(tokens, 2, 32\), got \(3, 1, 32\)"),
-        ((k.float(), k, slot), {}, "k must be bfloat16 or float16, got torch.float32: append quantises"),
+        ((k.double(), k, slot), {}, "k must be bfloat16, float16 or float32, got torch.float64: append quantises"),
+        ((k.to(E4M3), k, slot), {}, "k must be bfloat16, float16 or float32, got torch.float8_e4m3fn: append quan"),
         ((k, k[:2], slot), {}, "k and v differ in tokens: 3 and 2"),
         ((k, k, slot[:2]), {}, "slot_mapping must have 3 elements, got 2"),
         ((k, k, slot.float()), {}, "slot_mapping must be a one-dimensional int32 or int64"),

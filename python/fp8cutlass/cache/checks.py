@@ -80,8 +80,23 @@ def check_hadamard(hadamard: object, head_dim: int) -> None:
         )
 
 
-def wrong_tokens(k: object, v: object, kv_heads: int, head_dim: int, device: torch.device) -> list[str]:
+def token_dtypes(format: str, changed: bool) -> tuple[torch.dtype, ...]:
+    """Of tokens that ``PagedKVCache.append`` takes. E4m3 is copied: to pages without descales, where keys are not
+    ``changed`` before."""
+    quantised = (*HALF_DTYPES, torch.float32)
+    return quantised if changed or format == "native" else (*quantised, torch.float8_e4m3fn)
+
+
+def wrong_tokens(
+    k: object,
+    v: object,
+    kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...] = HALF_DTYPES,
+) -> list[str]:
     """Of tokens to be appended."""
+    *first, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     wrong = []
     shapes = []
     for name, x in (("k", k), ("v", v)):
@@ -90,8 +105,8 @@ def wrong_tokens(k: object, v: object, kv_heads: int, head_dim: int, device: tor
             wrong.append(f"{name} must be (tokens, {kv_heads}, {head_dim}), got {got}")
             continue
         shapes.append(x.shape[0])
-        if x.dtype not in HALF_DTYPES:
-            wrong.append(f"{name} must be bfloat16 or float16, got {x.dtype}: append quantises")
+        if x.dtype not in dtypes:
+            wrong.append(f"{name} must be {', '.join(first)} or {last}, got {x.dtype}: append quantises")
         if x.device != device:
             wrong.append(f"{name} is on {x.device}, the cache is on {device}")
     if len(shapes) == 2 and shapes[0] != shapes[1]:

@@ -8,6 +8,7 @@ import torch
 
 from ..checking import looks_at
 from ..errors import UnsupportedError
+from ..native.append import Change, Slots, Table
 from ..quant.prepare import prepared
 from ..quant.rope import rope
 from . import write
@@ -17,13 +18,14 @@ from .checks import (
     check_places,
     settled_mean,
     static_descale,
+    token_dtypes,
     wrong_numbers,
     wrong_rotary,
     wrong_tokens,
 )
 from .engines import Source, source_of
-from .pages import Pages, page_bytes, views
-from .write import E4M3
+from .kernel import Launched, launch
+from .pages import Pages, dequantised, page_bytes, views
 
 
 class PagedKVCache:
@@ -165,11 +167,12 @@ class PagedKVCache:
         rotary_sin: torch.Tensor | None = None,
         rotary_interleaved: bool = True,
     ) -> None:
-        """Quantise tokens and write them to their slots. On a card nobody waits for it.
+        """Quantise tokens and write them to their slots. On a card that is one launch, and nobody waits for it.
 
         Args:
-            k, v: (T, kv_heads, head_dim), bf16 or fp16. K is turned by its position, the mean is subtracted, and it is
-                rotated, each where asked for. Then it is quantised.
+            k, v: (T, kv_heads, head_dim), bf16, fp16 or float32. K is turned by its position, the mean is subtracted,
+                and it is rotated, each where asked for. Then it is quantised. Or float8_e4m3fn, which is copied, for
+                formats ``nhd`` and ``hnd`` and keys that none of these change.
             slot_mapping: (T,) int32 or int64, ``page * page_size + position in the page``; -1 for a token that is not
                 written. On the CPU any other number out of range and a slot that is given twice are refused. On a card
                 the first is ignored, and of two tokens for a slot the last is written; ``FP8CUTLASS_CHECK=1`` refuses
@@ -181,7 +184,9 @@ class PagedKVCache:
             UnsupportedError: an argument outside the above.
         """
         self.views(layer)  # refuses a layer that is not there
-        wrong = wrong_tokens(k, v, self.kv_heads, self.head_dim, self.device)
+        changed = rotary_cos is not None or self.k_mean is not None or self.hadamard
+        dtypes = token_dtypes(self.format, changed)
+        wrong = wrong_tokens(k, v, self.kv_heads, self.head_dim, self.device, dtypes)
         wrong += wrong_numbers("slot_mapping", slot_mapping, self.device, k.shape[0] if not wrong else None)
         wrong += wrong_rotary(rotary_cos, rotary_sin, rotary_interleaved, self.head_dim, self.device)
         if (rotary_cos is None) != (positions is None):
@@ -192,9 +197,26 @@ class PagedKVCache:
             raise UnsupportedError(*wrong)
         if looks_at(slot_mapping):
             check_places("slot_mapping", slot_mapping, self.num_pages * self.page_size, -1)
-        if positions is not None and rotary_cos is not None and rotary_sin is not None:
-            k = rope(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
-        self.write(k, v, slot_mapping, layer, (self.k_descale[layer], self.v_descale[layer]))
+        descales = (self.k_descale[layer], self.v_descale[layer])
+        turn = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin, rotary_interleaved)
+        if self.launch(k, v, Slots(slot_mapping, positions), layer, descales, turn) is not None:
+            return
+        if positions is not None and turn is not None:
+            k = rope(k, *turn[:2], positions, turn[2])
+        self.write(k, v, slot_mapping, layer, descales)
+
+    def launch(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        at: Slots | Table,
+        layer: int,
+        descales: tuple[torch.Tensor, torch.Tensor],
+        turn: tuple[torch.Tensor, torch.Tensor, bool] | None,
+    ) -> Launched | None:
+        """``append`` of what is checked, by the kernel; None where torch operations have to: a turn, then ``write``."""
+        given = (descales[0], None if self.v_scale == "pow2" else descales[1])
+        return launch(self.views(layer), k, v, at, given, Change(turn, self.mean(layer), self.hadamard))
 
     def write(
         self,
@@ -265,19 +287,7 @@ class PagedKVCache:
         ``page_table`` is (sequences, pages) and ``lens`` (sequences,), int32. Tokens past a length are 0. K is what was
         appended, turned, less its mean and rotated.
         """
-        pages = self.views(layer)
-        at = page_table.long().clamp(0, self.num_pages - 1)
-        key = torch.arange(at.shape[1] * self.page_size, device=at.device)
-        there = (key < lens[:, None])[:, None, :, None]
-        found = []
-        for x, inside, static in (
-            (pages.k, pages.k_descale, self.k_descale[layer]),
-            (pages.v, None if pages.v_descale is None else pages.v_descale[:, None], self.v_descale[layer]),
-        ):
-            descale = static if inside is None else inside[at]
-            real = (x[at].view(E4M3).float() * descale[..., None]).flatten(1, 2).transpose(1, 2)
-            found.append(torch.where(there, real, 0.0))
-        return found[0], found[1]
+        return dequantised(self.views(layer), (self.k_descale[layer], self.v_descale[layer]), page_table, lens)
 
     def __repr__(self) -> str:
         shared = f"v_scale={self.v_scale!r}, " if self.format == "native" else ""

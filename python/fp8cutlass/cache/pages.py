@@ -50,3 +50,25 @@ def views(raw: torch.Tensor, kv_heads: int, head_dim: int, page_size: int, forma
     order = (page_size, kv_heads) if format == "nhd" else (kv_heads, page_size)
     k, v = raw.unflatten(1, (2, *order, head_dim)).unbind(1)
     return Pages(k, v, None, None) if format == "nhd" else Pages(k.transpose(1, 2), v.transpose(1, 2), None, None)
+
+
+def dequantised(
+    pages: Pages, static: tuple[torch.Tensor, torch.Tensor], page_table: torch.Tensor, lens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V float32 (sequences, Hkv, entries * page_size, D); tokens past a length are 0.
+
+    ``static`` are the descales (Hkv,) of K and V, where the pages hold none.
+    """
+    count, page_size = pages.k.shape[:2]
+    at = page_table.long().clamp(0, count - 1)
+    key = torch.arange(at.shape[1] * page_size, device=at.device)
+    there = (key < lens[:, None])[:, None, :, None]
+    found = []
+    for x, inside, given in (
+        (pages.k, pages.k_descale, static[0]),
+        (pages.v, None if pages.v_descale is None else pages.v_descale[:, None], static[1]),
+    ):
+        descale = given if inside is None else inside[at]
+        real = (x[at].view(torch.float8_e4m3fn).float() * descale[..., None]).flatten(1, 2).transpose(1, 2)
+        found.append(torch.where(there, real, 0.0))
+    return found[0], found[1]

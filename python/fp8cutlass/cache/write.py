@@ -55,13 +55,14 @@ def append(
     """Quantise and write tokens.
 
     Args:
-        k, v: (T, Hkv, D), bf16, fp16 or float32.
+        k, v: (T, Hkv, D), bf16, fp16 or float32; or e4m3, which is copied, to pages without descales.
         slots: (T,) int32 or int64, ``page * page_size + position``.
         descales: of K and of V, each float32 (Hkv,) or (T, Hkv). K's is not read where the pages hold it. Without
             one of V it grows in the pages.
     """
     if not k.shape[0]:
         return
+    k, v = (x.view(torch.uint8) if x.dtype == E4M3 else x for x in (k, v))
     page_size = pages.k.shape[1]
     writes = plan(slots, pages.k.shape[0] * page_size)
     at = (writes.place // page_size, writes.place % page_size)
@@ -81,7 +82,10 @@ def append(
 
 
 def by_token(x: torch.Tensor, descale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 of x (T, Hkv, D), and its descales (T, Hkv): found in each token and head, or given."""
+    """e4m3 of x (T, Hkv, D), and its descales (T, Hkv): found in each token and head, or given. The bytes of e4m3 are
+    what they were."""
+    if x.dtype == torch.uint8 and descale is not None:
+        return x, descale
     given = None if descale is None else descale.t()[None].contiguous()
     x8, made = quantize(x.transpose(0, 1)[None], granularity="token", descale=given)
     return x8[0].transpose(0, 1), made[0].t()

@@ -20,6 +20,13 @@ def rotated_columns(head_dim: int) -> int:
     return head_dim if head_dim & (head_dim - 1) == 0 else head_dim // 3
 
 
+def _signs(head_dim: int, device: torch.device) -> torch.Tensor:
+    """Of the columns, (head_dim,) float32. Nothing is copied from the host, so that a CUDA graph can capture it."""
+    words = torch.cat([torch.full((32,), word, device=device) for word in SIGNS[: -(-head_dim // 32)]])
+    column = torch.arange(head_dim, device=device)
+    return 1.0 - 2.0 * (words[:head_dim] >> column % 32 & 1)
+
+
 def rotate(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Return x (B, H, S, D) times the matrix of a kernel's ``head_dim``, at least D: (B, H, S, head_dim) float32.
 
@@ -29,10 +36,7 @@ def rotate(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     are transformed with it infinite or NaN, and with them all scores of the row.
     """
     columns = rotated_columns(head_dim)
-    words = torch.tensor(SIGNS, device=x.device)
-    column = torch.arange(head_dim, device=x.device)
-    signs = 1.0 - 2.0 * (words[column // 32] >> column % 32 & 1)
-    y = (F.pad(x.float(), (0, head_dim - x.shape[3])) * signs).unflatten(3, (-1, columns))
+    y = (F.pad(x.float(), (0, head_dim - x.shape[3])) * _signs(head_dim, x.device)).unflatten(3, (-1, columns))
     apart = 1
     while apart < columns:
         u, v = y.unflatten(4, (-1, 2, apart)).unbind(5)

@@ -1,4 +1,4 @@
-// CUDA C++ as host C++: what the decode kernels use of it.
+// CUDA C++ as host C++: what the kernels of paged caches use of it.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 #define __global__ static
 #define __device__
 #define __host__
+#define __constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -56,6 +57,20 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t order) {
   return r;
 }
 
+// Of two 16-bit numbers each.
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) { return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16; }
+inline uint32_t __vcmpgeu2(uint32_t a, uint32_t b) {
+  return ((a & 0xffff) >= (b & 0xffff) ? 0xffff : 0) | ((a >> 16) >= (b >> 16) ? 0xffff0000u : 0);
+}
+
+// Each is rounded on its own: -ffp-contract=off.
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1.f / x; }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
+
 template <class T>
 T __shfl_sync(unsigned, T x, int from) {
   return device::gathered(x)[from % 32];
@@ -74,9 +89,27 @@ inline int __any_sync(unsigned, bool x) {
     if (y) return 1;
   return 0;
 }
+inline unsigned __ballot_sync(unsigned, bool x) {
+  const auto all = device::gathered(x);
+  unsigned bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= unsigned(all[i]) << i;
+  return bits;
+}
 inline void __syncwarp() { device::meet(device::own_warp()); }
 inline void __syncthreads() { device::meet(device::cta->all); }
 inline void __threadfence() {}
+template <class T>
+T atomicMax(T* p, T x) {
+  const T old = *p;
+  *p = max(old, x);
+  return old;
+}
+template <class T>
+T atomicMin(T* p, T x) {
+  const T old = *p;
+  *p = min(old, x);
+  return old;
+}
 inline unsigned atomicAdd(unsigned* p, unsigned x) {
   const unsigned old = *p;
   *p += x;

@@ -28,7 +28,6 @@ struct Copy {
 
 struct Fiber {
   ucontext_t context;
-  std::unique_ptr<char[]> stack;
   Index thread;
   std::vector<std::vector<Copy>> groups;  // that are on their way, the oldest first
   std::vector<Copy> open;                 // not committed
@@ -55,6 +54,7 @@ struct Cta {
   unsigned block = 0;
 };
 
+inline std::vector<std::unique_ptr<char[]>> stacks;  // of threads, used again by the next CTA
 inline Cta* cta = nullptr;
 inline Fiber* self = nullptr;
 
@@ -151,10 +151,10 @@ inline const char* run(Cta& c, int threads, std::function<void()> program) {
   const auto address = reinterpret_cast<uintptr_t>(&program);
   for (int i = 0; i < threads; ++i) {
     auto fiber = std::make_unique<Fiber>();
-    fiber->stack = std::make_unique<char[]>(kStack);
+    if (stacks.size() <= size_t(i)) stacks.emplace_back(new char[kStack]);
     fiber->thread.x = unsigned(i);
     getcontext(&fiber->context);
-    fiber->context.uc_stack.ss_sp = fiber->stack.get(), fiber->context.uc_stack.ss_size = kStack;
+    fiber->context.uc_stack.ss_sp = stacks[i].get(), fiber->context.uc_stack.ss_size = kStack;
     fiber->context.uc_link = nullptr;
     makecontext(&fiber->context, reinterpret_cast<void (*)()>(enter), 2, unsigned(address >> 32), unsigned(address));
     c.ready.push_back(fiber.get());

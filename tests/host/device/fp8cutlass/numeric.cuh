@@ -32,6 +32,20 @@ inline uint32_t bf16x2(float low, float high) { return uint32_t(bf16_bits(high))
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float reciprocal_approx(float x) { return 1.f / x; }
 
+// A float as an e4m3 byte: round to nearest even, saturating, NaN positive.
+inline uint8_t e4m3_byte(float x) {
+  if (x != x) return 0x7f;
+  const uint8_t sign = std::signbit(x) ? 0x80 : 0;
+  const float size = std::fabs(x);
+  if (size >= 448.f) return sign | 0x7e;
+  const int exponent = std::max(size > 0.f ? std::ilogb(size) : -6, -6);
+  const int eighths = int(std::nearbyint(std::ldexp(size, 3 - exponent)));  // 0 to 16; below 8 subnormal
+  return uint8_t(sign | (exponent + 6) * 8 + eighths);
+}
+inline uint32_t e4m3x4(float a, float b, float c, float d) {
+  return uint32_t(e4m3_byte(d)) << 24 | uint32_t(e4m3_byte(c)) << 16 | uint32_t(e4m3_byte(b)) << 8 | e4m3_byte(a);
+}
+
 // An e4m3 byte.
 inline float e4m3_value(uint8_t byte) {
   const int exponent = byte >> 3 & 15, fraction = byte & 7;

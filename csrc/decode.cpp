@@ -137,9 +137,9 @@ void run_decode(const DecodeEntry& entry, const DecodeBatch& b, const DecodeWork
   p.page_table = static_cast<const int*>(a.page_table.data()), p.table_row = a.page_table.stride(0);
   p.by_page_size = decode::divisor(to_int(page_size, "the tokens of a page")), p.pages = to_int(pages, "the pages");
   p.entries = to_int(entries, "the columns of page_table");
-  for (const int64_t step : {p.k.page, p.k.token, p.k.head, p.v.page, p.v.token, p.v.head, p.k_token.page,
-                             p.k_token.token, p.k_token.head, p.v_token.page, p.v_token.head, p.table_row, p.q_row,
-                             p.q_head})
+  for (const int64_t step :
+       {p.k.page, p.k.token, p.k.head, p.v.page, p.v.token, p.v.head, p.k_token.page, p.k_token.token, p.k_token.head,
+        p.v_token.page, p.v_token.head, p.table_row, p.q_row, p.q_head})
     require(step >= 0 && step < int64_t{1} << 32, "a tensor of the call has a stride of ", step, ", which is too far");
 
   if (a.sinks) {

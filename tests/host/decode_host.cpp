@@ -77,7 +77,8 @@ extern "C" const char* run(const Call* call) {
   p.v_token = {c.page_descale, c.v_descale_page, 0, c.v_descale_head};
   p.k_descale = {c.k_descale, int(c.k_descale_sequence), int(c.k_descale_step)};
   p.v_descale = {c.v_descale, int(c.v_descale_sequence), int(c.v_descale_step)};
-  p.page_table = c.page_table, p.table_row = c.table_row, p.by_page_size = decode::divisor(int(c.page_size)), p.pages = int(c.pages);
+  p.page_table = c.page_table, p.table_row = c.table_row, p.by_page_size = decode::divisor(int(c.page_size)),
+  p.pages = int(c.pages);
   p.entries = int(c.most_keys / c.page_size);
   p.sinks = c.sinks, p.sink_head = c.sink_head, p.sink_token = c.sink_token, p.ctas = int(c.ctas);
   p.scale = float(c.scale), p.softcap = float(c.softcap);

@@ -1,5 +1,6 @@
 // Copies the keys of one warp's slices from the cache to shared memory, some slices ahead of the products. Where keys
-// lie is looked up as many slices ahead of that: what a thread loads comes behind all copies that were asked for before.
+// lie is looked up as many slices ahead of that: what a thread loads comes behind all copies that were asked for
+// before.
 #pragma once
 
 #include "fp8cutlass/decode/instructions.cuh"
@@ -83,7 +84,8 @@ struct Fetcher {
       }
     };
     const auto in_cache = [&](const Cache& cache, int page, int token) {
-      return cache.base + steps(page, cache.page) + steps(token, cache.token) + steps(head, cache.head) + 16 * own_chunk;
+      return cache.base + steps(page, cache.page) + steps(token, cache.token) + steps(head, cache.head) +
+             16 * own_chunk;
     };
     if (by_blocks(p)) {
 #pragma unroll

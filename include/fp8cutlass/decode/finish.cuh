@@ -86,14 +86,29 @@ __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& ex
     };
     static_assert(kWarps <= 8);
     switch ((warp + round) % kWarps) {
-      case 0: add(std::integral_constant<int, 0>()); break;
-      case 1: add(std::integral_constant<int, 1>()); break;
-      case 2: add(std::integral_constant<int, 2>()); break;
-      case 3: add(std::integral_constant<int, 3>()); break;
-      case 4: add(std::integral_constant<int, 4>()); break;
-      case 5: add(std::integral_constant<int, 5>()); break;
-      case 6: add(std::integral_constant<int, 6>()); break;
-      default: add(std::integral_constant<int, 7>());
+      case 0:
+        add(std::integral_constant<int, 0>());
+        break;
+      case 1:
+        add(std::integral_constant<int, 1>());
+        break;
+      case 2:
+        add(std::integral_constant<int, 2>());
+        break;
+      case 3:
+        add(std::integral_constant<int, 3>());
+        break;
+      case 4:
+        add(std::integral_constant<int, 4>());
+        break;
+      case 5:
+        add(std::integral_constant<int, 5>());
+        break;
+      case 6:
+        add(std::integral_constant<int, 6>());
+        break;
+      default:
+        add(std::integral_constant<int, 7>());
     }
     __syncthreads();
   }
@@ -128,8 +143,7 @@ __device__ __forceinline__ void store_rows(const DecodeParams& p, const Share& s
       const float low = none ? 0.f : o[2 * w] * factor, high = none ? 0.f : o[2 * w + 1] * factor;
       words[w] = p.q_bf16 ? bf16x2(low, high) : fp16x2(low, high);
     }
-    uint8_t* const to =
-        static_cast<uint8_t*>(p.o) + 2 * (steps(token, p.o_row) + steps(head, p.o_head) + 8 * chunk);
+    uint8_t* const to = static_cast<uint8_t*>(p.o) + 2 * (steps(token, p.o_row) + steps(head, p.o_head) + 8 * chunk);
     *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
     if (p.lse != nullptr && chunk == 0)
       p.lse[int64_t(head) * p.batch.total_q + token] =

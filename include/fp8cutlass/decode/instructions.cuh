@@ -13,8 +13,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Copies 16 bytes to shared memory, of which `bytes` are read and the rest are zeros. The L2 cache gets 64 bytes for it:
-// where a row has no more, the others would be another head's.
+// Copies 16 bytes to shared memory, of which `bytes` are read and the rest are zeros. The L2 cache gets 64 bytes for
+// it: where a row has no more, the others would be another head's.
 __device__ __forceinline__ void copy16(uint8_t* to, const uint8_t* from, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::64B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
                : "memory");
@@ -90,12 +90,13 @@ __device__ __forceinline__ void begin_after_cuts() {
 // Counts an arrival; returns those before. What was written before is there for those who arrive later.
 __device__ __forceinline__ unsigned arrive(unsigned* counter) {
   unsigned before;
-  asm volatile("fence.acq_rel.gpu;\n"
-               "atom.relaxed.gpu.global.add.u32 %0, [%1], 1;\n"
-               "fence.acq_rel.gpu;"
-               : "=r"(before)
-               : "l"(counter)
-               : "memory");
+  asm volatile(
+      "fence.acq_rel.gpu;\n"
+      "atom.relaxed.gpu.global.add.u32 %0, [%1], 1;\n"
+      "fence.acq_rel.gpu;"
+      : "=r"(before)
+      : "l"(counter)
+      : "memory");
   return before;
 }
 

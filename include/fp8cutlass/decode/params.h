@@ -49,7 +49,7 @@ struct Batch {
   int most_keys;  // that a row of the page table has room for
   int heads, kv_heads;
   Divisor by_group, by_kv_heads;  // heads that share one of K and V; those of K and V
-  int left, right;  // of its own position, the keys before and after that a query sees; kFar: all
+  int left, right;                // of its own position, the keys before and after that a query sees; kFar: all
 };
 
 struct Sequence {
@@ -87,9 +87,9 @@ struct DecodeParams {
   HeadDescale k_descale, v_descale;
   const int* page_table;  // (sequences, most_keys / page_size)
   int64_t table_row;
-  Divisor by_page_size;           // tokens of a page
-  int entries, pages;             // pages of a row of the table, and of the cache
-  const float* sinks;             // (H,) or (H, total_q): a score that joins the sum of a row; null: none
+  Divisor by_page_size;  // tokens of a page
+  int entries, pages;    // pages of a row of the table, and of the cache
+  const float* sinks;    // (H,) or (H, total_q): a score that joins the sum of a row; null: none
   int64_t sink_head, sink_token;
   float scale;    // softmax scale
   float softcap;  // scores become softcap * tanh(score / softcap); 0: they stay

@@ -41,7 +41,8 @@ __device__ __forceinline__ void ask_queries(const DecodeParams& p, const Share& 
       copy8(to.rows + row * kQueryPitch<kHeadDim> + 2 * column, from + 2 * column, there ? 8 : 0);
   }
   const auto copy_descale = [&](float* descale, const HeadDescale& of) {
-    copy4(descale, reinterpret_cast<const uint8_t*>(of.base + share.sequence * of.sequence + share.kv_head * of.head), 4);
+    copy4(descale, reinterpret_cast<const uint8_t*>(of.base + share.sequence * of.sequence + share.kv_head * of.head),
+          4);
   };
   if (lane == 0) copy_descale(&to.k_descale[warp], p.k_descale), copy_descale(&to.v_descale[warp], p.v_descale);
 }

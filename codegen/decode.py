@@ -86,7 +86,7 @@ class Decode:
         padded."""
         chunks = self.head_dim // 16
         pitch = 16 * (chunks if chunks & (chunks - 1) == 0 else chunks | 1)
-        return _up(2 * _up(self.slice * pitch, 128) + 4 * self.slice + self.slice // 4, 128)
+        return _up(2 * _up(self.slice * pitch, 128) + 2 * 4 * self.slice, 128)
 
     @property
     def places_bytes(self) -> int:

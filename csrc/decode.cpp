@@ -119,8 +119,6 @@ void run_decode(const DecodeEntry& entry, const DecodeBatch& b, const DecodeWork
   if (a.v_page) {
     const View& t = *a.v_page;
     require_shape(t, "v_page_descale", {pages, b.kv_heads});
-    require(page_size % decode::kBlock == 0, "pages with a descale of V have ", decode::kBlock,
-            " tokens or a multiple, got ", page_size);
     p.v_token = {strided_floats(t, "v_page_descale", a.q), kBytes * t.stride(0), 0, kBytes * t.stride(1)};
   }
   p.k_descale = descale_of(a.k_descale, "k_descale", a.q, sequences, b.kv_heads);

@@ -194,7 +194,7 @@ def test_a_hundred_times_the_same_bits() -> None:
 
 def test_in_a_graph() -> None:
     """A capture of a known call replays with new operands and new descales."""
-    variant = next(v for v in VARIANTS if v.scaling == "block" and v.dtype == "e4m3")
+    variant = next(v for v in VARIANTS if v.scaling == "block" and v.dtype == "e4m3" and v.out == "bf16")
     plan, t = fp8_call(variant, SHAPES[0], variant.head_dim - 16, "block", 0.125)
     descales = (t.q_descale, t.k_descale, t.v_descale)
     run = known(replace(plan, call=replace(plan.call, return_lse=False, return_amax=False)), t, descales)

@@ -184,8 +184,7 @@ FAULTS = {
         ("finish.cuh", "for (int w = 0; w < kWarps; ++w) sum +=", "for (int w = 1; w < kWarps; ++w) sum +=")),
     "the sink of another head": ("sinks", True, ("finish.cuh", "p.sinks[head * p.sink", "p.sinks[0 * p.sink")),
     "V's descale of a page is ignored": (
-        "descales of tokens and pages", True,
-        ("softmax.cuh", "v_descale[m] = slot.v_descale[m]", "v_descale[m] = slot.v_descale[0]")),
+        "descales of tokens and pages", True, ("softmax.cuh", "slot.v_descale[16 * m + g + i / 2 * 8] * per", "per")),
     "K's descale of a token is that of another": (
         "descales of tokens and pages", True,
         ("softmax.cuh", "slot.k_descale[16 * m + g + i / 2 * 8]", "slot.k_descale[16 * m + g]")),

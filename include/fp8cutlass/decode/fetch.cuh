@@ -10,12 +10,12 @@
 
 namespace fp8cutlass::decode {
 
-// A slice: kSlice keys of K and V, and their descales where tokens have one of K, and blocks of 16 tokens one of V.
+// A slice: kSlice keys of K and V, and their descales where tokens have them.
 template <int kHeadDim, int kSlice>
 struct Slot {
   alignas(128) uint8_t k[kSlice * Rows<kHeadDim>::kPitch];
   alignas(128) uint8_t v[kSlice * Rows<kHeadDim>::kPitch];
-  float k_descale[kSlice], v_descale[kSlice / 16];
+  float k_descale[kSlice], v_descale[kSlice];
 };
 
 // Where the keys of a slice lie, and what of it is read: keys from `first` to before `end`.
@@ -39,7 +39,9 @@ struct Fetcher {
   __device__ __forceinline__ Fetcher(const Cut& from, const Cut& to)
       : shares(from, to), share(Shares<kRows, kTile>::before(from)) {}
 
-  // Whether pages are whole blocks. Those of engines are, or have one token.
+  // Keys whose page is looked up once: pages of engines are multiples of 16 tokens, or of one.
+  static constexpr int kBlock = 16;
+
   __device__ __forceinline__ static bool by_blocks(const DecodeParams& p) { return p.by_page_size.by % kBlock == 0; }
 
   // Looks up the next slice. The pages are there when what was copied until then is.
@@ -105,19 +107,15 @@ struct Fetcher {
         copy_row(i, in_cache(p.k, page, at.token), in_cache(p.v, page, at.token));
       }
     }
-    // Of the key that is `i` after the slice's first one.
-    const auto copy_descale = [&](float* to, const TokenDescale& of, int i) {
-      const int place = by_blocks(p) ? i / kBlock * kBlock : i, token = places.of[place].token + i - place;
+    const auto copy_descale = [&](float* to, const TokenDescale& of) {
+      if (of.base == nullptr || lane >= kSlice) return;
+      const int place = by_blocks(p) ? lane / kBlock * kBlock : lane, token = places.of[place].token + lane - place;
       const int page = clamped(places.of[place].page, 0, p.pages - 1);
-      copy4(to, of.base + steps(page, of.page) + steps(token, of.token) + steps(head, of.head),
-            i >= first && i < end ? 4 : 0);
+      const uint8_t* from = of.base + steps(page, of.page) + steps(token, of.token) + steps(head, of.head);
+      copy4(&to[lane], from, lane >= first && lane < end ? 4 : 0);
     };
-    if (p.k_token.base != nullptr && lane < kSlice) copy_descale(&slot.k_descale[lane], p.k_token, lane);
-    if (p.v_token.base != nullptr && lane < kSlice / kBlock) {
-      // Of any key that is seen: those before a window or past the end may have no page.
-      const int i = max(lane * kBlock, first);
-      copy_descale(&slot.v_descale[lane], p.v_token, min(i, (lane + 1) * kBlock - 1));
-    }
+    copy_descale(slot.k_descale, p.k_token);
+    copy_descale(slot.v_descale, p.v_token);
   }
 };
 

@@ -104,7 +104,6 @@ struct DecodeParams {
 
 constexpr int kCutThreads = 512;                                     // of the one CTA that cuts the work
 constexpr int kCutBytes = 8 * (2 * kCutThreads + kCutThreads / 32);  // of its shared memory
-constexpr int kBlock = 16;                                           // keys whose page is looked up once, where it can
 constexpr int kFar = 1 << 30;                                        // a window's end that no length reaches
 
 }  // namespace fp8cutlass::decode

@@ -231,13 +231,13 @@ __device__ __forceinline__ void add_slice(const DecodeParams& params, const Shar
         for (int j = 0; j < kHeadDim / 16; ++j) state.o[j][n][c] *= shrink, state.o[j][n][2 + c] *= shrink;
       }
   }
-  // V's descales go into P, relative to the largest so far, so that f16 has room for it. A block of 16 keys has one.
+  // V's descales go into P, relative to the largest so far, so that f16 has room for it.
   const bool own_v = params.v_token.base != nullptr;
-  float v_descale[kSteps];
+  float per_v_descale = 1.f;
   if (own_v) {
-    float largest = 0.f;
+    float largest = slot.v_descale[lane % kSlice];
 #pragma unroll
-    for (int m = 0; m < kSteps; ++m) v_descale[m] = slot.v_descale[m], largest = fmaxf(largest, v_descale[m]);
+    for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
     if (largest > state.v_descale) {
       const float shrink = state.v_descale / largest;
       state.v_descale = largest;
@@ -248,9 +248,7 @@ __device__ __forceinline__ void add_slice(const DecodeParams& params, const Shar
 #pragma unroll
           for (int i = 0; i < 4; ++i) state.o[j][n][i] *= shrink;
     }
-    const float per_largest = state.v_descale > 0.f ? reciprocal_approx(state.v_descale) : 0.f;
-#pragma unroll
-    for (int m = 0; m < kSteps; ++m) v_descale[m] *= per_largest;
+    per_v_descale = state.v_descale > 0.f ? 1.f / state.v_descale : 0.f;
   }
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
@@ -264,7 +262,7 @@ __device__ __forceinline__ void add_slice(const DecodeParams& params, const Shar
         s[m][n][i] =
             exp2_approx((s[m][n][i] - reference[i % 2]) + kBias);  // the bias beside a large score would be lost
         state.sum[n][i % 2] += s[m][n][i];
-        if (own_v) s[m][n][i] *= v_descale[m];
+        if (own_v) s[m][n][i] *= slot.v_descale[16 * m + g + i / 2 * 8] * per_v_descale;
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) p[m][n][h] = transposed(fp16x2(s[m][n][2 * h], s[m][n][2 * h + 1]));

@@ -30,6 +30,7 @@ OTHER = 0x7E, (7, 2**20, 0, -5)  # garbage that is no NaN
 OUT = {torch.bfloat16: (2.0**-8, 2.0**-134), torch.float16: (2.0**-11, 2.0**-25)}
 SCORE = 2.0**-18  # of the sum of |q k|: what float32 loses of a logit, in steps of 16 columns
 P = 2.0**-11  # half a step of P, which is f16
+FLUSHED = 2.0**-126
 P_STEP = 2.0**-40  # of a row's largest: the smallest step of P
 TANH = 2.0**-10.98  # the card's, relative
 EQUAL = ("constant", "zeros", "tiny")  # values by which P are equal, or V is: their roundings are one
@@ -259,6 +260,8 @@ def judged(
     relative, step = OUT[out.dtype]
     a, v = reference.probabilities, reference.values
     fine = P_STEP * a.amax(-1, keepdim=True) * v.abs().amax(2, keepdim=True) * v.shape[2]
+    if device == "cuda":  # a weight below the smallest normal number is 0 there, and so is a result
+        fine = fine + FLUSHED * (1 + v.abs().amax(2, keepdim=True))
     bound = relative * reference.out.abs() + (P + 2 * loss) * 1.1 * (a @ v.abs()) + fine + step
     over = ((out.double() - reference.out).abs() / bound)[~dead]
     hold("an element, by its bound,", float(over.max()), 1.0)

@@ -43,8 +43,16 @@ PACK = (
     "Tensor(h!)? k_mean"
 )
 ATTEND = (
-    "Tensor constants, Tensor q, Tensor k, Tensor v, Tensor(a!)? k_mean=None, Tensor? out_descale=None, "
-    "Tensor(b!)? lse=None, Tensor(c!)? amax=None"
+    "Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? out_descale=None, Tensor(a!)? lse=None, "
+    "Tensor(b!)? amax=None, Tensor(c!)? k_mean=None"
+)
+ATTEND_FP8 = (
+    "Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
+    "Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None"
+)
+ATTEND_PACKED = (
+    "Tensor constants, Tensor q, Tensor k, Tensor v, Tensor k_descale, Tensor v_descale, Tensor? out_descale=None, "
+    "Tensor(a!)? lse=None, Tensor(b!)? amax=None"
 )
 DIAGNOSTIC = "Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o"
 
@@ -102,12 +110,14 @@ except NotImplementedError as error:
 print(json.dumps({
     "schemas": [str(ops.forward.default._schema), str(ops.diagnose.default._schema),
                 str(ops.pack.default._schema), str(ops.attend.default._schema),
+                str(ops.attend_fp8.default._schema), str(ops.attend_packed.default._schema),
                 str(ops.forward_ragged.default._schema), str(ops.ragged_plan_words.default._schema),
                 str(ops.attend_ragged.default._schema), str(ops.load.default._schema),
-                str(ops.cut.default._schema), str(ops.decode.default._schema), str(ops.load_decode.default._schema)],
+                str(ops.append.default._schema), str(ops.cut.default._schema),
+                str(ops.decode.default._schema), str(ops.load_decode.default._schema)],
     "ids": [c.fp8cutlass_variant_id(i).decode() for i in range(count)],
     "outside": [c.fp8cutlass_variant_id(-1), c.fp8cutlass_variant_id(count), c.fp8cutlass_kernel_name(-1, 0)],
-    "names": [names(source) for source in range(count + int(sys.argv[2]) + 3)],
+    "names": [names(source) for source in range(count + int(sys.argv[2]) + 4)],
     "manifest": c.fp8cutlass_manifest().decode(),
     "refusal": refusal,
 }))
@@ -160,6 +170,8 @@ def test_schemas(answers: dict[str, Any]) -> None:
         f"fp8cutlass_C::diagnose({COMMON}, {DIAGNOSTIC}) -> ()",
         f"fp8cutlass_C::pack({PACK}) -> ()",
         f"fp8cutlass_C::attend({ATTEND}) -> Tensor",
+        f"fp8cutlass_C::attend_fp8({ATTEND_FP8}) -> Tensor",
+        f"fp8cutlass_C::attend_packed({ATTEND_PACKED}) -> Tensor",
         f"fp8cutlass_C::forward_ragged({RAGGED}) -> ()",
         "fp8cutlass_C::ragged_plan_words(int variant, int tokens, int sequences) -> int",
         f"fp8cutlass_C::attend_ragged({ATTEND_RAGGED}) -> Tensor",

@@ -2,7 +2,7 @@
 // host must know to launch the kernel; the code lies beside the library (kernels.h). Plain C++ without CUDA or torch.
 #pragma once
 
-#include "fp8cutlass/pack_params.h"
+#include "fp8cutlass/pack_fp8_params.h"
 #include "fp8cutlass/params.h"
 #include "fp8cutlass/walk/mask.h"
 

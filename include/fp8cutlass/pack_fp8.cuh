@@ -6,6 +6,7 @@
 #pragma once
 
 #include "fp8cutlass/pack.cuh"
+#include "fp8cutlass/pack_fp8_params.h"
 
 namespace fp8cutlass::packing {
 

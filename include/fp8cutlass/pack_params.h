@@ -51,39 +51,6 @@ struct PackParams {
   Handover handover;
 };
 
-// FP8 operands: what an attention kernel reads of them is copied to where it reads it. Bytes stay as they are, but for
-// the sign of Q.
-struct Fp8Operand {
-  const uint8_t* x;  // (B, heads, tokens, D), strides in bytes, last dimension contiguous, 16-byte aligned rows
-  int64_t stride_batch, stride_head, stride_row;
-  uint8_t* out;  // Q and K: (B, heads, tokens, head_dim), contiguous; V: (B, heads, head_dim, rows), packed, contiguous
-  int heads, tokens;
-  int rows;       // tokens, or what V is padded to
-  uint32_t flip;  // XORed onto four bytes
-  int blocks,
-      ctas;  // what is a CTA's, of a head, and CTAs in all, 0 where the operand is read as it lies; set by the launch
-};
-
-// Descales that are not in memory as an attention kernel reads them: (batch, heads, parts) of one number, or of a
-// tensor with any strides.
-struct Fp8Descale {
-  const float* x;  // or null: `value`
-  float value;
-  int64_t stride_batch, stride_head, stride_part;
-  float* out;  // contiguous
-  int heads, parts;
-  int given;  // of the parts; the rest become ones
-  int count;  // in all, 0 where they are read as they lie
-};
-
-struct Fp8PackParams {
-  Fp8Operand operand[kPackOperands];
-  Fp8Descale descale[kPackOperands];
-  int batch;
-  int head_dim;   // D, a multiple of 16, at most the kernel's
-  int first_cta;  // that looks after descales; set by the launch
-};
-
 // What goes with the parameters of a ragged batch. `batch` of these is 1, and K and V become blocks as walk/ragged.h
 // has them, of which an operand's `tokens` are the rows. Rows of O (tokens, heads, D) that belong to no sequence become
 // zeros on the way, and their LSE -inf.

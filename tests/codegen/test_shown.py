@@ -20,15 +20,23 @@ from codegen.axes import Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, W
 from codegen.cover import committed, cover, kinds_of_lines
 from codegen.decode import ALL
 from codegen.families import FAMILIES
-from codegen.outputs import CUT_PATH, PLAN_PATH, kernel_path
+from codegen.outputs import APPEND_PATH, CUT_PATH, PLAN_PATH, kernel_path
 from codegen.pack import packs_of
-from codegen.render import environment, render_cut, render_decode, render_kernel, render_pack, render_plan
+from codegen.render import (
+    environment,
+    render_append,
+    render_cut,
+    render_decode,
+    render_kernel,
+    render_pack,
+    render_plan,
+)
 from codegen.select import select
 from codegen.variant import Variant, parse_id
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = sorted((ROOT / "generated" / "shown").glob("*.cu"))
-MOST = 42  # kernels; about 30 are read in a review, 700 are not
+MOST = 43  # kernels; about 30 are read in a review, 700 are not
 
 
 @cache
@@ -36,7 +44,10 @@ def rendered() -> dict[str, str]:
     """Every kernel by its path in a folder that has all."""
     env = environment()
     packs = {p.path: render_pack(p, env) for p in packs_of(select().emitted)}
-    decodes = {d.path: render_decode(d, env) for d in ALL} | {CUT_PATH: render_cut(env)}
+    decodes = {d.path: render_decode(d, env) for d in ALL} | {
+        CUT_PATH: render_cut(env),
+        APPEND_PATH: render_append(env),
+    }
     variants = {kernel_path(v): render_kernel(v, env) for v in select().emitted}
     return variants | packs | {PLAN_PATH: render_plan(env)} | decodes
 

@@ -1,7 +1,7 @@
 // A kernel that brings FP8 operands to attention kernels, as a function of the host (tests/host/device). Compiled with
 // KERNEL, the name of the kernel, and KERNEL_FILE, its source.
 #include "cuda_runtime.h"
-#include "fp8cutlass/pack_params.h"
+#include "fp8cutlass/pack_fp8_params.h"
 
 static unsigned grid = 0;
 #define gridDim (device::Index{grid})

@@ -104,9 +104,13 @@ class Decode:
         slots = self.warps * stages * (self.slot_bytes + self.places_bytes)
         return _up(_up(slots + LENGTHS_BYTES * self.warps, 16) + self.exchange_bytes, 128)
 
-    def _stages_with(self, ctas: int) -> int:
+    def room_with(self, ctas: int) -> int:
+        """Shared memory that each of so many CTAs has in an SM."""
         target = TARGETS[self.target]
-        room = min(target.smem_per_sm // ctas - SMEM_RESERVED_PER_CTA, target.smem_per_block)
+        return min(target.smem_per_sm // ctas - SMEM_RESERVED_PER_CTA, target.smem_per_block)
+
+    def _stages_with(self, ctas: int) -> int:
+        room = self.room_with(ctas)
         return max(s for s in range(MOST_STAGES + 1) if s == 0 or self.smem_with(s) <= room)
 
     @property
@@ -168,12 +172,7 @@ def _outputs(d: Decode) -> str:
 def _stages(d: Decode) -> str:
     if d.stages >= 2:
         return ""
-    return f"{d.smem_with(2):,} bytes for 2 stages in each of {d.ctas} CTAs, an SM has {_room(d):,} for each"
-
-
-def _room(d: Decode) -> int:
-    target = TARGETS[d.target]
-    return min(target.smem_per_sm // d.ctas - SMEM_RESERVED_PER_CTA, target.smem_per_block)
+    return f"{d.smem_with(2):,} bytes for 2 stages in each of {d.ctas} CTAs, an SM has {d.room_with(d.ctas):,} for each"
 
 
 def _registers(d: Decode) -> str:

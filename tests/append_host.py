@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import re
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from compilers import ROOT
+from compilers import ROOT, host_library, planted
 
 from codegen.render import environment, render_append
 
@@ -84,20 +82,9 @@ class Kernel:
         kernel = folder / "kernel.cu"
         kernel.write_text(render_append(environment()))
         for file, old, new in edits:
-            path = headers / "append" / file
-            text = path.read_text()
-            if text.count(old) != 1:
-                raise LookupError(f"{path} has {text.count(old)} times what is to be edited: {old!r}")
-            path.write_text(text.replace(old, new))
-        library = folder / "kernel.so"
-        compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
-        host = ROOT / "tests" / "host"
-        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", f'-DKERNEL_FILE="{kernel}"']
-        command = [compiler, *flags, "-I", host / "device", "-I", folder / "include", host / "append_host.cpp"]
-        made = subprocess.run([*map(str, command), "-o", str(library)], capture_output=True, text=True, check=False)
-        if made.returncode != 0:
-            raise RuntimeError(made.stderr)
-        self.library = ctypes.CDLL(str(library))
+            planted(headers / "append" / file, old, new)
+        flags = ["-O1", "-ffp-contract=off", f'-DKERNEL_FILE="{kernel}"']
+        self.library = host_library("append_host.cpp", folder, folder / "include", *flags)
         self.library.run.restype = ctypes.c_char_p
         self.library.params_bytes.restype = ctypes.c_size_t
         if self.library.params_bytes() != ctypes.sizeof(_Params):

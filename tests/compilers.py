@@ -1,7 +1,9 @@
-"""Compilers for tests: a C++ program that prints, and nvcc with the project's headers."""
+"""Compilers for tests: a C++ program that prints, kernels as a library of the host, and nvcc with the project's
+headers."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -23,6 +25,26 @@ def run_cpp(blocks: list[str], folder: Path) -> str:
     source.write_text("#include <cstdio>\nint main() {\n" + "\n".join(blocks) + "\n}\n")
     subprocess.run([compiler, "-std=c++17", "-O0", str(source), "-o", str(program)], check=True)
     return subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
+
+
+def planted(path: Path, old: str, new: str) -> None:
+    """Replaces a text of a source, which must stand there once."""
+    text = path.read_text()
+    if text.count(old) != 1:
+        raise LookupError(f"{path} has {text.count(old)} times what is to be edited: {old!r}")
+    path.write_text(text.replace(old, new))
+
+
+def host_library(program: str, folder: Path, headers: Path, *flags: str) -> ctypes.CDLL:
+    """The library that g++ makes in ``folder`` of ``program``, a file of tests/host, with the stand-ins for what only a
+    card has. RuntimeError has what the compiler says."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
+    host, library = ROOT / "tests" / "host", folder / "kernel.so"
+    command = [compiler, "-std=c++17", "-shared", "-fPIC", *flags, "-I", host / "device", "-I", headers, host / program]
+    made = subprocess.run([*map(str, command), "-o", str(library)], capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        raise RuntimeError(made.stderr)
+    return ctypes.CDLL(str(library))
 
 
 def nvcc(*arguments: str | Path, include: Path = ROOT / "include") -> subprocess.CompletedProcess[str]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from compilers import ROOT
+from compilers import ROOT, host_library, planted
 
 from codegen.arch import TARGETS
 from codegen.decode import ALL, HEAD_DIMS, candidates
@@ -108,22 +106,9 @@ class Kernel:
         source.write_text(render_decode(self.spec, env))
         cut.write_text(render_cut(env))
         for file, old, new in edits:
-            path = source if file == "kernel.cu" else headers / "fp8cutlass" / "decode" / file
-            text = path.read_text()
-            if text.count(old) != 1:
-                raise LookupError(f"{path} has {text.count(old)} times what is to be edited: {old!r}")
-            path.write_text(text.replace(old, new))
-        library = folder / "kernel.so"
-        compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
-        host = ROOT / "tests" / "host"
-        defines = [f"-DKERNEL={name}", f'-DKERNEL_FILE="{source}"', f'-DCUT_FILE="{cut}"']
-        command = [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", "-I", host / "device", "-I", headers, *defines]
-        made = subprocess.run(
-            [str(x) for x in [*command, host / "decode_host.cpp", "-o", library]], capture_output=True, text=True
-        )
-        if made.returncode != 0:
-            raise RuntimeError(made.stderr)
-        self.library = ctypes.CDLL(str(library))
+            planted(source if file == "kernel.cu" else headers / "fp8cutlass" / "decode" / file, old, new)
+        flags = ["-O2", f"-DKERNEL={name}", f'-DKERNEL_FILE="{source}"', f'-DCUT_FILE="{cut}"']
+        self.library = host_library("decode_host.cpp", folder, headers, *flags)
         self.library.run.restype = ctypes.c_char_p
 
     def run(

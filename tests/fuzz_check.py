@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fuzz_cases import Case, Inputs, arguments, inputs_of, spread
-from fuzz_judge import Expected, Verdict, judge
+from fuzz_judge import Expected, Verdict, judge, raised
 from gpu import is_emulated
 from layouts import on_card
 from reference import (
@@ -40,9 +40,7 @@ def run_case(case: Case, device: str) -> Verdict:
     try:
         return _run(case, device)
     except Exception as error:  # whatever it is, it belongs into the report with the case's number
-        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        lost = device == "cuda" and "CUDA error" in str(error)
-        return Verdict("failed", details=(f"raised {text}",), lost=lost)
+        return raised(error, device)
 
 
 def _run(case: Case, device: str) -> Verdict:

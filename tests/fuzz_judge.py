@@ -36,6 +36,12 @@ class Verdict:
     lost: bool = False
 
 
+def raised(error: Exception, device: str) -> Verdict:
+    """Of a case that raised what is not documented; ``lost`` where nothing more runs on the card."""
+    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return Verdict("failed", details=(f"raised {text}",), lost=device == "cuda" and "CUDA error" in str(error))
+
+
 @dataclass
 class Expected(Emulation):
     """The emulator's, ``out`` in float32 with its descale applied; ``unrounded``: the same from before an e4m3 output

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 import torch
-from fuzz_judge import MANY, TABLE_LOGITS, Verdict
+from fuzz_judge import MANY, TABLE_LOGITS, Verdict, raised
 from fuzz_paged import GIVEN, WILD, PagedCase
 from fuzz_pages import PagedInputs, Raw, cache_of, fp8, paged_inputs, slots_of, spread, write
 from layouts import on_card
@@ -30,7 +30,7 @@ OTHER = 0x7E, (7, 2**20, 0, -5)  # garbage that is no NaN
 OUT = {torch.bfloat16: (2.0**-8, 2.0**-134), torch.float16: (2.0**-11, 2.0**-25)}
 SCORE = 2.0**-18  # of the sum of |q k|: what float32 loses of a logit, in steps of 16 columns
 P = 2.0**-11  # half a step of P, which is f16
-FLUSHED = 2.0**-126
+FLUSHED = 2.0**-126  # below it a float32 is 0 on a card
 P_STEP = 2.0**-40  # of a row's largest: the smallest step of P
 TANH = 2.0**-10.98  # the card's, relative
 EQUAL = ("constant", "zeros", "tiny")  # values by which P are equal, or V is: their roundings are one
@@ -43,8 +43,7 @@ def run_paged_case(case: PagedCase, device: str) -> Verdict:
     except NoKernelError as error:
         return Verdict("unserved", details=(str(error),))
     except Exception as error:  # whatever it is, it belongs into the report with the case's number
-        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return Verdict("failed", details=(f"raised {text}",), lost=device == "cuda" and "CUDA error" in str(error))
+        return raised(error, device)
 
 
 def called(

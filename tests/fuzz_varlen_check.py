@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from fuzz_cases import SOURCES
-from fuzz_judge import Expected, Verdict, judge
+from fuzz_judge import Expected, Verdict, judge, raised
 from fuzz_varlen import RaggedCase, RaggedInputs, descale_of, ragged_inputs, unpoisoned
 from layouts import on_card
 from reference import Operands, masked64, operands_of
@@ -28,8 +28,7 @@ def run_ragged_case(case: RaggedCase, device: str) -> Verdict:
     except NoKernelError as error:
         return Verdict("unserved", details=(str(error),))
     except Exception as error:  # whatever it is, it belongs into the report with the case's number
-        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return Verdict("failed", details=(f"raised {text}",), lost=device == "cuda" and "CUDA error" in str(error))
+        return raised(error, device)
 
 
 def called(case: RaggedCase, inputs: RaggedInputs, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -7,7 +7,6 @@ counts of its capture. The backend may report AttentionCGSupport.ALWAYS once the
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,11 +22,7 @@ OURS = "fp8cutlass.integrations.vllm."
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name, module in stand_in.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    yield stand_in
-    for name in ("backend", "impl", "steps"):
-        sys.modules.pop(OURS + name, None)
+    yield from stand_in.installed(monkeypatch)
 
 
 class Layer:

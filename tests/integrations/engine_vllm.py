@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 VERSION = "0.33.0"
@@ -113,6 +115,15 @@ class Attention(torch.nn.Module):
     def __init__(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
         super().__init__()
         self._q_scale, self._k_scale, self._v_scale = torch.tensor(1.0), k_scale, v_scale
+
+
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """These in sys.modules for a test, and after it none of the adapter's modules that read them."""
+    for name, module in modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield sys.modules[__name__]
+    for name in ("backend", "impl", "steps"):
+        sys.modules.pop(f"fp8cutlass.integrations.vllm.{name}", None)
 
 
 def modules() -> dict[str, ModuleType]:

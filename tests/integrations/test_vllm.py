@@ -24,11 +24,7 @@ LAYOUTS = {"LBHNC": (0, 1, 2, 3, 4), "LBNHC": (0, 1, 3, 2, 4), "BLHNC": (1, 0, 2
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name, module in stand_in.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    yield stand_in
-    for name in ("backend", "impl", "steps"):
-        sys.modules.pop(OURS + name, None)
+    yield from stand_in.installed(monkeypatch)
 
 
 def cache_of(shape: Shape, layout: str) -> torch.Tensor:

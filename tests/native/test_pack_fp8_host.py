@@ -7,9 +7,6 @@ that are not padded with zeros; a sign that is turned of V or K; a descale of an
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compilers import ROOT
+from compilers import ROOT, host_library
 
 from codegen.pack import Pack, Source
 from codegen.render import environment, render_pack
@@ -26,7 +23,6 @@ from fp8cutlass.quant.v_layout import pack_v
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 POISON = 0xA5
 ORDER = ("v", "k", "q")  # PackOrder
-HOST = ROOT / "tests" / "host"
 
 
 class Operand(ctypes.Structure):
@@ -71,14 +67,8 @@ def build(head_dim: int, folder: Path, edit: tuple[str, str] | None = None) -> c
     source.write_text(kernel)
     (folder / "fp8cutlass").mkdir(exist_ok=True)
     (folder / "fp8cutlass" / "pack_fp8.cuh").write_text(header)
-    library = folder / "kernel.so"
-    compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
-    command = [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", f"-DKERNEL={pack.id}", f'-DKERNEL_FILE="{source}"']
-    command += [x for path in (folder, HOST / "device", ROOT / "include") for x in ("-I", str(path))]
-    command += [str(HOST / "pack_fp8_host.cpp"), "-o", str(library)]
-    made = subprocess.run(command, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    loaded = ctypes.CDLL(str(library))
+    flags = ["-O2", f"-DKERNEL={pack.id}", f'-DKERNEL_FILE="{source}"', "-I", str(folder)]
+    loaded = host_library("pack_fp8_host.cpp", folder, ROOT / "include", *flags)
     loaded.run.restype = ctypes.c_char_p
     assert loaded.params_bytes() == ctypes.sizeof(Params)
     return loaded

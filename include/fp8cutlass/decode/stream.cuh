@@ -10,7 +10,7 @@ namespace fp8cutlass::decode {
 // The lengths of the sequences that a CTA works on, in shared memory: a load from global memory would come behind all
 // copies of keys that are on their way.
 struct Lengths {
-  static constexpr int kKnown = 32;
+  static constexpr int kKnown = 32;  // one for each lane
   int keys[kKnown], query[kKnown + 1];
 };
 
@@ -21,18 +21,20 @@ class Sequences {
     const int lane = threadIdx.x % 32;
     copy4(&lengths.keys[lane], b.lengths + min(first + lane, b.sequences - 1), 4);
     copy4(&lengths.query[lane], b.cu_q + min(first + lane, b.sequences), 4);
-    if (lane == 0) copy4(&lengths.query[32], b.cu_q + min(first + 32, b.sequences), 4);
+    if (lane == 0) copy4(&lengths.query[kKnown], b.cu_q + min(first + kKnown, b.sequences), 4);
   }
 
   __device__ __forceinline__ void are_there() { there_ = true; }
 
   __device__ __forceinline__ Sequence at(const Batch& b, int s) const {
     const int i = s - first_;
-    if (!there_ || i >= Lengths::kKnown) return sequence_at(b, s);
+    if (!there_ || i >= kKnown) return sequence_at(b, s);
     return sequence_of(b, lengths_.keys[i], lengths_.query[i], lengths_.query[i + 1]);
   }
 
  private:
+  static constexpr int kKnown = Lengths::kKnown;
+
   const Lengths& lengths_;
   int first_;
   bool there_ = false;

@@ -156,6 +156,8 @@ def reshaped(request: Request) -> tuple[Request, Form] | None:
         isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
     ):
         return None
+    if not isinstance(request.options.enable_gqa, bool):
+        return None
     if q.is_nested or k.is_nested or v.is_nested:
         return None
     bshd = request.options.layout == "bshd"
@@ -166,7 +168,7 @@ def reshaped(request: Request) -> tuple[Request, Form] | None:
         (batch, *_, columns), (k_batch, *_, k_columns), (v_batch, *_, v_columns) = shapes
         heads, k_heads, v_heads = shapes[0][at], shapes[1][at], shapes[2][at]
         same = batch == k_batch == v_batch and columns == k_columns == v_columns
-        if same and (request.options.enable_gqa is True or heads == k_heads == v_heads):
+        if same and (request.options.enable_gqa or heads == k_heads == v_heads):
             return None
     if min(ranks) < 2 or not q.shape[-1] or k.shape[-1] != q.shape[-1]:
         return None

@@ -793,6 +793,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "f3a66015acec34276148f5f91af548e48129872cce8271754c88beb3b836b69c";
+const char kManifest[] = "596777e14fc575f6326227823ecfd31ea9362c14f78cea28cdc7a209465c3e83";
 
 }  // namespace fp8cutlass

@@ -3,7 +3,8 @@
 * ``attention`` takes the place of ``torch.nn.functional.scaled_dot_product_attention``. ``attention_varlen`` serves
   ragged batches.
 * ``attention_with_kvcache`` and ``PagedKVCache`` keep keys and values in pages, for the serving of language models.
-* ``pack_kv`` quantises and packs keys and values once for many calls.
+* ``pack_kv`` quantises and packs keys and values once for many calls. ``merge_attention`` makes one result of two over
+  different keys.
 * ``quantize`` makes FP8 tensors and their descales. ``StaticScale`` and ``DelayedScale`` make descales that are known
   before the tensor is.
 * ``supports`` and ``explain`` say whether a kernel serves a call, and which; ``supports_kvcache`` and
@@ -31,6 +32,7 @@ __all__ = [
     "attention_with_kvcache",
     "explain",
     "explain_kvcache",
+    "merge_attention",
     "pack_kv",
     "quantize",
     "served",
@@ -45,6 +47,7 @@ HOMES = (
     "api.ask_kvcache",
     "api.attention",
     "api.kvcache",
+    "api.merge",
     "api.pack",
     "api.tune",
     "api.varlen",
@@ -72,6 +75,7 @@ if TYPE_CHECKING or not _is_command():
     from .api.ask_kvcache import explain_kvcache, supports_kvcache
     from .api.attention import attention
     from .api.kvcache import attention_with_kvcache
+    from .api.merge import merge_attention
     from .api.pack import pack_kv
     from .api.tune import tune
     from .api.varlen import attention_varlen

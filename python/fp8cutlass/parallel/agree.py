@@ -49,11 +49,11 @@ class Groups:
         return [x for row in rows for x in row]
 
 
-def settled(groups: Groups, signature: Hashable, ask: Callable[[], T]) -> T:
-    """What ``ask`` gave when a call of this signature first ran on these groups."""
+def settled(groups: Groups, signature: Hashable, ask: Callable[[], T], *, anew: bool = False) -> T:
+    """What ``ask`` gave when a call of this signature first ran on these groups; with ``anew`` it is asked again."""
     known = _settled.setdefault(groups.inner, {})
     key = (groups.outer, signature)
-    if key not in known:
+    if anew or key not in known:
         known[key] = ask()
     found: T = known[key]
     return found

@@ -47,6 +47,7 @@ def attention(
     return_lse: bool = False,
     kernel: str | None = None,
     head_groups: int = 4,
+    agree: str = "once",
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """``fp8cutlass.attention`` of a sequence whose tokens are spread over the ranks of a process group. Every rank
     calls it with its own tokens and gets the result of its own rows. Keys and values travel in e4m3, as they are
@@ -72,6 +73,8 @@ def attention(
         return_lse: also return the natural-log sum of exponentials, (B, H, S of this rank) float32.
         kernel: the id of a variant that keys are packed for, and with ``gather`` and ``ulysses`` attended to by.
         head_groups: of ``gather``: into how many parts the heads of key are cut, of which two are here at a time.
+        agree: whether ranks compare their calls ``once`` for each signature and group, or ``always``. With ``once`` a
+            rank that alone changes its shapes later is not found out before it breaks an exchange.
 
     Returns:
         The result of this rank's rows in the shape and memory order of query, then the LSE if asked for.
@@ -102,10 +105,10 @@ def attention(
         smooth_k,
         hadamard,
     )
-    wrong = _wrong(query, key, value, asked, enable_gqa, layout)
+    wrong = _wrong(query, key, value, asked, enable_gqa, layout, agree)
     q, k, v = (x.transpose(1, 2) if layout == "bshd" and x.dim() == 4 else x for x in (query, key, value))
     signature = (asked, tuple(wrong), *_metadata(q, k, v))
-    plan = settled(groups, signature, lambda: plan_of(groups, asked, q, k, v, wrong))
+    plan = settled(groups, signature, lambda: plan_of(groups, asked, q, k, v, wrong), anew=agree == "always")
     found = _over_both(plan, q, k, v) if groups.outer is not None else WAYS[method](plan, groups.inner, q, k, v)
     out, *lse = found
     out = out.transpose(1, 2) if layout == "bshd" else out
@@ -131,11 +134,12 @@ def groups_of(group: Ranks) -> Groups:
     return Groups(found[-1], found[0] if len(found) == 2 else None)
 
 
-def _wrong(q: Any, k: Any, v: Any, asked: Asked, enable_gqa: Any, layout: Any) -> list[str]:
+def _wrong(q: Any, k: Any, v: Any, asked: Asked, enable_gqa: Any, layout: Any, agree: Any) -> list[str]:
     named = [("query", q), ("key", k), ("value", v)]
     wrong = wrong_tensors(named, ("batch", "heads", "tokens", "head_dim"))
     for reason in (
         one_of("layout", layout, ("bhsd", "bshd")),
+        one_of("agree", agree, ("once", "always")),
         flag("is_causal", asked.causal),
         flag("enable_gqa", enable_gqa),
         flag("return_lse", asked.return_lse),

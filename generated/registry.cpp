@@ -793,6 +793,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "b63235cb247c00914f75b5df69bbb810d40a3272dab287de29419cf37315e50c";
+const char kManifest[] = "4c1e64474615ed706bdab2c54c3c5996d3a010e1fada527a8c63381942a9da7c";
 
 }  // namespace fp8cutlass

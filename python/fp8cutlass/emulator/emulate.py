@@ -82,6 +82,7 @@ def emulate(
     out_descale: torch.Tensor | None = None,
     emulated_mma: bool = False,
     return_lse: bool = True,
+    merge_lse: bool = False,
     diagnostics: bool = False,
 ) -> Emulation:
     """Run one variant.
@@ -99,6 +100,7 @@ def emulate(
         out_descale: (1,), e4m3 output only: stored = o / out_descale.
         emulated_mma: round f16 scores as the compiler's emulation of FP8 ``mma.sync`` does (sm_90a).
         return_lse: False saves the sum of unquantised exponentials; ``lse`` is then meaningless.
+        merge_lse: ``lse`` is that of the quantised exponentials.
         diagnostics: also return the intermediate values; they take several times the memory of the scores.
 
     The KV tiles of one chunk of heads are visited in order; a chunk is bounded to about 1 GiB of temporaries.
@@ -119,7 +121,7 @@ def emulate(
             slice(start, min(start + step, groups)),
         )
         offsets = causal_offset if variant.causal or window_offset is not None else None, window_offset
-        parts.append(_attend(chunk, variant, seqlen_q, offsets, emulated_mma, return_lse, diagnostics))
+        parts.append(_attend(chunk, variant, seqlen_q, offsets, emulated_mma, return_lse, merge_lse, diagnostics))
     o, lse, *extra = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
     o = o.view(batch, heads, seqlen_q, head_dim)
     amax = o.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax().reshape(1)
@@ -217,6 +219,7 @@ def _attend(
     offsets: tuple[int | None, int | None],
     emulated_mma: bool,
     return_lse: bool,
+    merge_lse: bool,
     diagnostics: bool,
 ) -> tuple[torch.Tensor, ...]:
     """``offsets``: row i sees keys up to i plus the first, and from i plus the second on; None is no such end.
@@ -253,7 +256,7 @@ def _attend(
             s = s.masked_fill(key < chunk.row + first, -torch.inf)
         unit = chunk.q_slope * 8.0 if variant.score == "f16" else chunk.q_slope
         slope = (unit if k_per_token else unit * k_descale).clamp(MIN_SLOPE[variant.score], MAX_SLOPE)
-        p, p_bytes, weight, exact = SOFTMAXES[variant.softmax](s, slope, return_lse)
+        p, p_bytes, weight, exact = SOFTMAXES[variant.softmax](s, slope, return_lse and not merge_lse)
         tile_o, tile_sum = _values(p, chunk.v[:, part])
         if diagnostics:
             kept.append((s, p_bytes, weight, tile_o[:, :, None]))
@@ -267,11 +270,12 @@ def _attend(
         o = o * shrink + torch.where(visited, factor * tile_o, 0.0)
         row_sum = row_sum * shrink + torch.where(visited, beta * tile_sum, 0.0)
         exact_sum = exact_sum * shrink + torch.where(visited, beta * exact, 0.0)
+    total = row_sum if merge_lse else exact_sum
     # A row that saw no key is 0, even where a NaN in V met its zeros.
     o = torch.where(row_sum == 0, 0.0, o * ((1.0 if v_per_channel else chunk.v_column) / row_sum))
     if v_per_channel:
         o = o * chunk.v_column
-    lse = torch.where(exact_sum == 0, -torch.inf, LN2 * (ref + torch.log2(exact_sum)))
+    lse = torch.where(total == 0, -torch.inf, LN2 * (ref + torch.log2(total)))
     return o, lse.squeeze(-1), *_joined(kept, tile_n)
 
 

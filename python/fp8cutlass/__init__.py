@@ -3,6 +3,7 @@
 * ``attention`` takes the place of ``torch.nn.functional.scaled_dot_product_attention``. ``attention_varlen`` serves
   ragged batches.
 * ``attention_with_kvcache`` and ``PagedKVCache`` keep keys and values in pages, for the serving of language models.
+* ``BlockMask`` is a mask that is packed once: padding, documents, trees, blocks.
 * ``pack_kv`` quantises and packs keys and values once for many calls.
 * ``quantize`` makes FP8 tensors and their descales. ``StaticScale`` and ``DelayedScale`` make descales that are known
   before the tensor is.
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 __all__ = [
+    "BlockMask",
     "DelayedScale",
     "PackedKV",
     "PagedKVCache",
@@ -51,6 +53,7 @@ HOMES = (
     "cache.packed",
     "cache.paged",
     "errors",
+    "masks.block_mask",
     "quant.quantize",
     "quant.scaling",
     "stats",
@@ -78,6 +81,7 @@ if TYPE_CHECKING or not _is_command():
     from .cache.packed import PackedKV
     from .cache.paged import PagedKVCache
     from .errors import UnsupportedError
+    from .masks.block_mask import BlockMask
     from .quant.quantize import quantize
     from .quant.scaling import DelayedScale, StaticScale
     from .stats import served

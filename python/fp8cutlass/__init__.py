@@ -4,6 +4,7 @@
   ragged batches.
 * ``attention_with_kvcache`` and ``PagedKVCache`` keep keys and values in pages, for the serving of language models.
   ``plan_attention`` cuts the work of a step once for all layers.
+* ``BlockMask`` is a mask that is packed once: padding, documents, trees, blocks.
 * ``pack_kv`` quantises and packs keys and values once for many calls. ``merge_attention`` makes one result of two over
   different keys.
 * ``quantize`` makes FP8 tensors and their descales. ``StaticScale`` and ``DelayedScale`` make descales that are known
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 __all__ = [
+    "BlockMask",
     "DelayedScale",
     "PackedKV",
     "PagedKVCache",
@@ -57,6 +59,7 @@ HOMES = (
     "cache.packed",
     "cache.paged",
     "errors",
+    "masks.block_mask",
     "quant.quantize",
     "quant.scaling",
     "stats",
@@ -86,6 +89,7 @@ if TYPE_CHECKING or not _is_command():
     from .cache.packed import PackedKV
     from .cache.paged import PagedKVCache
     from .errors import UnsupportedError
+    from .masks.block_mask import BlockMask
     from .quant.quantize import quantize
     from .quant.scaling import DelayedScale, StaticScale
     from .stats import served

@@ -793,6 +793,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "f3a66015acec34276148f5f91af548e48129872cce8271754c88beb3b836b69c";
+const char kManifest[] = "f4b232bf244621a85adff1b207eeb393a367e17186c535d86de91ddffee457d4";
 
 }  // namespace fp8cutlass

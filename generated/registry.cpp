@@ -793,6 +793,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "4c1e64474615ed706bdab2c54c3c5996d3a010e1fada527a8c63381942a9da7c";
+const char kManifest[] = "0d66f4f497414273d20971664f8360ce495a5e3c47a54671da72339c084f433d";
 
 }  // namespace fp8cutlass

@@ -10,6 +10,7 @@ import click
 from codegen.decode import decodes_of
 from codegen.options import arch_option, choose, emulated_option, filter_option, only_option, profile_option
 from codegen.pack import packs_of
+from codegen.resident import residents_of
 from codegen.table import built
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent.parent / "build" / "gates"
@@ -33,6 +34,12 @@ DEFAULT_OUT = Path(__file__).resolve().parent.parent.parent / "build" / "gates"
 @click.option(
     "--packs", "packs_only", is_flag=True, help="Only the kernels that quantise and pack, and their part of the report."
 )
+@click.option(
+    "--residents",
+    "residents_only",
+    is_flag=True,
+    help="Only the kernels that keep K and V in shared memory, and their part of the report.",
+)
 @click.option("--check", "check_only", is_flag=True, help="Compare with the committed report instead of writing it.")
 def gates(
     archs: tuple[str, ...],
@@ -45,6 +52,7 @@ def gates(
     build_dir: Path | None,
     report: str | None,
     packs_only: bool,
+    residents_only: bool,
     check_only: bool,
 ) -> None:
     """Compile the kernels, or read those of a build, and hold their registers, memory and instruction mix to what was
@@ -61,11 +69,15 @@ def gates(
         raise click.ClickException(f"--report {report} must contain {{arch}}: there are {len(request.archs)} targets")
     # What a build for this target alone would hold, so that a report does not depend on the other targets.
     chosen = {a: built(request.variants, (a,), emulated or not whole) for a in request.archs}
+    one_part = packs_only or residents_only
     try:
         good = run(
-            {} if packs_only else chosen,
-            packs={a: packs_of(variants) for a, variants in chosen.items()} if packs_only or whole else {},
-            decodes={a: decodes_of(profile, (a,)) for a in request.archs} if whole and not packs_only else {},
+            {} if one_part else chosen,
+            packs={a: packs_of(variants) for a, variants in chosen.items()}
+            if packs_only or (whole and not residents_only)
+            else {},
+            decodes={a: decodes_of(profile, (a,)) for a in request.archs} if whole and not one_part else {},
+            residents={a: residents_of(profile, (a,)) for a in request.archs} if whole and not packs_only else {},
             profile=request.profile,
             jobs=jobs or job_count(),
             out=out,

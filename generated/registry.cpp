@@ -814,6 +814,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "d03facbb3a2c9f5b751aebe4299099b3fd501a72ab5b3035a7189156d65b0ced";
+const char kManifest[] = "0c855136ba22038c9241fb631a2d166522906777dc75404cfdf6c7b4931af883";
 
 }  // namespace fp8cutlass

@@ -70,12 +70,11 @@ def gates(
     # What a build for this target alone would hold, so that a report does not depend on the other targets.
     chosen = {a: built(request.variants, (a,), emulated or not whole) for a in request.archs}
     one_part = packs_only or residents_only
+    with_packs = packs_only or (whole and not residents_only)
     try:
         good = run(
             {} if one_part else chosen,
-            packs={a: packs_of(variants) for a, variants in chosen.items()}
-            if packs_only or (whole and not residents_only)
-            else {},
+            packs={a: packs_of(variants) for a, variants in chosen.items()} if with_packs else {},
             decodes={a: decodes_of(profile, (a,)) for a in request.archs} if whole and not one_part else {},
             residents={a: residents_of(profile, (a,)) for a in request.archs} if whole and not packs_only else {},
             profile=request.profile,

@@ -23,20 +23,12 @@ static_assert(Kernel::kThreads == 128 && Kernel::kTileN == 128 && Kernel::kParts
 
 }  // namespace
 
-__global__ void __launch_bounds__(128, 3) resident_d128_k128_fp16_full_linear(const __grid_constant__ ResidentParams params) {
-  sm90::attend<Kernel, Source, Out, Mask::full, Code::linear>(params);
+__global__ void __launch_bounds__(128, 3) resident_d128_k128_fp16_full(const __grid_constant__ ResidentParams params) {
+  sm90::attend<Kernel, Source, Out, Mask::full>(params);
 }
 
-__global__ void __launch_bounds__(128, 3) resident_d128_k128_fp16_full_quadratic(const __grid_constant__ ResidentParams params) {
-  sm90::attend<Kernel, Source, Out, Mask::full, Code::quadratic>(params);
-}
-
-__global__ void __launch_bounds__(128, 3) resident_d128_k128_fp16_causal_linear(const __grid_constant__ ResidentParams params) {
-  sm90::attend<Kernel, Source, Out, Mask::causal, Code::linear>(params);
-}
-
-__global__ void __launch_bounds__(128, 3) resident_d128_k128_fp16_causal_quadratic(const __grid_constant__ ResidentParams params) {
-  sm90::attend<Kernel, Source, Out, Mask::causal, Code::quadratic>(params);
+__global__ void __launch_bounds__(128, 3) resident_d128_k128_fp16_causal(const __grid_constant__ ResidentParams params) {
+  sm90::attend<Kernel, Source, Out, Mask::causal>(params);
 }
 
 }  // namespace fp8cutlass

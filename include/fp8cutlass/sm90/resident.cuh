@@ -39,8 +39,12 @@ struct Resident {
   // See resident_convert.cuh.
   static constexpr int kLanes = kHeadDim / 16, kRowStep = 128 / kLanes;
   static constexpr int kPasses = kTileN / kRowStep, kQueryPasses = kRows / kRowStep;
-  static constexpr bool kBoth = kMostKeys * kHeadDim <= 8192;  // one block each, and registers hold both
   static constexpr int kGroups = kTileN / 16, kTasks = kHeadDim / 64 * kGroups / 4;
+
+  // Of V's tasks, those whose registers there are beside a block of K, and are asked for with it.
+  static constexpr int kRegisters = 65536 / (kThreads * kCtas) < 255 ? 65536 / (kThreads * kCtas) / 8 * 8 : 255;
+  static constexpr int kLeft = (kRegisters - (kMostKeys * kHeadDim > 8192 ? 80 : 64) - 8 * kPasses) / 16;
+  static constexpr int kAhead = kLeft < 0 ? 0 : kLeft < kTasks ? kLeft : kTasks;
 
   using QTile = OperandTile<kRows, kHeadDim>;
   using KTile = OperandTile<kTileN, kHeadDim>;
@@ -106,14 +110,16 @@ template <class R, class Source>
 __device__ __forceinline__ void fill(const ResidentParams& params, typename R::Storage& shared,
                                      const ResidentItem& item, int tiles, int warpgroup) {
   const QueryScaling& s = params.p.query;
-  if constexpr (R::kBoth) {
+  if constexpr (R::kWarpgroups == 1) {
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       uint4 k[R::kPasses][2], v[R::kTasks][4];
       load_rows<R>(k, key_rows(params, item, tile * R::kTileN));
-      load_columns<R>(v, value_rows(params, item, tile * R::kTileN));
+      const SourceRows values = value_rows(params, item, tile * R::kTileN);
+      load_columns<R>(v, values, 0, R::kAhead);
       const float k_descale =
           convert_keys<R, Source>(shared.k[tile], k, shared.largest[2 * tile], warpgroup, s.limit, s.limit_reciprocal);
+      load_columns<R>(v, values, R::kAhead);
       const float v_descale = convert_values<R, Source>(shared.v[tile], v, shared.largest[2 * tile + 1], warpgroup,
                                                         params.v_limit, params.v_limit_reciprocal);
       if (threadIdx.x == 0) shared.descale[tile] = make_float2(k_descale, v_descale);

@@ -8,8 +8,10 @@ from __future__ import annotations
 from ..manifest import KEY_BLOCK, Manifest, Resident, Variant
 from .problem import Problem
 
-# The most keys for which it was measured to be the fastest way, by head_dim and mask (docs/lab/short.md).
-MOST_KEYS: dict[tuple[int, bool], int] = {}
+# By head_dim and mask, the most keys for which it was measured to be the fastest way, and row tiles for each SM from
+# which on it is: with fewer, a head is quantised by several CTAs, or waits for one (docs/lab/short.md).
+MOST_KEYS = {(64, False): 512, (64, True): 512, (128, False): 256, (128, True): 512}
+FEWEST_TILES, TILE_ROWS = 7, 64
 
 
 def reference(manifest: Manifest, head_dim: int, source: str, *, causal: bool) -> Variant | None:
@@ -37,6 +39,9 @@ def chosen(manifest: Manifest, problem: Problem, source: str, table: Variant) ->
     if table.softmax != "linear" or problem.out != source:
         return None
     if problem.seqlen_k > MOST_KEYS.get((table.head_dim, problem.causal), 0):
+        return None
+    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // TILE_ROWS)
+    if tiles < FEWEST_TILES * problem.sm_count:
         return None
     kernel = serving(manifest, table.head_dim, source, problem.seqlen_k)
     variant = reference(manifest, table.head_dim, source, causal=problem.causal)

@@ -43,7 +43,10 @@ struct Resident {
 
   // Of V's tasks, those whose registers there are beside a block of K, and are asked for with it.
   static constexpr int kRegisters = 65536 / (kThreads * kCtas) < 255 ? 65536 / (kThreads * kCtas) / 8 * 8 : 255;
-  static constexpr int kLeft = (kRegisters - (kMostKeys * kHeadDim > 8192 ? 80 : 64) - 8 * kPasses) / 16;
+  static constexpr int kOthers = kMostKeys * kHeadDim <= 8192 ? 64
+                                 : kHeadDim == 64             ? 80
+                                                              : 96;  // as nvcc was seen to do with
+  static constexpr int kLeft = (kRegisters - kOthers - 8 * kPasses) / 16;
   static constexpr int kAhead = kLeft < 0 ? 0 : kLeft < kTasks ? kLeft : kTasks;
 
   using QTile = OperandTile<kRows, kHeadDim>;

@@ -117,6 +117,14 @@ const DecodeEntry& find_decode(int64_t decode) {
   return kDecodes[decode];
 }
 
+// Loads a kernel that keeps K and V.
+void load_resident(int64_t resident, int64_t device) {
+  require(resident >= 0 && resident < kResidentCount, "kernel ", resident,
+          " that keeps K and V is not in the registry of ", kResidentCount);
+  const DeviceGuard guard(static_cast<int>(device));
+  load_kernels(kResidents[resident], static_cast<int>(device));
+}
+
 void cut(const Tensor& numbers, const Tensor& lengths, const std::optional<Tensor>& cu_q, int64_t total_q,
          int64_t most_keys, int64_t heads, int64_t kv_heads, const Tensor& work) {
   const DecodeNumbers n = decode_numbers(numbers);
@@ -223,6 +231,7 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "Tensor? cu_seqlens, Tensor? lengths, Tensor? page_table, Tensor(e!)? used, Tensor? rotary_cos, "
       "Tensor? rotary_sin, bool interleaved, Tensor? k_mean, bool hadamard) -> ()");
   m.def("load_decode(int decode, int device) -> ()");
+  m.def("load_resident(int resident, int device) -> ()");
   m.def("load(int variant, int device, int source=-1) -> ()");
   m.def(
       "attend_ragged(int variant, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
@@ -243,6 +252,7 @@ STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CompositeExplicitAutograd, m) {
   m.impl("ragged_plan_words", TORCH_BOX(&fp8cutlass::ragged_plan_words));
   m.impl("load", TORCH_BOX(&fp8cutlass::load));
   m.impl("load_decode", TORCH_BOX(&fp8cutlass::load_decode));
+  m.impl("load_resident", TORCH_BOX(&fp8cutlass::load_resident));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {

@@ -159,13 +159,16 @@ def prepare(
     return_amax: bool,
     merge_lse: bool = False,
     way: Way = PACKED_BEFORE,
+    resident: int = -1,
     descales: Sequence[float] = (0.0, 0.0, 0.0),
 ) -> Attend:
     """The call of a variant, ``number`` in the extension, on operands of a kind: "half", "fp8" or "packed".
 
     ``way`` is limited to what the kernel can do: quantise Q (:func:`takes_source`), and start while K and V are packed
-    (:func:`takes_handover`). ``amax`` and ``granularity`` are those of :func:`.fused.quantise_and_pack`; ``seq_major``
-    puts the result into memory in the order (B, S, H, D). ``descales`` of FP8 operands that are no tensors are numbers.
+    (:func:`takes_handover`). ``resident`` is the number of a kernel that keeps K and V in shared memory and computes
+    what the variant would, or -1. ``amax`` and ``granularity`` are those of :func:`.fused.quantise_and_pack`;
+    ``seq_major`` puts the result into memory in the order (B, S, H, D). ``descales`` of FP8 operands that are no
+    tensors are numbers.
     """
     extension.load()
     leave_q = way.leave_q and takes_source(variant, granularity, hadamard=hadamard)
@@ -181,6 +184,7 @@ def prepare(
         "scale": scale,
         "causal_offset": causal_offset,
         "window_offset": window_offset,
+        "resident": resident,
         "leave_q": leave_q,
         "hand_over": hand_over,
         "merge_lse": merge_lse,

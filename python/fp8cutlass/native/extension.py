@@ -192,6 +192,12 @@ def load_kernels(number: int, device: int, source: torch.dtype | None = None) ->
     torch.ops.fp8cutlass_C.load(number, device, -1 if source is None else SOURCES[source])
 
 
+def load_resident(number: int, device: int) -> None:
+    """The same for a kernel that keeps K and V in shared memory."""
+    load()
+    torch.ops.fp8cutlass_C.load_resident(number, device)
+
+
 def _compare(library: str, manifest: Manifest) -> None:
     """UnsupportedError unless the loaded library holds the variants of ``manifest``, in their order, and launches them
     with the numbers that it lists."""

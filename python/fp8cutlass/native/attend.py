@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._ops import LIBRARY, compiled
 from ..errors import UnsupportedError
 from ..manifest import Variant
 from ..memory import as_bytes, empty_rows
@@ -24,7 +25,7 @@ from .extension import BUILD_HINT
 
 # There is no backward, and `attention` says so: the dispatcher passes over autograd, whose fallback would look at every
 # argument, and on to whatever else a tensor asks for, such as a lazy negation.
-_library = torch.library.Library("fp8cutlass_C", "IMPL")
+_library = torch.library.Library(LIBRARY, "IMPL")
 OPERATORS = {"half": "attend", "fp8": "attend_fp8", "packed": "attend_packed"}  # of each kind of call
 for _name in OPERATORS.values():
     _library.impl(_name, torch.library.fallthrough_kernel, "AutogradCUDA")
@@ -205,7 +206,7 @@ def prepare(
         **{f"{name}_descale": x for name, x in zip("qkv", descales, strict=True)},
     }
     return Attend(
-        operator=getattr(torch.ops.fp8cutlass_C, OPERATORS[kind]).default._op,  # the overload's own frame costs 0.2 us
+        operator=getattr(compiled(), OPERATORS[kind]).default._op,  # the overload's own frame costs 0.2 us
         constants=_constants(*_in_order(numbers)),
         head_dim=head_dim,
         kernel_head_dim=variant.head_dim,

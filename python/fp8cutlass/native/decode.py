@@ -75,7 +75,7 @@ def cut(
     cuts = torch.empty(ctas + 1, CUT_WORDS, dtype=torch.int32, device=device)
     arrived = torch.empty(ctas, dtype=torch.int32, device=device)
     parts = torch.empty(ctas, 2, kernel.part_floats, device=device)
-    torch.ops.fp8cutlass_C.cut(
+    extension.compiled().cut(
         number,
         lengths,
         cu_q,
@@ -130,7 +130,7 @@ def attend(
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], device=q.device) if return_lse else None
-    torch.ops.fp8cutlass_C.decode(
+    extension.compiled().decode(
         work.number, q, caches.k, caches.v, caches.k_token, caches.v_page, caches.k_descale, caches.v_descale,
         page_table, lengths, cu_q, sinks, out, lse, work.cuts, work.arrived, work.parts, scale, softcap, _end(left),
         _end(right),

@@ -793,6 +793,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "f3a66015acec34276148f5f91af548e48129872cce8271754c88beb3b836b69c";
+const char kManifest[] = "b63235cb247c00914f75b5df69bbb810d40a3272dab287de29419cf37315e50c";
 
 }  // namespace fp8cutlass

@@ -793,6 +793,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "b63235cb247c00914f75b5df69bbb810d40a3272dab287de29419cf37315e50c";
+const char kManifest[] = "0d66f4f497414273d20971664f8360ce495a5e3c47a54671da72339c084f433d";
 
 }  // namespace fp8cutlass

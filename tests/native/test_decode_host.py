@@ -201,7 +201,7 @@ FAULTS = {
     "a warp's sum is left out": (
         "plain", True,
         ("finish.cuh", "for (int w = 0; w < kWarps; ++w) sum +=", "for (int w = 1; w < kWarps; ++w) sum +=")),
-    "the sink of another head": ("sinks", True, ("finish.cuh", "p.sinks[head * p.sink", "p.sinks[0 * p.sink")),
+    "the sink of another head": ("sinks", True, ("finish.cuh", "at = head * p.sink_head", "at = 0 * p.sink_head")),
     "V's descale of a page is ignored": (
         "descales of tokens and pages", True, ("softmax.cuh", "slot.v_descale[16 * m + g + i / 2 * 8] * per", "per")),
     "K's descale of a token is that of another": (

@@ -18,7 +18,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": {"choose", "native", "quant"},
     "call": {"masks", "quant", "emulator", "native", "choose", "cache"},
     "api": {"masks", "quant", "choose", "cache", "call"},
-    "integrations": {"api", "cache"},
+    "parallel": {"api", "cache", "call", "choose"},
+    "integrations": {"api", "cache", "parallel"},
     "accuracy": {"quant", "emulator", "choose", "call", "api"},
     "cli": {"emulator", "native", "choose", "call", "api", "accuracy"},
 }

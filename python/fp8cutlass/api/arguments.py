@@ -35,6 +35,7 @@ class Keywords(TypedDict, total=False):
     out_dtype: torch.dtype | None
     out_descale: Descale
     causal_alignment: Alignment
+    causal_offset: int | None
     window_size: tuple[int, int]
     out: torch.Tensor | None
     kernel: str | None
@@ -58,7 +59,7 @@ class Positional(TypedDict, total=False):
 class Arguments(Positional, Keywords, total=False):
     """All of them."""
 
-    return_lse: bool
+    return_lse: bool | Literal["merge"]
     return_amax: bool
 
 

@@ -52,7 +52,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    return_lse: Literal[True],
+    return_lse: Literal[True, "merge"],
     return_amax: Literal[False] = False,
     **options: Unpack[Keywords],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -86,7 +86,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    return_lse: Literal[True],
+    return_lse: Literal[True, "merge"],
     return_amax: Literal[True],
     **options: Unpack[Keywords],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
@@ -103,7 +103,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    return_lse: bool = False,
+    return_lse: bool | Literal["merge"] = False,
     return_amax: bool = False,
     **options: Unpack[Keywords],
 ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...
@@ -129,7 +129,7 @@ def attention(
     hadamard: bool = False,
     out_dtype: torch.dtype | None = None,
     out_descale: torch.Tensor | float | None = None,
-    return_lse: bool = False,
+    return_lse: bool | Literal["merge"] = False,
     return_amax: bool = False,
     causal_alignment: str = "top_left",
     window_size: tuple[int, int] = (-1, -1),
@@ -137,6 +137,7 @@ def attention(
     kernel: str | None = None,
     fallback: str = "error",
     backward: str = "none",
+    causal_offset: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Softmax(query key^T * scale) value in FP8; the positional part is that of ``scaled_dot_product_attention``.
 
@@ -191,7 +192,8 @@ def attention(
         out_dtype: bf16, fp16 or float8_e4m3fn; default the dtype of query, bf16 for FP8 operands.
         out_descale: for float8_e4m3fn output: a float in [2^-126, 2^126] or one float32; stored = result /
             out_descale, saturating.
-        return_lse: also return the natural-log sum of exponentials, (B, H, Sq) float32.
+        return_lse: also return the natural-log sum of exponentials, (B, H, Sq) float32. ``"merge"`` gives that of the
+            quantised exponentials, which costs next to nothing and is for ``merge_attention`` alone.
         return_amax: also return the largest |result| before ``out_descale``, (1,) float32.
         window_size: (left, right): row i sees ``left`` keys before its own and ``right`` after it; -1 for all.
             ``is_causal`` sets right to 0. Which key is row i's own, ``causal_alignment`` says: key i, or with
@@ -208,6 +210,8 @@ def attention(
         backward: ``flash`` gives operands with ``requires_grad`` a gradient: torch's flash attention computes it from
             this forward's result and LSE, in the dtype of query. For bf16 and fp16 operands, without a window, causal
             with Sq = Sk, the result alone. By default such operands are refused while gradients are enabled.
+        causal_offset: which key is row i's own: ``i + causal_offset``, for a shard of the rows. With is_causal or a
+            window_size, instead of causal_alignment. May be negative: rows without keys are 0, their LSE -inf.
 
     Returns:
         The result in the shape of query, with value's D, and in query's memory order, then lse and amax as asked for.
@@ -233,6 +237,7 @@ def attention(
         kernel,
         fallback,
         backward,
+        causal_offset,
     )
     signed = None
     if not torch.compiler.is_compiling() and attn_mask is None and out is None and out_descale is None:

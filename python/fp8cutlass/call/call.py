@@ -10,8 +10,7 @@ import torch
 
 from ..dtypes import OUT_DTYPES, OUT_NAMES
 from ..manifest import KEY_BLOCK
-
-FAR = 1 << 30  # keys before or after a row's own, of a window without an end there
+from .options import FAR
 
 
 class Tensors(NamedTuple):
@@ -57,6 +56,7 @@ class Call:
     Attributes:
         kind: "half" (bf16 or fp16 operands), "fp8" (with descales), or "packed" (bf16 or fp16 Q, packed K and V).
         left, right: row i sees the keys from ``i - left`` to ``i + right``; None is no such end.
+        merge_lse: the LSE is that of the quantised P.
         bottom_right: i counts from ``keys - rows`` on, not from 0.
         scale: of softmax, of any sign.
         kernel: the id of a variant, "" for the choice of the table.
@@ -75,6 +75,7 @@ class Call:
     right: int | None = None
     bottom_right: bool = False
     return_lse: bool = False
+    merge_lse: bool = False
     return_amax: bool = False
     kernel: str = ""
     smooth_k: bool = False

@@ -218,6 +218,7 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         bias=t.bias,
         out_descale=t.out_descale,
         return_lse=call.return_lse,
+        merge_lse=call.merge_lse,
     )
     outputs.out.copy_(result.out[..., : outputs.out.shape[3]])
     if outputs.lse is not None:
@@ -246,6 +247,7 @@ def _forward(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         abs(plan.call.scale),
         causal_offset,
         window_offset,
+        plan.call.merge_lse,
     )
     if wide is not out:
         as_bytes(out).copy_(as_bytes(wide)[..., : out.shape[3]])

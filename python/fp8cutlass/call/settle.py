@@ -16,7 +16,7 @@ from ..quant.descale import all_canonical, to_canonical
 from . import checks, masks
 from .call import Call, Tensors, mask_of
 from .enter import opened, reshaped
-from .options import F16_SCORES, Options, check_options, visible
+from .options import F16_SCORES, MERGE, Options, check_options, visible
 from .request import Request
 
 
@@ -60,7 +60,8 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
         left=left,
         right=right,
         bottom_right=options.causal_alignment == "bottom_right",
-        return_lse=options.return_lse,
+        return_lse=bool(options.return_lse),
+        merge_lse=options.return_lse == MERGE,
         return_amax=options.return_amax,
         kernel=options.kernel or "",
         smooth_k=options.smooth_k,

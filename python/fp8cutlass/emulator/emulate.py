@@ -84,6 +84,7 @@ def emulate(
     out_descale: torch.Tensor | None = None,
     emulated_mma: bool = False,
     return_lse: bool = True,
+    merge_lse: bool = False,
     diagnostics: bool = False,
 ) -> Emulation:
     """Run one variant.
@@ -103,6 +104,7 @@ def emulate(
         out_descale: (1,), e4m3 output only: stored = o / out_descale.
         emulated_mma: round f16 scores as the compiler's emulation of FP8 ``mma.sync`` does (sm_90a).
         return_lse: False saves the sum of unquantised exponentials; ``lse`` is then meaningless.
+        merge_lse: ``lse`` is that of the quantised exponentials.
         diagnostics: also return the intermediate values; they take several times the memory of the scores.
 
     The KV tiles of one chunk of heads are visited in order; a chunk is bounded to about 1 GiB of temporaries.
@@ -121,7 +123,7 @@ def emulate(
         chunk = _chunk(tensors, variant, scaling or variant.scaling, scale, part)
         sizes = Heads(batch, heads, kv_heads, seqlen_q, k.shape[2], part)
         seen = Visible(sizes, variant.tile_m, variant.tile_n, offsets, mask, bias, q.device)
-        parts.append(_attend(chunk, variant, seen, emulated_mma, return_lse, diagnostics))
+        parts.append(_attend(chunk, variant, seen, emulated_mma, return_lse, merge_lse, diagnostics))
     o, lse, *extra = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
     o = o.view(batch, heads, seqlen_q, head_dim)
     amax = o.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax().reshape(1)
@@ -217,6 +219,7 @@ def _attend(
     seen: Visible,
     emulated_mma: bool,
     return_lse: bool,
+    merge_lse: bool,
     diagnostics: bool,
 ) -> tuple[torch.Tensor, ...]:
     """Return o (G, R, D) float32 and lse (G, R), then with ``diagnostics`` scores and p (G, R, keys), weight
@@ -239,7 +242,7 @@ def _attend(
         slope = (unit if k_per_token else unit * k_descale).clamp(MIN_SLOPE[variant.score], MAX_SLOPE)
         s, slope = seen.biased(s, slope, start)
         s = seen.hide(s, start)
-        p, p_bytes, weight, exact = SOFTMAXES[variant.softmax](s, slope, return_lse)
+        p, p_bytes, weight, exact = SOFTMAXES[variant.softmax](s, slope, return_lse and not merge_lse)
         tile_o, tile_sum = _values(p, chunk.v[:, part])
         if diagnostics:
             kept.append((s, p_bytes, weight, tile_o[:, :, None]))
@@ -253,11 +256,12 @@ def _attend(
         o = o * shrink + torch.where(visited, factor * tile_o, 0.0)
         row_sum = row_sum * shrink + torch.where(visited, beta * tile_sum, 0.0)
         exact_sum = exact_sum * shrink + torch.where(visited, beta * exact, 0.0)
+    total = row_sum if merge_lse else exact_sum
     # A row that saw no key is 0, even where a NaN in V met its zeros.
     o = torch.where(row_sum == 0, 0.0, o * ((1.0 if v_per_channel else chunk.v_column) / row_sum))
     if v_per_channel:
         o = o * chunk.v_column
-    lse = torch.where(exact_sum == 0, -torch.inf, LN2 * (ref + torch.log2(exact_sum)))
+    lse = torch.where(total == 0, -torch.inf, LN2 * (ref + torch.log2(total)))
     return o, lse.squeeze(-1), *_joined(kept, tile_n)
 
 

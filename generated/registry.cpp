@@ -814,6 +814,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "0c855136ba22038c9241fb631a2d166522906777dc75404cfdf6c7b4931af883";
+const char kManifest[] = "378c637e7c99d6e46ecdba07df4e6005addeb865bbb57f6d5f9e5c2200a326f7";
 
 }  // namespace fp8cutlass

@@ -32,6 +32,9 @@ DEFAULT_OUT = Path(__file__).resolve().parent.parent.parent / "build" / "gates"
 )
 @click.option("--report", default=None, help="Default for whole profiles: generated/gates/{arch}_{profile}.txt.")
 @click.option(
+    "--decodes", "decodes_only", is_flag=True, help="Only the kernels of decode, and their part of the report."
+)
+@click.option(
     "--packs", "packs_only", is_flag=True, help="Only the kernels that quantise and pack, and their part of the report."
 )
 @click.option(
@@ -53,6 +56,7 @@ def gates(
     report: str | None,
     packs_only: bool,
     residents_only: bool,
+    decodes_only: bool,
     check_only: bool,
 ) -> None:
     """Compile the kernels, or read those of a build, and hold their registers, memory and instruction mix to what was
@@ -68,15 +72,19 @@ def gates(
     if report is not None and len(request.archs) > 1 and "{arch}" not in report:
         raise click.ClickException(f"--report {report} must contain {{arch}}: there are {len(request.archs)} targets")
     # What a build for this target alone would hold, so that a report does not depend on the other targets.
+    part = packs_only or decodes_only or residents_only
+    all_parts = whole and not part
+    if (decodes_only or residents_only) and (not whole or packs_only + decodes_only + residents_only > 1):
+        raise click.ClickException(
+            "--decodes and --residents go with whole profiles, and without one another or --packs"
+        )
     chosen = {a: built(request.variants, (a,), emulated or not whole) for a in request.archs}
-    one_part = packs_only or residents_only
-    with_packs = packs_only or (whole and not residents_only)
     try:
         good = run(
-            {} if one_part else chosen,
-            packs={a: packs_of(variants) for a, variants in chosen.items()} if with_packs else {},
-            decodes={a: decodes_of(profile, (a,)) for a in request.archs} if whole and not one_part else {},
-            residents={a: residents_of(profile, (a,)) for a in request.archs} if whole and not packs_only else {},
+            {} if part else chosen,
+            packs={a: packs_of(variants) for a, variants in chosen.items()} if packs_only or all_parts else {},
+            decodes={a: decodes_of(profile, (a,)) for a in request.archs} if decodes_only or all_parts else {},
+            residents={a: residents_of(profile, (a,)) for a in request.archs} if residents_only or all_parts else {},
             profile=request.profile,
             jobs=jobs or job_count(),
             out=out,

@@ -3,6 +3,7 @@
 * ``attention`` takes the place of ``torch.nn.functional.scaled_dot_product_attention``. ``attention_varlen`` serves
   ragged batches.
 * ``attention_with_kvcache`` and ``PagedKVCache`` keep keys and values in pages, for the serving of language models.
+  ``plan_attention`` cuts the work of a step once for all layers.
 * ``pack_kv`` quantises and packs keys and values once for many calls.
 * ``quantize`` makes FP8 tensors and their descales. ``StaticScale`` and ``DelayedScale`` make descales that are known
   before the tensor is.
@@ -32,6 +33,7 @@ __all__ = [
     "explain",
     "explain_kvcache",
     "pack_kv",
+    "plan_attention",
     "quantize",
     "served",
     "supports",
@@ -46,6 +48,7 @@ HOMES = (
     "api.attention",
     "api.kvcache",
     "api.pack",
+    "api.plan_kvcache",
     "api.tune",
     "api.varlen",
     "cache.packed",
@@ -73,6 +76,7 @@ if TYPE_CHECKING or not _is_command():
     from .api.attention import attention
     from .api.kvcache import attention_with_kvcache
     from .api.pack import pack_kv
+    from .api.plan_kvcache import plan_attention
     from .api.tune import tune
     from .api.varlen import attention_varlen
     from .cache.packed import PackedKV

@@ -793,6 +793,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "b63235cb247c00914f75b5df69bbb810d40a3272dab287de29419cf37315e50c";
+const char kManifest[] = "d333ee1d184d1811c44df925754f961cbac77859052aca0c29b2571bbfacb4f3";
 
 }  // namespace fp8cutlass

@@ -43,10 +43,10 @@ void launch_here(const VariantEntry& variant, ForwardParams& params, const Tenso
 void forward(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
              const Tensor& k_descale, const Tensor& v_descale, const std::optional<Tensor>& out_descale,
              const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& amax, double scale,
-             int64_t causal_offset, int64_t window_offset) {
+             int64_t causal_offset, int64_t window_offset, bool merge_lse) {
   const VariantEntry& entry = find_variant(variant, false);
   ForwardParams params = forward_params({q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale,
-                                         causal_offset, window_offset, std::nullopt},
+                                         causal_offset, window_offset, std::nullopt, merge_lse},
                                         entry);
   launch_here(entry, params, q);
 }
@@ -195,7 +195,7 @@ Tensor attend_batch(int64_t variant, const Tensor& q, const Tensor& k, const Ten
   "Tensor? out_descale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? amax, float scale, int causal_offset"
 
 STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
-  m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS ", int window_offset=0) -> ()");
+  m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS ", int window_offset=0, bool merge_lse=False) -> ()");
   m.def("diagnose(" FP8CUTLASS_COMMON_ARGUMENTS
         ", Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o) -> ()");
   m.def(

@@ -793,6 +793,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "d333ee1d184d1811c44df925754f961cbac77859052aca0c29b2571bbfacb4f3";
+const char kManifest[] = "7b8a12b24cca234e2cdf1fd5a3ad4fe078a26e4cc523b68b5e36a0441673ecf8";
 
 }  // namespace fp8cutlass

@@ -157,6 +157,7 @@ def prepare(
     hadamard: bool,
     return_lse: bool,
     return_amax: bool,
+    merge_lse: bool = False,
     way: Way = PACKED_BEFORE,
     descales: Sequence[float] = (0.0, 0.0, 0.0),
 ) -> Attend:
@@ -182,6 +183,7 @@ def prepare(
         "window_offset": window_offset,
         "leave_q": leave_q,
         "hand_over": hand_over,
+        "merge_lse": merge_lse,
         **{f"{name}_descale": x for name, x in zip("qkv", descales, strict=True)},
     }
     return Attend(

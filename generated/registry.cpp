@@ -814,6 +814,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "532010a77508baee3d5c97fd3b7be31f7a87e9cfd18841193de3f341186b6803";
+const char kManifest[] = "02d4268085740626eb1d4b1fd953297375fd3742c22a6e5e447035fb77d9185c";
 
 }  // namespace fp8cutlass

@@ -1,8 +1,6 @@
 #include "attend.h"
 
-#include <cmath>
 #include <mutex>
-#include <type_traits>
 
 #include "arguments.h"
 #include "check.h"
@@ -10,25 +8,11 @@
 #include "handover.h"
 #include "launch.h"
 #include "launch_pack.h"
+#include "numbers.h"
 #include "pack_arguments.h"
 #include "workspace.h"
 
 namespace fp8cutlass {
-
-namespace {
-
-// A number of call.def as its type; an integer must be one.
-template <class T>
-T as(double number, const char* name) {
-  if constexpr (std::is_same_v<T, int64_t>) {
-    constexpr double kExact = int64_t{1} << 53;
-    require(number >= -kExact && number <= kExact && number == std::floor(number), name, " must be an integer, got ",
-            number);
-  }
-  return static_cast<T>(number);
-}
-
-}  // namespace
 
 AttendConstants attend_constants(const Tensor& numbers) {
   constexpr int64_t kNumbers = 0
@@ -36,13 +20,9 @@ AttendConstants attend_constants(const Tensor& numbers) {
 #include "call.def"
 #undef X
       ;
-  const View view(numbers);
-  require(
-      numbers.is_cpu() && view.scalar_type() == ScalarType::Double && view.numel() == kNumbers && view.is_contiguous(),
-      "constants must be ", kNumbers, " numbers of type float64, contiguous, on the CPU");
-  const auto* x = static_cast<const double*>(view.data());
+  const double* x = numbers_of(numbers, kNumbers);
   AttendConstants constants{};
-#define X(type, name, meaning) constants.name = as<type>(*x++, #name);
+#define X(type, name, meaning) constants.name = number_as<type>(*x++, #name);
 #include "call.def"
 #undef X
   return constants;

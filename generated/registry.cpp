@@ -793,6 +793,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "596777e14fc575f6326227823ecfd31ea9362c14f78cea28cdc7a209465c3e83";
+const char kManifest[] = "0d66f4f497414273d20971664f8360ce495a5e3c47a54671da72339c084f433d";
 
 }  // namespace fp8cutlass

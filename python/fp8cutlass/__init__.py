@@ -3,6 +3,8 @@
 * ``attention`` takes the place of ``torch.nn.functional.scaled_dot_product_attention``. ``attention_varlen`` serves
   ragged batches.
 * ``attention_with_kvcache`` and ``PagedKVCache`` keep keys and values in pages, for the serving of language models.
+  ``plan_attention`` cuts the work of a step once for all layers.
+* ``BlockMask`` is a mask that is packed once: padding, documents, trees, blocks.
 * ``pack_kv`` quantises and packs keys and values once for many calls. ``merge_attention`` makes one result of two over
   different keys.
 * ``quantize`` makes FP8 tensors and their descales. ``StaticScale`` and ``DelayedScale`` make descales that are known
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 __all__ = [
+    "BlockMask",
     "DelayedScale",
     "PackedKV",
     "PagedKVCache",
@@ -34,6 +37,7 @@ __all__ = [
     "explain_kvcache",
     "merge_attention",
     "pack_kv",
+    "plan_attention",
     "quantize",
     "served",
     "supports",
@@ -49,11 +53,13 @@ HOMES = (
     "api.kvcache",
     "api.merge",
     "api.pack",
+    "api.plan_kvcache",
     "api.tune",
     "api.varlen",
     "cache.packed",
     "cache.paged",
     "errors",
+    "masks.block_mask",
     "quant.quantize",
     "quant.scaling",
     "stats",
@@ -77,11 +83,13 @@ if TYPE_CHECKING or not _is_command():
     from .api.kvcache import attention_with_kvcache
     from .api.merge import merge_attention
     from .api.pack import pack_kv
+    from .api.plan_kvcache import plan_attention
     from .api.tune import tune
     from .api.varlen import attention_varlen
     from .cache.packed import PackedKV
     from .cache.paged import PagedKVCache
     from .errors import UnsupportedError
+    from .masks.block_mask import BlockMask
     from .quant.quantize import quantize
     from .quant.scaling import DelayedScale, StaticScale
     from .stats import served

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import tiny_diffusers as tiny
@@ -64,6 +65,7 @@ def models(rank: int, ranks: int, folder: str) -> None:
     """Writes to ``folder`` what small models give over so many processes, and the calls that were counted."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     torch.accelerator.device_count = lambda: 1  # it names a device by it, also on the CPU
+    logging.Logger.warning_once = logging.Logger.warning  # diffusers 0.42 calls it of a logger that has none
     found: dict[str, Any] = {}
     for name, make in MODELS.items():
         for way, degrees in DEGREES[ranks].items():

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..cache.packed import PackedKV
+    from ..masks.block_mask import BlockMask
 
 Descale = torch.Tensor | float | None
 Layout = Literal["bhsd", "bshd"]
@@ -48,7 +49,7 @@ class Positional(TypedDict, total=False):
     query: torch.Tensor
     key: torch.Tensor | PackedKV
     value: torch.Tensor | None
-    attn_mask: torch.Tensor | None
+    attn_mask: torch.Tensor | BlockMask | None
     dropout_p: float
     is_causal: bool
     scale: float | None

@@ -39,6 +39,8 @@ def refused(request: Request) -> list[str]:
     if right == 0 and rows != keys:  # flash attention aligns the end, its emulation on the CPU the beginning
         wrong.append(f"is_causal=True with {rows} rows and {keys} keys")
     wrong += [name for name in ("return_lse", "return_amax") if getattr(options, name)]
+    if request.attn_mask is not None:
+        wrong.append("attn_mask")
     if request.out is not None:
         wrong.append("out")
     if options.out_dtype not in (None, q.dtype):

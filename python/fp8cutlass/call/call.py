@@ -17,7 +17,8 @@ class Tensors(NamedTuple):
     """The tensors of a call: q (B, H, Sq, D), k and v (B, Hkv, Sk, D), any strides, or packed K and V.
 
     bf16 or fp16 operands have no descales, FP8 ones canonical ones (docs/design/numerics.md). ``k_mean`` is what was
-    subtracted from packed keys.
+    subtracted from packed keys. ``seen`` is a boolean mask; or ``tiles``, ``counts`` and ``bits`` are a packed one
+    (``BlockMask``); ``bias`` is added to the scaled scores. All broadcast to (B, H, Sq, Sk), packed ones in tiles.
     """
 
     q: torch.Tensor
@@ -28,6 +29,11 @@ class Tensors(NamedTuple):
     v_descale: torch.Tensor | None = None
     out_descale: torch.Tensor | None = None
     k_mean: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    tiles: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    bits: torch.Tensor | None = None
 
     @property
     def empty(self) -> bool:
@@ -56,6 +62,7 @@ class Call:
         kernel: the id of a variant, "" for the choice of the table.
         precision: "fast" and "balanced" assert of FP8 operands that the scores fit f16, which holds when Q and K were
             quantised with amax 14.
+        masked, biased: whether the tensors have a boolean mask, packed or not, and a bias.
         key_block, amax: of packed K: keys that share a descale, and what K was quantised to.
     """
 
@@ -73,6 +80,8 @@ class Call:
     kernel: str = ""
     smooth_k: bool = False
     hadamard: bool = False
+    masked: bool = False
+    biased: bool = False
     key_block: int = KEY_BLOCK
     amax: float = 0.0
 

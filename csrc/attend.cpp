@@ -10,6 +10,7 @@
 #include "launch_pack.h"
 #include "numbers.h"
 #include "pack_arguments.h"
+#include "resident.h"
 #include "workspace.h"
 
 namespace fp8cutlass {
@@ -29,6 +30,7 @@ AttendConstants attend_constants(const Tensor& numbers) {
 }
 
 Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const VariantEntry& variant) {
+  if (c.resident >= 0) return attend_resident(c, tensors, variant);
   const View q(tensors.q), k(tensors.k), v(tensors.v);
   require(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must have 4 dimensions");
   require(q.is_cuda(), "q is not on a card");

@@ -117,6 +117,14 @@ const DecodeEntry& find_decode(int64_t decode) {
   return kDecodes[decode];
 }
 
+// Loads a kernel that keeps K and V.
+void load_resident(int64_t resident, int64_t device) {
+  require(resident >= 0 && resident < kResidentCount, "kernel ", resident,
+          " that keeps K and V is not in the registry of ", kResidentCount);
+  const DeviceGuard guard(static_cast<int>(device));
+  load_kernels(kResidents[resident], static_cast<int>(device));
+}
+
 void cut(const Tensor& numbers, const Tensor& lengths, const std::optional<Tensor>& cu_q, int64_t total_q,
          int64_t most_keys, int64_t heads, int64_t kv_heads, const Tensor& work) {
   const DecodeNumbers n = decode_numbers(numbers);
@@ -194,7 +202,11 @@ Tensor attend_batch(int64_t variant, const Tensor& q, const Tensor& k, const Ten
   "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, " \
   "Tensor? out_descale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? amax, float scale, int causal_offset"
 
-STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
+// The library's name is a macro (CMakeLists.txt), which torch's macros would paste as it is.
+#define FP8CUTLASS_DEF(library, m) STABLE_TORCH_LIBRARY(library, m)
+#define FP8CUTLASS_IMPL(library, key, m) STABLE_TORCH_LIBRARY_IMPL(library, key, m)
+
+FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
   m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS ", int window_offset=0, bool merge_lse=False) -> ()");
   m.def("diagnose(" FP8CUTLASS_COMMON_ARGUMENTS
         ", Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o) -> ()");
@@ -223,6 +235,7 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "Tensor? cu_seqlens, Tensor? lengths, Tensor? page_table, Tensor(e!)? used, Tensor? rotary_cos, "
       "Tensor? rotary_sin, bool interleaved, Tensor? k_mean, bool hadamard) -> ()");
   m.def("load_decode(int decode, int device) -> ()");
+  m.def("load_resident(int resident, int device) -> ()");
   m.def("load(int variant, int device, int source=-1) -> ()");
   m.def(
       "attend_ragged(int variant, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
@@ -239,13 +252,14 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CompositeExplicitAutograd, m) {
+FP8CUTLASS_IMPL(FP8CUTLASS_LIBRARY, CompositeExplicitAutograd, m) {
   m.impl("ragged_plan_words", TORCH_BOX(&fp8cutlass::ragged_plan_words));
   m.impl("load", TORCH_BOX(&fp8cutlass::load));
   m.impl("load_decode", TORCH_BOX(&fp8cutlass::load_decode));
+  m.impl("load_resident", TORCH_BOX(&fp8cutlass::load_resident));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {
+FP8CUTLASS_IMPL(FP8CUTLASS_LIBRARY, CUDA, m) {
   m.impl("append", TORCH_BOX(&fp8cutlass::append_to_pages));
   m.impl("cut", TORCH_BOX(&fp8cutlass::cut));
   m.impl("decode", TORCH_BOX(&fp8cutlass::decode_pages));

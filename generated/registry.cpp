@@ -786,6 +786,27 @@ const DecodeEntry kDecodes[] = {
 };
 const int kDecodeCount = 26;
 
+// id, source, head_dim, keys, threads, smem_bytes, ctas_per_sm
+const ResidentEntry kResidents[] = {
+    {"resident_d64_k64_bf16", SourceType::bf16, 64, 64, 128, 24576, 5},
+    {"resident_d64_k64_fp16", SourceType::fp16, 64, 64, 128, 24576, 5},
+    {"resident_d64_k128_bf16", SourceType::bf16, 64, 128, 128, 32768, 4},
+    {"resident_d64_k128_fp16", SourceType::fp16, 64, 128, 128, 32768, 4},
+    {"resident_d64_k256_bf16", SourceType::bf16, 64, 256, 128, 50176, 4},
+    {"resident_d64_k256_fp16", SourceType::fp16, 64, 256, 128, 50176, 4},
+    {"resident_d64_k512_bf16", SourceType::bf16, 64, 512, 256, 99328, 2},
+    {"resident_d64_k512_fp16", SourceType::fp16, 64, 512, 256, 99328, 2},
+    {"resident_d128_k64_bf16", SourceType::bf16, 128, 64, 128, 45056, 4},
+    {"resident_d128_k64_fp16", SourceType::fp16, 128, 64, 128, 45056, 4},
+    {"resident_d128_k128_bf16", SourceType::bf16, 128, 128, 128, 61440, 3},
+    {"resident_d128_k128_fp16", SourceType::fp16, 128, 128, 128, 61440, 3},
+    {"resident_d128_k256_bf16", SourceType::bf16, 128, 256, 128, 95232, 2},
+    {"resident_d128_k256_fp16", SourceType::fp16, 128, 256, 128, 95232, 2},
+    {"resident_d128_k512_bf16", SourceType::bf16, 128, 512, 384, 216064, 1},
+    {"resident_d128_k512_fp16", SourceType::fp16, 128, 512, 384, 216064, 1},
+};
+const int kResidentCount = 16;
+
 const TargetEntry kTargets[] = {
     {"sm89", 8, 9},
     {"sm90a", 9, 0},
@@ -793,6 +814,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "0d66f4f497414273d20971664f8360ce495a5e3c47a54671da72339c084f433d";
+const char kManifest[] = "532010a77508baee3d5c97fd3b7be31f7a87e9cfd18841193de3f341186b6803";
 
 }  // namespace fp8cutlass

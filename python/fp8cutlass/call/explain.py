@@ -97,7 +97,9 @@ def _operands(call: Call, tensors: Tensors, plan: Plan) -> list[str]:
     if half and call.scaling == "block" and variant.key_block != KEY_BLOCK:
         quantised += f", a descale per {variant.key_block} keys"
     lines = [f"numerics:  {precision}{quantised}"]
-    if call.kind == "half" and tensors.q.is_cuda:
+    if plan.resident is not None:
+        lines.append(f"one kernel: {plan.resident.id}, K and V kept in shared memory; nothing is packed")
+    elif call.kind == "half" and tensors.q.is_cuda:
         shapes = tensors.q.shape, tensors.k.shape
         way = faster_way(variant, plan.granularity, *shapes, smooth_k=call.smooth_k, hadamard=call.hadamard)
         lines.append(f"query:     quantised {'by the attention kernel' if way.leave_q else 'and packed with K and V'}")

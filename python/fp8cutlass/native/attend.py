@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._ops import LIBRARY, compiled
 from ..manifest import Variant
 from ..memory import as_bytes, empty_rows
 from ..quant.quantize import GRANULARITIES, V_AMAX
@@ -22,7 +23,7 @@ from .numbers import constants
 
 # There is no backward, and `attention` says so: the dispatcher passes over autograd, whose fallback would look at every
 # argument, and on to whatever else a tensor asks for, such as a lazy negation.
-_library = torch.library.Library("fp8cutlass_C", "IMPL")
+_library = torch.library.Library(LIBRARY, "IMPL")
 OPERATORS = {"half": "attend", "fp8": "attend_fp8", "packed": "attend_packed"}  # of each kind of call
 for _name in OPERATORS.values():
     _library.impl(_name, torch.library.fallthrough_kernel, "AutogradCUDA")
@@ -159,13 +160,16 @@ def prepare(
     return_amax: bool,
     merge_lse: bool = False,
     way: Way = PACKED_BEFORE,
+    resident: int = -1,
     descales: Sequence[float] = (0.0, 0.0, 0.0),
 ) -> Attend:
     """The call of a variant, ``number`` in the extension, on operands of a kind: "half", "fp8" or "packed".
 
     ``way`` is limited to what the kernel can do: quantise Q (:func:`takes_source`), and start while K and V are packed
-    (:func:`takes_handover`). ``amax`` and ``granularity`` are those of :func:`.fused.quantise_and_pack`; ``seq_major``
-    puts the result into memory in the order (B, S, H, D). ``descales`` of FP8 operands that are no tensors are numbers.
+    (:func:`takes_handover`). ``resident`` is the number of a kernel that keeps K and V in shared memory and computes
+    what the variant would, or -1. ``amax`` and ``granularity`` are those of :func:`.fused.quantise_and_pack`;
+    ``seq_major`` puts the result into memory in the order (B, S, H, D). ``descales`` of FP8 operands that are no
+    tensors are numbers.
     """
     extension.load()
     leave_q = way.leave_q and takes_source(variant, granularity, hadamard=hadamard)
@@ -181,13 +185,14 @@ def prepare(
         "scale": scale,
         "causal_offset": causal_offset,
         "window_offset": window_offset,
+        "resident": resident,
         "leave_q": leave_q,
         "hand_over": hand_over,
         "merge_lse": merge_lse,
         **{f"{name}_descale": x for name, x in zip("qkv", descales, strict=True)},
     }
     return Attend(
-        operator=getattr(torch.ops.fp8cutlass_C, OPERATORS[kind]).default._op,  # the overload's own frame costs 0.2 us
+        operator=getattr(compiled(), OPERATORS[kind]).default._op,  # the overload's own frame costs 0.2 us
         constants=constants(extension.call_fields(), **numbers),
         head_dim=head_dim,
         kernel_head_dim=variant.head_dim,

@@ -75,7 +75,7 @@ def arguments(request: Request) -> dict[str, Any]:
     beyond = [
         f"{name}={getattr(options, name)!r} is not served for nested tensors, {name}={getattr(DEFAULTS, name)!r} is"
         for name in ONLY
-        if getattr(options, name) != getattr(DEFAULTS, name)
+        if (getattr(options, name) or None) != (getattr(DEFAULTS, name) or None)
     ]
     if options.dropout_p != 0.0:
         beyond.append(f"dropout_p is not supported; accepted is 0.0, got {options.dropout_p}")

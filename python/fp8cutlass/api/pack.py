@@ -15,9 +15,10 @@ from ..call.plan import resolve_for, score_amax
 from ..call.reasons import BHSD, wrong_dtypes, wrong_tensors
 from ..call.request import request_of
 from ..call.settle import settle
+from ..choose.stand_in import NO_NUMBER
 from ..choose.target import device_of
-from ..dtypes import HALF_DTYPES
-from ..errors import UnsupportedError
+from ..dtypes import HALF_DTYPES, operand_name
+from ..errors import NoKernelError, UnsupportedError
 from ..tracing import constant
 
 
@@ -28,8 +29,8 @@ def pack_kv(
     layout: str = "bhsd",
     scaling: str = "block",
     precision: str = "fast",
-    smooth_k: bool = False,
-    hadamard: bool = False,
+    smooth_k: bool | None = None,
+    hadamard: bool | None = None,
     query_shape: Sequence[int] | None = None,
     is_causal: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -96,13 +97,13 @@ def pack_kv(
     q_shape, k_shape = (tuple(len(range(size)) for size in x.shape) for x in (t.q, t.k))
     device = t.q.device
     variant_id, key_block, amax = _choose(device.type, device.index, q_shape, k_shape, call.text(), call.right)
-    k, v, k_descale, v_descale, k_mean = pack_kv_operator(t.k, t.v, variant_id, scaling, smooth_k, hadamard)
+    k, v, k_descale, v_descale, k_mean = pack_kv_operator(t.k, t.v, variant_id, scaling, call.smooth_k, call.hadamard)
     return PackedKV(
         k=k,
         v=v,
         k_descale=k_descale,
         v_descale=v_descale,
-        k_mean=k_mean if smooth_k else None,
+        k_mean=k_mean if call.smooth_k else None,
         head_dim=t.k.shape[3],
         dtype=key.dtype,
         kernel=variant_id,
@@ -110,8 +111,8 @@ def pack_kv(
         amax=amax,
         scaling=scaling,
         precision=precision,
-        smooth_k=smooth_k,
-        hadamard=hadamard,
+        smooth_k=call.smooth_k,
+        hadamard=call.hadamard,
     )
 
 
@@ -120,5 +121,9 @@ def _choose(
     kind: str, index: int | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...], text: str, right: int | None
 ) -> tuple[str, int, float]:
     """The variant for a query and keys of these sizes, its key block, and what it has K quantised to."""
-    variant = resolve_for(replace(parse(text), right=right), device_of(kind, index), q_shape, k_shape).variant
+    call = replace(parse(text), right=right)
+    plan = resolve_for(call, device_of(kind, index), q_shape, k_shape, operand_name(torch.bfloat16, call.precision))
+    if plan.number == NO_NUMBER:
+        raise NoKernelError(f"precision={call.precision!r} has no kernel here whose form key and value could be packed in")
+    variant = plan.variant
     return variant.id, variant.key_block, score_amax(variant)

@@ -11,10 +11,10 @@ from ..choose.dispatch import decide
 from ..choose.problem import Decision, Problem
 from ..choose.reuse import KVForm
 from ..choose.target import Target, target
-from ..dtypes import DTYPE_NAMES, OUT_NAMES
+from ..dtypes import OPERANDS, OUT_NAMES, operand_name
 from ..errors import UnsupportedError
 from ..manifest import SCORE_AMAX, Variant, load_manifest
-from ..quant.quantize import FP8_MAX
+from ..quant.quantize import LIMITS, V_AMAX
 from .call import Call
 
 
@@ -31,7 +31,13 @@ class Plan:
 
 def score_amax(variant: Variant) -> float:
     """What bf16 and fp16 Q and K are quantised to for a kernel: its scores must fit their accumulator."""
-    return SCORE_AMAX if variant.score == "f16" else FP8_MAX[torch.float8_e4m3fn]
+    dtype = OPERANDS[variant.dtype].qk
+    return SCORE_AMAX if variant.score == "f16" else LIMITS[dtype if dtype == torch.int8 else torch.float8_e4m3fn]
+
+
+def value_amax(variant: Variant) -> float:
+    """What bf16 and fp16 V are quantised to."""
+    return LIMITS[torch.int8] if OPERANDS[variant.dtype].v == torch.int8 else V_AMAX
 
 
 def resolve(call: Call, q: torch.Tensor, k: torch.Tensor, *, shipped: bool = False) -> Plan:
@@ -39,7 +45,7 @@ def resolve(call: Call, q: torch.Tensor, k: torch.Tensor, *, shipped: bool = Fal
 
     UnsupportedError where there is none. With ``shipped`` the shipped table answers for a card.
     """
-    return resolve_for(call, q.device, q.shape, k.shape, DTYPE_NAMES.get(q.dtype, "e4m3"), shipped=shipped)
+    return resolve_for(call, q.device, q.shape, k.shape, operand_name(q.dtype, call.precision), shipped=shipped)
 
 
 def resolve_for(
@@ -60,7 +66,8 @@ def resolve_for(
         raise UnsupportedError(
             f"kernel={call.kernel!r} is built for {', '.join(variant.targets)}, {device} is {at.arch}"
         )
-    return Plan(call, variant, number, decision, load_manifest(at.directory).scaling[call.scaling])
+    mode = load_manifest(at.directory).scaling[call.scaling]
+    return Plan(call, variant, number, decision, OPERANDS[variant.dtype].granularity(mode))
 
 
 def problem_of(

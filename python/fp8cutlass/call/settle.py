@@ -8,14 +8,14 @@ import torch
 
 from ..choose.dispatch import padded_head_dim
 from ..choose.target import granularities, head_dims, unserved
-from ..dtypes import DTYPE_NAMES, OUT_NAMES
+from ..dtypes import DTYPE_NAMES, OUT_NAMES, operand_name
 from ..errors import NoKernelError
 from ..manifest import KEY_BLOCK
 from ..quant.descale import all_canonical, to_canonical
 from . import checks
 from .call import Call, Tensors, mask_of
 from .enter import opened, reshaped
-from .options import F16_SCORES, Options, check_options, visible
+from .options import F16_SCORES, Options, check_options, transformed, visible
 from .request import Request
 
 
@@ -57,8 +57,8 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
         return_lse=options.return_lse,
         return_amax=options.return_amax,
         kernel=options.kernel or "",
-        smooth_k=options.smooth_k,
-        hadamard=options.hadamard,
+        smooth_k=half and transformed(options, "smooth_k"),
+        hadamard=half and transformed(options, "hadamard"),
         key_block=KEY_BLOCK if packed is None else packed.key_block,
         amax=0.0 if packed is None else packed.amax,
     )
@@ -82,7 +82,7 @@ def _check_served(options: Options, q: torch.Tensor, out: str, mask: str, precis
     if not refusals:
         head_dim = padded_head_dim(q.shape[3], available)
         if options.kernel is None:
-            dtype = DTYPE_NAMES.get(q.dtype, "e4m3")
+            dtype = operand_name(q.dtype, precision)
             refusals = unserved(*device, head_dim, dtype, out, options.scaling, mask, precision)
     if refusals:
         raise NoKernelError(*refusals)

@@ -11,6 +11,7 @@ PRECISE_ENOUGH = {
     "accurate": ("exp2", "exp2x2"),
     "high": ("exp2x2",),
     "balanced": ("quadratic", "exp2", "exp2x2"),
+    "int8": ("codes",),
 }
 
 

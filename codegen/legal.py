@@ -45,4 +45,6 @@ def kernel_asserts(v: Variant) -> list[tuple[str, str]]:
 
 def served(v: Variant) -> tuple[Scaling, ...]:
     """The scaling modes of calls that the kernel computes: one of `block` reads its descales by steps."""
-    return tuple(s for s in Scaling if s is v.scaling or (s.coarse and v.scaling is Scaling.BLOCK and v.dtype.groups == 1))
+    return tuple(
+        s for s in Scaling if s is v.scaling or (s.coarse and v.scaling is Scaling.BLOCK and v.dtype.groups == 1)
+    )

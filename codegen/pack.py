@@ -106,7 +106,11 @@ class Pack:
     @property
     def ragged(self) -> bool:
         """Whether there is a form for ragged batches: kernels that walk them have this head_dim."""
-        return self.quantises and not self.integer and any(self.head_dim in m.head_dim for m in MATRICES if Walk.RAGGED in m.walk)
+        return (
+            self.quantises
+            and not self.integer
+            and any(self.head_dim in m.head_dim for m in MATRICES if Walk.RAGGED in m.walk)
+        )
 
     @property
     def delivery_threads(self) -> int:

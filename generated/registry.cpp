@@ -804,6 +804,27 @@ const DecodeEntry kDecodes[] = {
 };
 const int kDecodeCount = 26;
 
+// id, source, head_dim, keys, threads, smem_bytes, ctas_per_sm
+const ResidentEntry kResidents[] = {
+    {"resident_d64_k64_bf16", SourceType::bf16, 64, 64, 128, 24576, 5},
+    {"resident_d64_k64_fp16", SourceType::fp16, 64, 64, 128, 24576, 5},
+    {"resident_d64_k128_bf16", SourceType::bf16, 64, 128, 128, 32768, 4},
+    {"resident_d64_k128_fp16", SourceType::fp16, 64, 128, 128, 32768, 4},
+    {"resident_d64_k256_bf16", SourceType::bf16, 64, 256, 128, 50176, 4},
+    {"resident_d64_k256_fp16", SourceType::fp16, 64, 256, 128, 50176, 4},
+    {"resident_d64_k512_bf16", SourceType::bf16, 64, 512, 256, 99328, 2},
+    {"resident_d64_k512_fp16", SourceType::fp16, 64, 512, 256, 99328, 2},
+    {"resident_d128_k64_bf16", SourceType::bf16, 128, 64, 128, 45056, 4},
+    {"resident_d128_k64_fp16", SourceType::fp16, 128, 64, 128, 45056, 4},
+    {"resident_d128_k128_bf16", SourceType::bf16, 128, 128, 128, 61440, 3},
+    {"resident_d128_k128_fp16", SourceType::fp16, 128, 128, 128, 61440, 3},
+    {"resident_d128_k256_bf16", SourceType::bf16, 128, 256, 128, 95232, 2},
+    {"resident_d128_k256_fp16", SourceType::fp16, 128, 256, 128, 95232, 2},
+    {"resident_d128_k512_bf16", SourceType::bf16, 128, 512, 384, 216064, 1},
+    {"resident_d128_k512_fp16", SourceType::fp16, 128, 512, 384, 216064, 1},
+};
+const int kResidentCount = 16;
+
 const TargetEntry kTargets[] = {
     {"sm89", 8, 9},
     {"sm90a", 9, 0},
@@ -811,6 +832,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "d83691b3e96d15d9eedb38510f0d362d0fda55a06618e7ad99cac67bceda20a0";
+const char kManifest[] = "70525d449042271948e5795dd1c90f4b8c7199dc09fe71897dfd74953248eab3";
 
 }  // namespace fp8cutlass

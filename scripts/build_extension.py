@@ -107,7 +107,13 @@ def build_identity(generated: Path) -> str:
 def _kernels(manifest: dict[str, Any], generated: Path) -> dict[str, dict[str, cubins.Job]]:
     """What is to be compiled, by target and id."""
     found: dict[str, dict[str, cubins.Job]] = {arch: {} for arch in manifest["archs"]}
-    for entry in (*manifest["plans"], *manifest["packs"], *manifest["decodes"], *manifest["variants"]):
+    for entry in (
+        *manifest["plans"],
+        *manifest["packs"],
+        *manifest["decodes"],
+        *manifest["residents"],
+        *manifest["variants"],
+    ):
         for arch in entry["targets"]:
             job = cubins.Job(target=arch, gencode=manifest["gencode"][arch], source=generated / entry["file"])
             found[arch][entry["id"]] = job

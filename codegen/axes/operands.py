@@ -8,7 +8,8 @@ from codegen.axes.axis import Axis
 class Number(Axis):
     """A type of the numbers that a product multiplies.
 
-    torch: its name there. mma: how CUTLASS spells it. bytes: of a number. limit: the largest. ones: four times 1 in a word.
+    torch: its name there. mma: how CUTLASS spells it. bytes: of a number. limit: the largest.
+    ones: four times 1 in a word.
     sums: accumulator of the products with it that no softmax narrows.
     """
 

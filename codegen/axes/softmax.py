@@ -6,7 +6,8 @@ from codegen.axes.axis import Axis
 
 
 class Softmax(Axis):
-    """score: accumulator of Q K^T, s32 for 8-bit integers. terms: e4m3 numbers whose sum is a P; each takes a product with V and one with ones.
+    """score: accumulator of Q K^T, s32 for 8-bit integers.
+    terms: e4m3 numbers whose sum is a P; each takes a product with V and one with ones.
 
     bent: the code is bent inside an octave, as 2^x is, which takes a few registers more.
     rare: few calls have it, so that a class of problems gets fewer kernels.

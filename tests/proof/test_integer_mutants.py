@@ -1,6 +1,7 @@
 """The z-test accepts the emulator of 8-bit integers and refuses every kernel that breaks one of their rules.
 
-Regressions these catch: a deviation that grew until a lost sign, a descale of other keys or a sum that wraps fits inside.
+Regressions these catch: a deviation that grew until a lost sign, a descale of other keys or a sum that
+wraps fits inside.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from ..quant.smooth import key_mean, restore_lse
 from ..quant.v_layout import pack_v, pad_token_descale, unpack_v
 from .call import Call, Outputs, Tensors
 from .card import run_on_card
+from .masks import for_emulator, packed
 from .plan import Plan, score_amax, value_amax
 
 
@@ -139,9 +140,7 @@ def quantised_keys(
     k8, k_descale = quantize(
         changed, granularity=granularity["k"], dtype=operand.qk, amax=score_amax(variant), block=block
     )
-    v8, v_descale = quantize(
-        v, granularity=granularity["v"], dtype=operand.v, amax=value_amax(variant), block=block
-    )
+    v8, v_descale = quantize(v, granularity=granularity["v"], dtype=operand.v, amax=value_amax(variant), block=block)
     if operand.v == torch.int8:  # a V of zeros takes no range from the others
         v_descale = v_descale.masked_fill((v == 0).all(3), 0.0)
     return k8, v8, k_descale, v_descale
@@ -209,6 +208,7 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
     keys, operand = o.k.shape[2], OPERANDS[variant.dtype]
     k_descale = o.k_descale[:, :, :keys] if call.scaling == "token" else o.k_descale
     causal_offset, window_offset = call.offsets(o.q.shape[2], keys)
+    mask = packed(t.seen, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, o.q.shape[2], keys)
     result = emulate(
         o.q.view(operand.qk),
         o.k.view(operand.qk),
@@ -221,8 +221,11 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         scaling=call.scaling,
         causal_offset=causal_offset,
         window_offset=window_offset if call.mask == "window" else None,
+        mask=for_emulator(mask),
+        bias=t.bias,
         out_descale=t.out_descale,
         return_lse=call.return_lse,
+        merge_lse=call.merge_lse,
     )
     outputs.out.copy_(result.out[..., : outputs.out.shape[3]])
     if outputs.lse is not None:
@@ -251,6 +254,7 @@ def _forward(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         abs(plan.call.scale),
         causal_offset,
         window_offset,
+        plan.call.merge_lse,
     )
     if wide is not out:
         as_bytes(out).copy_(as_bytes(wide)[..., : out.shape[3]])

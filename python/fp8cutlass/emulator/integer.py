@@ -1,4 +1,4 @@
-"""Tiles whose Q K^T is a product of 8-bit integers, in torch: the specification of precision ``int8`` and ``int8_full``.
+"""Tiles whose Q K^T is a product of 8-bit integers, in torch: the specification of ``int8`` and ``int8_full``.
 
 Scores are sums of 8-bit products, exact in s32 and in float32. A descale of K is that of a `group`: of the keys of a
 block those that lie in one lane of a kernel. So a lane has one slope, and its largest score is an integer; lanes are
@@ -97,7 +97,7 @@ def by_code(scores: torch.Tensor, slope: torch.Tensor, v: torch.Tensor, want_exa
 def by_bytes(scores: torch.Tensor, slope: torch.Tensor, v: torch.Tensor, v_descale: torch.Tensor) -> Tile:
     """P in u8, relative to what its keys add to O; ``slope`` in octaves a score unit, v (G, N, D) integers.
 
-    The descale of each V (G, N) is multiplied into P before P is rounded, and the largest such product of a row and tile
+    The descale of each V (G, N) is multiplied into P before P is rounded; the largest such product of a row and tile
     becomes 255. So a key with a small V takes no range from the others, whatever its weight: that is the sink rule. The
     sums that divide O are of unrounded P.
     """

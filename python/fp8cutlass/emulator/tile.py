@@ -40,34 +40,34 @@ def values_of(p: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return p @ v, p.sum(-1, keepdim=True)
 
 
-def tile_of(
-    s: torch.Tensor,
-    q_slope: torch.Tensor,
-    k_descale: torch.Tensor,
-    k_shared_by: str,
-    v: torch.Tensor,
-    v_token: torch.Tensor | None,
-    variant: Variant,
-    tile: int,
-    want_exact: bool,
-) -> integer.Tile:
-    """What masked scores (G, R, N) of tile number ``tile`` add to O and to the sums of its rows.
+def slope_of(
+    s: torch.Tensor, q_slope: torch.Tensor, k_descale: torch.Tensor, k_shared_by: str, variant: Variant, tile: int
+) -> torch.Tensor:
+    """What makes octaves or codes of scores (G, R, N) of tile number ``tile``: (G, R, 1), or (G, R, N) where a group of
+    keys has a descale.
 
-    ``q_slope`` (G, R, 1), ``k_descale`` by what shares one, V (G, Sk, D) and the descales of its tokens (G, Sk) are those
-    of all tiles.
+    ``q_slope`` (G, R, 1), ``k_descale`` by what shares one: those of all tiles.
     """
-    part = slice(tile * variant.tile_n, tile * variant.tile_n + s.shape[2])
     if k_shared_by == "token":
         of_keys = torch.ones((), device=s.device)  # the scores are multiplied by it already
     elif k_shared_by == "group":
-        of_keys = integer.spread_groups(k_descale, torch.arange(part.start, part.stop, device=s.device), variant.key_block)
+        start = tile * variant.tile_n
+        keys = torch.arange(start, start + s.shape[2], device=s.device)
+        of_keys = integer.spread_groups(k_descale, keys, variant.key_block)
     else:
         of_keys = k_descale[:, tile, None, None]
     unit = q_slope if variant.softmax in OCTAVES else q_slope * 8.0
-    slope = (unit * of_keys).clamp(MIN_SLOPE[variant.score], MAX_SLOPE)
-    if variant.softmax == "codes":
-        return integer.by_code(s, slope, v[:, part], want_exact)
-    if variant.softmax == "bytes":
-        return integer.by_bytes(s, slope, v[:, part], cast(torch.Tensor, v_token)[:, part])
-    p, p_bytes, weight, exact = SOFTMAXES[variant.softmax](s, slope, want_exact)
-    return integer.Tile(*values_of(p, v[:, part]), weight, exact, p_bytes)
+    return (unit * of_keys).clamp(MIN_SLOPE[variant.score], MAX_SLOPE)
+
+
+def tile_of(
+    s: torch.Tensor, slope: torch.Tensor, v: torch.Tensor, v_token: torch.Tensor | None, softmax: str, want_exact: bool
+) -> integer.Tile:
+    """What masked scores (G, R, N) add to O and to the sums of their rows; V (G, N, D), the descales of its tokens
+    (G, N)."""
+    if softmax == "codes":
+        return integer.by_code(s, slope, v, want_exact)
+    if softmax == "bytes":
+        return integer.by_bytes(s, slope, v, cast(torch.Tensor, v_token))
+    p, p_bytes, weight, exact = SOFTMAXES[softmax](s, slope, want_exact)
+    return integer.Tile(*values_of(p, v), weight, exact, p_bytes)

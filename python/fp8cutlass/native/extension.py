@@ -165,8 +165,18 @@ def call_fields() -> tuple[str, ...]:
     :func:`load` comes first.
     Raises UnsupportedError where the library does not say.
     """
+    return _fields("fp8cutlass_call_fields")
+
+
+@cache
+def decode_fields() -> tuple[str, ...]:
+    """The same of ``fp8cutlass_C.cut`` and ``decode`` (csrc/decode.def)."""
+    return _fields("fp8cutlass_decode_fields")
+
+
+def _fields(function: str) -> tuple[str, ...]:
     try:
-        names = ctypes.CDLL(str(_registered)).fp8cutlass_call_fields
+        names = getattr(ctypes.CDLL(str(_registered)), function)
     except AttributeError as error:
         raise UnsupportedError(f"{_registered} does not name the fields of a call: {error}", BUILD_HINT) from error
     names.restype = ctypes.c_char_p
@@ -180,6 +190,12 @@ def load_kernels(number: int, device: int, source: torch.dtype | None = None) ->
     A launch would do so at its first time, which takes a millisecond and more."""
     load()
     torch.ops.fp8cutlass_C.load(number, device, -1 if source is None else SOURCES[source])
+
+
+def load_resident(number: int, device: int) -> None:
+    """The same for a kernel that keeps K and V in shared memory."""
+    load()
+    torch.ops.fp8cutlass_C.load_resident(number, device)
 
 
 def _compare(library: str, manifest: Manifest) -> None:

@@ -48,7 +48,7 @@ def quantize(
             ``token`` of one head, a ``channel`` of one head, a ``group`` of tokens of a block: of each 8 the tokens 2 g
             and 2 g + 1, for g from 0 to 3.
         dtype: float8_e4m3fn, float8_e5m2 or int8.
-        amax: the value that a group's maximum is mapped to; 1 to the largest of ``dtype`` (448, 57344, 127), the default.
+        amax: the value that a group's maximum is mapped to; 1 to the largest of ``dtype`` (448, 57344, 127): default.
             14 keeps Q K^T inside f16 up to head_dim 256, which the linear-code kernels need.
         block: tokens in a block, of ``group`` a multiple of 8; ``attention`` takes blocks of 128.
         descale: instead of one that is found in ``x``: a float in [2^-126, 2^126], or a float32 tensor of the shape
@@ -63,8 +63,8 @@ def quantize(
     A group of zeros gets descale 1. A group whose maximum is below ``amax * 2^-126`` gets 2^-126, so that neither the
     descale nor its inverse overflows or vanishes in float32. Finite values saturate. NaN stays NaN; an infinity becomes
     NaN in e4m3, which has none, and stays one in e5m2; neither enters a descale, so the other values of a group keep
-    theirs. int8 has no NaN: a group with a NaN or an infinity has the descale NaN and zeros. Nothing waits for the device. CPU and CUDA give the same bits in eager mode; a compiler may round a
-    division otherwise.
+    theirs. int8 has no NaN: a group with a NaN or an infinity has the descale NaN and zeros. Nothing waits for the
+    device. CPU and CUDA give the same bits in eager mode; a compiler may round a division otherwise.
 
     Raises:
         ValueError: an argument outside the above; TypeError where ``x`` is no tensor.

@@ -73,7 +73,7 @@ def model(
         path, stamp, ModelTime, wanted, lambda problem: measure(problem, device, settings, not no_peers),
         lambda problem: problem.label, "models", budget, click.echo,
     )  # fmt: skip
-    write(path, stamp, rows)
+    _again(path)  # as its CSV has it
     bad = bool(left) or any(row.status in (FAILED, WRONG) for row in rows)
     sys.exit(1 if bad else 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,8 @@ from .data import ERROR_LIMIT
 from .grid import Settings, timed
 from .machine import Monitor
 from .results import FAILED, WRONG, first_line, write_records
+
+HOST_REPLAYS = 2
 
 Row = TypeVar("Row", bound=Any)  # a dataclass with the fields of a contender, a status and a timing
 Problem = TypeVar("Problem")
@@ -51,6 +54,27 @@ def checked(
         return replace(row, status=FAILED, reason=first_line(failure)), None
     row, good = judged(row, error, limits)
     return row, recorded if good else None
+
+
+def on_host(
+    row: Row,
+    launch: Callable[[], torch.Tensor],
+    error_of: Callable[[torch.Tensor], float],
+    limits: Mapping[str, float] = ERROR_LIMIT,
+) -> Row:
+    """The row of a contender on the CPU, with its error and the time that the CPU takes. That shows that a command
+    works, and nothing about speed."""
+    row, good = judged(row, error_of(launch()), limits)
+    if not good:
+        return row
+    times = []
+    for _ in range(HOST_REPLAYS):
+        begun = time.perf_counter()
+        launch()
+        times.append((time.perf_counter() - begun) * 1e6)
+    median, least = statistics.median(times), min(times)
+    spread = (max(times) - least) / median
+    return replace(row, launches=1, replays=len(times), median_us=median, min_us=least, spread=spread)
 
 
 def in_turns(running: Sequence[tuple[Row, Other, Capture]], settings: Settings) -> Iterator[tuple[Row, Other, float]]:

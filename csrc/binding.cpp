@@ -202,7 +202,11 @@ Tensor attend_batch(int64_t variant, const Tensor& q, const Tensor& k, const Ten
   "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, " \
   "Tensor? out_descale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? amax, float scale, int causal_offset"
 
-STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
+// The library's name is a macro (CMakeLists.txt), which torch's macros would paste as it is.
+#define FP8CUTLASS_DEF(library, m) STABLE_TORCH_LIBRARY(library, m)
+#define FP8CUTLASS_IMPL(library, key, m) STABLE_TORCH_LIBRARY_IMPL(library, key, m)
+
+FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
   m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS ", int window_offset=0, bool merge_lse=False) -> ()");
   m.def("diagnose(" FP8CUTLASS_COMMON_ARGUMENTS
         ", Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o) -> ()");
@@ -248,14 +252,14 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CompositeExplicitAutograd, m) {
+FP8CUTLASS_IMPL(FP8CUTLASS_LIBRARY, CompositeExplicitAutograd, m) {
   m.impl("ragged_plan_words", TORCH_BOX(&fp8cutlass::ragged_plan_words));
   m.impl("load", TORCH_BOX(&fp8cutlass::load));
   m.impl("load_decode", TORCH_BOX(&fp8cutlass::load_decode));
   m.impl("load_resident", TORCH_BOX(&fp8cutlass::load_resident));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {
+FP8CUTLASS_IMPL(FP8CUTLASS_LIBRARY, CUDA, m) {
   m.impl("append", TORCH_BOX(&fp8cutlass::append_to_pages));
   m.impl("cut", TORCH_BOX(&fp8cutlass::cut));
   m.impl("decode", TORCH_BOX(&fp8cutlass::decode_pages));

@@ -4,8 +4,6 @@ which shows that the command works and nothing about speed."""
 from __future__ import annotations
 
 import gc
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +18,7 @@ from ..decode import or_infinite
 from ..grid import Settings
 from ..peers.base import Refused
 from ..results import FAILED, OK, UNAVAILABLE, Timed, first_line
-from ..turns import checked, in_turns, judged
+from ..turns import checked, in_turns, on_host
 from . import cached, dense
 from .dense import BACKENDS, FA3, HOST_SDPA, OURS, WITHOUT, Source, Way
 from .layers import Attend
@@ -30,7 +28,6 @@ from .video import Video
 
 # Errors add up over layers. A wrong mask, head or scale makes far more than these limits.
 LIMITS = MappingProxyType({"bf16": 0.1, "fp8": 0.3})
-HOST_REPLAYS = 2
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ def _rows(
         row, launch = row_of(problem, name, way.precision, OK), partial(forward, way.attend)
         error_of = (lambda out: 0.0) if name == WITHOUT else partial(_error, wanted)
         if device.type != "cuda":
-            rows.append(on_host(row, launch, error_of))
+            rows.append(on_host(row, launch, error_of, LIMITS))
             continue
         row, recorded = checked(row, launch, error_of, settings, LIMITS)
         if recorded is None:
@@ -133,20 +130,3 @@ def _rows(
 
 def _error(wanted: torch.Tensor, out: torch.Tensor) -> float:
     return or_infinite(float((out.float() - wanted).norm() / wanted.norm()))
-
-
-def on_host(row: ModelTime, launch: Callable[[], torch.Tensor], error_of: Callable[[torch.Tensor], float]) -> ModelTime:
-    """A row with the error of a forward and the time that the CPU needs for it."""
-    row, good = judged(row, error_of(launch()), LIMITS)
-    if not good:
-        return row
-    times = []
-    for _ in range(HOST_REPLAYS):
-        begun = time.perf_counter()
-        launch()
-        times.append((time.perf_counter() - begun) * 1e6)
-    median = statistics.median(times)
-    return replace(
-        row, launches=1, replays=HOST_REPLAYS, median_us=median, min_us=min(times),
-        spread=(max(times) - min(times)) / median,
-    )  # fmt: skip

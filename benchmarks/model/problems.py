@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ _PREFILL = Problem(
 )  # fmt: skip
 _DECODE = replace(_PREFILL, name="decode", what="a model like Llama 8B, decoding", batch=32, tokens=1, keys=4096)
 
-_SMALL = {"layers": 2, "of": 4, "width": 128, "heads": 2, "ffn": 160}
+_SMALL: dict[str, Any] = {"layers": 2, "of": 4, "width": 128, "heads": 2, "ffn": 160}
 _SMALL_LLAMA = _SMALL | {"kv_heads": 1, "vocabulary": 64}
 _TINY = (  # the same layers, to try the command
     replace(_VIDEO, what="tiny blocks", kv_heads=2, tokens=48, keys=48, context=16, grid=(2, 4, 6), **_SMALL),

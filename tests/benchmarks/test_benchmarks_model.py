@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 
+from benchmarks import turns
 from benchmarks.__main__ import cli
 from benchmarks.grid import QUICK
 from benchmarks.model import cached, dense, measure, report
@@ -49,7 +50,7 @@ def fa3(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("problem", TINY.values(), ids=list(TINY))
 def test_every_way_computes_the_model(problem: Problem, fa3: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "HOST_REPLAYS", 1)
+    monkeypatch.setattr(turns, "HOST_REPLAYS", 1)
     rows = {row.contender: row for row in measure.measure(problem, CPU, QUICK)}
     assert list(rows) == ["without", "sdpa", "fa3_bf16", "ours"]
     assert {row.status for row in rows.values()} == {OK} and all(row.median_us for row in rows.values())
@@ -85,7 +86,7 @@ def test_pages_hold_what_the_bf16_caches_hold() -> None:
 
 
 def test_a_result_of_other_attention_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "HOST_REPLAYS", 1)
+    monkeypatch.setattr(turns, "HOST_REPLAYS", 1)
     monkeypatch.setattr(measure, "BACKENDS", {})
 
     def uncausal(name: str) -> dense.Way:
@@ -135,7 +136,7 @@ def test_nothing_to_draw(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "HOST_REPLAYS", 1)
+    monkeypatch.setattr(turns, "HOST_REPLAYS", 1)
     done = CliRunner().invoke(cli, ["model", "--tiny", "--only", "decode", "--no-peers", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     _, rows = read_records(tmp_path / "model.csv", ModelTime)

@@ -239,7 +239,7 @@ def _forward(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
     wide = out if out.shape[3] == plan.variant.head_dim else empty_rows(out, plan.variant.head_dim, out.dtype)
     causal_offset, window_offset = plan.call.offsets(out.shape[2], t.k.shape[2])
     extension.load()
-    torch.ops.fp8cutlass_C.forward(
+    extension.compiled().forward(
         plan.number,
         o.q,
         o.k,

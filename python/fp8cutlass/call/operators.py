@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .._ops import NAMESPACE
 from ..choose.target import target
 from ..dtypes import DTYPE_NAMES, HALF_DTYPES, OPERANDS, operand_name
 from ..errors import UnsupportedError
@@ -27,7 +28,7 @@ from .plan import resolve, score_amax
 
 REST = Tensors._fields[3:]  # the tensors that `attend` takes as a list
 
-_library = torch.library.Library("fp8cutlass", "DEF")
+_library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -36,8 +37,8 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(name, _without_autocast(run), "CPU")
     _library.impl(name, run, "CUDA")
-    torch.library.register_fake(f"fp8cutlass::{name}", fake, lib=_library)
-    return getattr(torch.ops.fp8cutlass, name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:

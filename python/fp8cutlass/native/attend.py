@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._ops import LIBRARY, compiled
 from ..manifest import Variant
 from ..memory import as_bytes, empty_rows
 from ..quant.quantize import GRANULARITIES, V_AMAX
@@ -22,7 +23,7 @@ from .numbers import constants
 
 # There is no backward, and `attention` says so: the dispatcher passes over autograd, whose fallback would look at every
 # argument, and on to whatever else a tensor asks for, such as a lazy negation.
-_library = torch.library.Library("fp8cutlass_C", "IMPL")
+_library = torch.library.Library(LIBRARY, "IMPL")
 OPERATORS = {"half": "attend", "fp8": "attend_fp8", "packed": "attend_packed"}  # of each kind of call
 for _name in OPERATORS.values():
     _library.impl(_name, torch.library.fallthrough_kernel, "AutogradCUDA")
@@ -191,7 +192,7 @@ def prepare(
         **{f"{name}_descale": x for name, x in zip("qkv", descales, strict=True)},
     }
     return Attend(
-        operator=getattr(torch.ops.fp8cutlass_C, OPERATORS[kind]).default._op,  # the overload's own frame costs 0.2 us
+        operator=getattr(compiled(), OPERATORS[kind]).default._op,  # the overload's own frame costs 0.2 us
         constants=constants(extension.call_fields(), **numbers),
         head_dim=head_dim,
         kernel_head_dim=variant.head_dim,

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from .._ops import LIBRARY
 from ..errors import NoKernelError
 from ..manifest import Decode, load_manifest
 from . import extension
 from .numbers import constants
 
 # As in native/attend.py: there is no backward, and autograd's fallback would look at every argument.
-_library = torch.library.Library("fp8cutlass_C", "IMPL")
+_library = torch.library.Library(LIBRARY, "IMPL")
 for _name in ("cut", "decode"):
     _library.impl(_name, torch.library.fallthrough_kernel, "AutogradCUDA")
 
@@ -110,7 +111,7 @@ def cut(
     plain = uncut(kernel, number, sm_count, share=share)
     memory = torch.empty(work_bytes(kernel, plain.ctas), dtype=torch.uint8, device=lengths.device)
     numbers = numbers_of(plain, left=left, right=right)
-    torch.ops.fp8cutlass_C.cut(numbers, lengths, cu_q, tokens, most_keys, heads, kv_heads, memory)
+    extension.compiled().cut(numbers, lengths, cu_q, tokens, most_keys, heads, kv_heads, memory)
     return Work(kernel, number, plain.ctas, share, memory)
 
 
@@ -178,7 +179,7 @@ def launch_of(
     extension.load()
     k, v = (1.0 if isinstance(x, torch.Tensor) else float(x) for x in (k_descale, v_descale))
     numbers = numbers_of(work, left=left, right=right, scale=scale, softcap=softcap, k_descale=k, v_descale=v)
-    return Launch(torch.ops.fp8cutlass_C.decode.default._op, numbers)  # the overload's own frame costs 0.2 us
+    return Launch(extension.compiled().decode.default._op, numbers)  # the overload's own frame costs 0.2 us
 
 
 def attend(

@@ -167,7 +167,7 @@ def test_explain_on_the_cpu() -> None:
 
 
 def test_packed_keys() -> None:
-    """Those of a kernel of Hopper: its bits, cut between blocks and put together again. No kernel reads those of fp8."""
+    """Those of a kernel of Hopper: its bits, cut between blocks and put together again; the emulator alone has none."""
     q, k, v = operands(rows=600)
     wanted = {"dtype": "s8", "key_block": 128, "head_dim": 64, "out": "bf16", "causal": False}
     variants = load_manifest(generated_dir()).variants

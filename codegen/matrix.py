@@ -80,8 +80,9 @@ class Matrix:
         )
 
     def is_of(self, v: Variant) -> bool:
-        """Whether this is the matrix for a variant of that family, kind, mask and walk."""
-        return (v.family, v.kind) == (self.family, self.kind) and v.mask in self.mask and v.walk in self.walk
+        """Whether this is the matrix for a variant of that family, kind, mask and walk, and numbers of that kind."""
+        alike = v.dtype.qk.integer == self.dtype[0].qk.integer
+        return alike and (v.family, v.kind) == (self.family, self.kind) and v.mask in self.mask and v.walk in self.walk
 
     @property
     def size(self) -> int:
@@ -140,6 +141,23 @@ MATRICES = (
         softmax=(Softmax.EXP2, Softmax.LINEAR, Softmax.QUADRATIC, Softmax.EXP2X2),
         schedule=tuple(s for s in Schedule if s is not Schedule.MULTISTAGE),
         cluster=tuple(Cluster),
+        walk=(Walk.DENSE,),
+    ),
+    # 8-bit integers in Q K^T.
+    Matrix(
+        name="sm90a integers",
+        family="sm90a",
+        kind=Kind.FWD,
+        head_dim=(64, 128),
+        tile=SM90A_FEW_TILES,
+        stages=(2, 3, 4),
+        scaling=(Scaling.BLOCK,),
+        mask=(Mask.FULL, Mask.CAUSAL),
+        dtype=(Operand.S8,),
+        out=(Out.BF16, Out.FP16),
+        softmax=(Softmax.CODES,),
+        schedule=(Schedule.PINGPONG, Schedule.OVERLAP),
+        cluster=(Cluster.SOLO,),
         walk=(Walk.DENSE,),
     ),
     # What few kernels serve: those of 16-bit output, as results of windows and ragged batches are.

@@ -37,7 +37,7 @@ def variant_row(v: Variant) -> Row:
     d = derive(v)
     if len(d.unrolled) > MOST_UNROLLED:
         raise ValueError(f"{v.id} has {len(d.unrolled)} unrolled forms, a row of the registry holds {MOST_UNROLLED}")
-    grain = v.scaling.grain
+    grain = v.grain
     numbers = {
         "head_dim": v.head_dim,
         "tile_m": v.tile_m,
@@ -86,6 +86,7 @@ def pack_row(p: Pack) -> Row:
             "delivery_bytes": str(delivery[1]),
             "delivery_ctas_per_sm": str(delivery[2]),
             "ragged": _flag(p.ragged),
+            "integer": _flag(p.integer),
         }
     )
 

@@ -41,7 +41,7 @@ class Assert:
 
 def render_kernel(v: Variant, env: Environment) -> str:
     family = FAMILIES[v.family]
-    asserts = [Assert(cpp=cpp, message=message) for cpp, message in kernel_asserts(family)]
+    asserts = [Assert(cpp=cpp, message=message) for cpp, message in kernel_asserts(v)]
     return env.get_template(family.template).render(v=v, d=family.view(v), asserts=asserts)
 
 

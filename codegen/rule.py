@@ -52,8 +52,11 @@ class Rule:
     condition: Expr | None = None
     refuses: Callable[[Variant, Derived], bool] | None = None
     of_choice: bool = False
+    among: Callable[[Variant], bool] = lambda v: True  # what it is asked of
 
     def broken(self, v: Variant, d: Derived) -> bool:
+        if not self.among(v):
+            return False
         if self.condition is not None:
             return not self.condition.value(environment(v, d))
         return self.refuses is not None and self.refuses(v, d)
@@ -89,6 +92,22 @@ LINEAR_RANGE = Rule(
     why=f"f16 scores of operands quantised to amax {QK_AMAX} must not overflow",
     condition=SCORE_REGS.equals(4) | (HEAD_DIM * (QK_AMAX * QK_AMAX) <= FP16_MAX),
     explain=lambda v, d: f"{v.head_dim} x {QK_AMAX} x {QK_AMAX} = {v.head_dim * QK_AMAX**2:,} > {FP16_MAX:,}",
+    of_choice=True,
+)
+
+EXACT_SCORES = Rule(
+    name="EXACT-SCORES",
+    why="products of integers are summed in s32, and no others are",
+    refuses=lambda v, d: v.softmax.exact != v.dtype.qk.integer,
+    explain=lambda v, d: f"{v.softmax} softmax takes {v.score} scores, those of {v.dtype} are {v.dtype.qk.sums}",
+    of_choice=True,
+)
+
+INTEGER_SCALING = Rule(
+    name="INTEGER-SCALING",
+    why="integers of one step need a descale for few numbers; one for a lane's columns of a block costs nothing",
+    refuses=lambda v, d: v.dtype.groups > 1 and v.scaling is not Scaling.BLOCK,
+    explain=lambda v, d: refused(f"{v.scaling} scaling of {v.dtype} operands is", (Scaling.BLOCK,)),
     of_choice=True,
 )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from typing import Any
 
-from codegen.axes import Cluster, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
+from codegen.axes import Cluster, Granularity, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
 from codegen.axes.axis import Axis
 
 
@@ -121,6 +121,12 @@ class Variant:
     def score(self) -> str:
         """Accumulator of Q K^T."""
         return self.softmax.score
+
+    @property
+    def grain(self) -> Granularity:
+        """What shares a descale: as the scaling mode says, but that K may have several for a block."""
+        grain = self.scaling.grain
+        return replace(grain, k="group") if self.dtype.groups > 1 and grain.k == "block" else grain
 
     @property
     def terms(self) -> int:

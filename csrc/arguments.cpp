@@ -105,7 +105,8 @@ void set_descales(ForwardParams& params, const Arguments& a, const VariantEntry&
   const DescaleSteps v = check_descale(a.v_descale, "v_descale", variant.v, variant, kv_heads, params.seqlen_k);
   params.k_descale_head = k.head, params.k_descale_block = k.part;
   params.v_descale_head = v.head, params.v_descale_block = v.part;
-  if (variant.k == Granularity::token) require_aligned(params.k_descale, "k_descale");  // copied 16 bytes at a time
+  if (variant.k == Granularity::token || variant.k == Granularity::group)
+    require_aligned(params.k_descale, "k_descale");  // copied 16 bytes at a time
 }
 
 void set_outputs(ForwardParams& params, const Arguments& a, const VariantEntry& variant) {

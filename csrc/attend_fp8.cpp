@@ -177,7 +177,7 @@ Tensor attend_packed(const AttendConstants& c, const PackedTensors& tensors, con
   PackArguments packing{};
   packing.key_block = variant.key_block;
   packing.q = q, packing.q8 = q_made, packing.q_descale = q_descale, packing.amax = groups_view;
-  packing.q_granularity = c.q_granularity;
+  packing.q_granularity = c.q_granularity, packing.k_granularity = c.k_granularity;
   packing.score_amax = c.score_amax;
   packing.negate_q = c.scale < 0;
   packing.hadamard = c.hadamard;

@@ -103,7 +103,7 @@ void load(int64_t variant, int64_t device, int64_t source) {
   for (int i = 0; i < kPackCount; ++i) {
     const PackEntry& pack = kPacks[i];
     if (pack.head_dim == entry.head_dim && static_cast<int64_t>(pack.source) == source &&
-        (pack.key_block == entry.key_block || !pack.quantises()))
+        (!pack.quantises() || (pack.key_block == entry.key_block && pack.integer == (entry.k == Granularity::group))))
       load_kernels(pack, static_cast<int>(device));
   }
 }

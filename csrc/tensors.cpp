@@ -101,6 +101,8 @@ bool View::is_contiguous() const {
   return true;
 }
 
+constexpr int64_t kGroups = 4;  // of a block
+
 int64_t descale_count(Granularity shared_by, int64_t batch_heads, int64_t tokens, int64_t key_block, int64_t head_dim) {
   switch (shared_by) {
     case Granularity::tensor:
@@ -109,6 +111,8 @@ int64_t descale_count(Granularity shared_by, int64_t batch_heads, int64_t tokens
       return batch_heads;
     case Granularity::block:
       return batch_heads * ((tokens + key_block - 1) / key_block);
+    case Granularity::group:
+      return batch_heads * kGroups * ((tokens + key_block - 1) / key_block);
     case Granularity::token:
       return batch_heads * tokens;
     default:

@@ -201,6 +201,10 @@ const VariantEntry kVariants[] = {
     {"sm90a_diag_d96_m128n64w8_s2_block_causal_e4m3_bf16_linear_serial_solo", Family::sm90a, 96, 128, 64, 64, 384, 70656, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, true, 128, true, true, false, false, {}},
     {"sm90a_diag_d96_m128n64w8_s2_block_causal_e4m3_bf16_quadratic_serial_solo", Family::sm90a, 96, 128, 64, 64, 384, 70656, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, true, 128, true, true, false, false, {}},
     {"sm90a_diag_d96_m128n64w8_s2_token_causal_e4m3_bf16_exp2_serial_solo", Family::sm90a, 96, 128, 64, 64, 384, 71680, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::token, Granularity::channel, true, 128, false, true, false, false, {}},
+    {"sm90a_fwd_d128_m128n128w8_s2_block_causal_s8_bf16_codes_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 107520, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}},
+    {"sm90a_fwd_d128_m128n128w8_s2_block_causal_s8_fp16_codes_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 107520, 1, 1, 1, Mask::causal, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}},
+    {"sm90a_fwd_d128_m128n128w8_s2_block_full_s8_bf16_codes_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 107520, 1, 1, 1, Mask::full, OutType::bf16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}},
+    {"sm90a_fwd_d128_m128n128w8_s2_block_full_s8_fp16_codes_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 107520, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}},
     {"sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_bf16_exp2_serial_solo", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}},
     {"sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_bf16_exp2_serial_solo_ragged", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, true, {}},
     {"sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_e4m3_exp2_serial_solo", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::causal, OutType::e4m3, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}},
@@ -509,8 +513,12 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d256_m64n64w4_s3_block_full_e4m3_fp16_exp2_serial_solo", Family::sm90a, 256, 64, 64, 64, 256, 138240, 1, 2, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, false, false, {}},
     {"sm90a_fwd_d64_m128n128w8_s2_block_causal_e4m3_bf16_exp2x2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 74752, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}},
     {"sm90a_fwd_d64_m128n128w8_s2_block_causal_e4m3_fp16_exp2x2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 74752, 1, 1, 1, Mask::causal, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}},
+    {"sm90a_fwd_d64_m128n128w8_s2_block_causal_s8_bf16_codes_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 58368, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}},
+    {"sm90a_fwd_d64_m128n128w8_s2_block_causal_s8_fp16_codes_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 58368, 1, 1, 1, Mask::causal, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}},
     {"sm90a_fwd_d64_m128n128w8_s2_block_full_e4m3_bf16_exp2x2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 74752, 1, 1, 1, Mask::full, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}},
     {"sm90a_fwd_d64_m128n128w8_s2_block_full_e4m3_fp16_exp2x2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 74752, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}},
+    {"sm90a_fwd_d64_m128n128w8_s2_block_full_s8_bf16_codes_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 58368, 1, 1, 1, Mask::full, OutType::bf16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}},
+    {"sm90a_fwd_d64_m128n128w8_s2_block_full_s8_fp16_codes_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 58368, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}},
     {"sm90a_fwd_d64_m128n128w8_s2_token_causal_e4m3_bf16_exp2x2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 75776, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, true, true, false, {}},
     {"sm90a_fwd_d64_m128n128w8_s2_token_causal_e4m3_fp16_exp2x2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 75776, 1, 1, 1, Mask::causal, OutType::fp16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, true, true, false, {}},
     {"sm90a_fwd_d64_m128n128w8_s2_token_full_e4m3_bf16_exp2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 75776, 1, 1, 1, Mask::full, OutType::bf16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, true, true, false, {}},
@@ -539,6 +547,10 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n128w8_s4_block_window_e4m3_bf16_exp2_pingpong_solo_ragged", Family::sm90a, 64, 128, 128, 128, 384, 109568, 1, 1, 1, Mask::window, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, true, {}},
     {"sm90a_fwd_d64_m128n128w8_s4_block_window_e4m3_fp16_exp2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 109568, 1, 1, 1, Mask::window, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}},
     {"sm90a_fwd_d64_m128n128w8_s4_block_window_e4m3_fp16_exp2_pingpong_solo_ragged", Family::sm90a, 64, 128, 128, 128, 384, 109568, 1, 1, 1, Mask::window, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, true, {}},
+    {"sm90a_fwd_d64_m128n192w8_s2_block_causal_s8_bf16_codes_pingpong_solo", Family::sm90a, 64, 128, 192, 192, 384, 76800, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::group, Granularity::block, false, 192, false, true, false, false, {}},
+    {"sm90a_fwd_d64_m128n192w8_s2_block_causal_s8_fp16_codes_pingpong_solo", Family::sm90a, 64, 128, 192, 192, 384, 76800, 1, 1, 1, Mask::causal, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 192, false, true, false, false, {}},
+    {"sm90a_fwd_d64_m128n192w8_s2_block_full_s8_bf16_codes_pingpong_solo", Family::sm90a, 64, 128, 192, 192, 384, 76800, 1, 1, 1, Mask::full, OutType::bf16, Granularity::token, Granularity::group, Granularity::block, false, 192, false, true, false, false, {}},
+    {"sm90a_fwd_d64_m128n192w8_s2_block_full_s8_fp16_codes_pingpong_solo", Family::sm90a, 64, 128, 192, 192, 384, 76800, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 192, false, true, false, false, {}},
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo", Family::sm90a, 64, 128, 256, 256, 384, 144384, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}},
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo_ragged", Family::sm90a, 64, 128, 256, 256, 384, 144384, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, true, {}},
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_quadratic_pingpong_solo", Family::sm90a, 64, 128, 256, 256, 384, 144384, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}},
@@ -716,44 +728,50 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_linear_serial_solo", Family::sm90a, 96, 64, 256, 256, 256, 151552, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}},
     {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_quadratic_serial_solo", Family::sm90a, 96, 64, 256, 256, 256, 151552, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}},
 };
-const int kVariantCount = 709;
+const int kVariantCount = 721;
 
-// id, head_dim, key_block, source, rows, ctas, stage_bytes, delivery_threads, delivery_bytes, delivery_ctas_per_sm, ragged
+// id, head_dim, key_block, source, rows, ctas, stage_bytes, delivery_threads, delivery_bytes, delivery_ctas_per_sm, ragged, integer
 const PackEntry kPacks[] = {
-    {"pack_d32_n128_bf16", 32, 128, SourceType::bf16, 128, 1, 4352, 0, 0, 0, false},
-    {"pack_d32_n128_fp16", 32, 128, SourceType::fp16, 128, 1, 4352, 0, 0, 0, false},
-    {"pack_d32_n128_fp8", 32, 128, SourceType::fp8, 128, 1, 4352, 0, 0, 0, false},
-    {"pack_d64_n128_bf16", 64, 128, SourceType::bf16, 128, 1, 8448, 256, 50176, 3, true},
-    {"pack_d64_n128_fp16", 64, 128, SourceType::fp16, 128, 1, 8448, 256, 50176, 3, true},
-    {"pack_d64_n128_fp8", 64, 128, SourceType::fp8, 128, 1, 8448, 0, 0, 0, false},
-    {"pack_d64_n192_bf16", 64, 192, SourceType::bf16, 192, 1, 12672, 320, 74752, 2, true},
-    {"pack_d64_n192_fp16", 64, 192, SourceType::fp16, 192, 1, 12672, 320, 74752, 2, true},
-    {"pack_d64_n256_bf16", 64, 256, SourceType::bf16, 256, 1, 16896, 384, 99328, 2, true},
-    {"pack_d64_n256_fp16", 64, 256, SourceType::fp16, 256, 1, 16896, 384, 99328, 2, true},
-    {"pack_d96_n128_bf16", 96, 128, SourceType::bf16, 128, 1, 12544, 0, 0, 0, true},
-    {"pack_d96_n128_fp16", 96, 128, SourceType::fp16, 128, 1, 12544, 0, 0, 0, true},
-    {"pack_d96_n128_fp8", 96, 128, SourceType::fp8, 128, 1, 12544, 0, 0, 0, false},
-    {"pack_d96_n256_bf16", 96, 256, SourceType::bf16, 256, 1, 25088, 0, 0, 0, true},
-    {"pack_d96_n256_fp16", 96, 256, SourceType::fp16, 256, 1, 25088, 0, 0, 0, true},
-    {"pack_d128_n128_bf16", 128, 128, SourceType::bf16, 128, 1, 16640, 384, 99328, 2, true},
-    {"pack_d128_n128_fp16", 128, 128, SourceType::fp16, 128, 1, 16640, 384, 99328, 2, true},
-    {"pack_d128_n128_fp8", 128, 128, SourceType::fp8, 128, 1, 16640, 0, 0, 0, false},
-    {"pack_d128_n192_bf16", 128, 192, SourceType::bf16, 192, 1, 24960, 512, 148480, 1, true},
-    {"pack_d128_n192_fp16", 128, 192, SourceType::fp16, 192, 1, 24960, 512, 148480, 1, true},
-    {"pack_d128_n256_bf16", 128, 256, SourceType::bf16, 256, 1, 33280, 640, 197632, 1, true},
-    {"pack_d128_n256_fp16", 128, 256, SourceType::fp16, 256, 1, 33280, 640, 197632, 1, true},
-    {"pack_d192_n128_bf16", 192, 128, SourceType::bf16, 128, 1, 24832, 0, 0, 0, true},
-    {"pack_d192_n128_fp16", 192, 128, SourceType::fp16, 128, 1, 24832, 0, 0, 0, true},
-    {"pack_d192_n128_fp8", 192, 128, SourceType::fp8, 128, 1, 24832, 0, 0, 0, false},
-    {"pack_d192_n256_bf16", 192, 256, SourceType::bf16, 128, 2, 24832, 0, 0, 0, true},
-    {"pack_d192_n256_fp16", 192, 256, SourceType::fp16, 128, 2, 24832, 0, 0, 0, true},
-    {"pack_d256_n128_bf16", 256, 128, SourceType::bf16, 128, 1, 33024, 0, 0, 0, true},
-    {"pack_d256_n128_fp16", 256, 128, SourceType::fp16, 128, 1, 33024, 0, 0, 0, true},
-    {"pack_d256_n128_fp8", 256, 128, SourceType::fp8, 128, 1, 33024, 0, 0, 0, false},
-    {"pack_d256_n256_bf16", 256, 256, SourceType::bf16, 128, 2, 33024, 0, 0, 0, true},
-    {"pack_d256_n256_fp16", 256, 256, SourceType::fp16, 128, 2, 33024, 0, 0, 0, true},
+    {"pack_d32_n128_bf16", 32, 128, SourceType::bf16, 128, 1, 4352, 0, 0, 0, false, false},
+    {"pack_d32_n128_fp16", 32, 128, SourceType::fp16, 128, 1, 4352, 0, 0, 0, false, false},
+    {"pack_d32_n128_fp8", 32, 128, SourceType::fp8, 128, 1, 4352, 0, 0, 0, false, false},
+    {"pack_d64_n128_bf16", 64, 128, SourceType::bf16, 128, 1, 8448, 256, 50176, 3, true, false},
+    {"pack_d64_n128_bf16_s8", 64, 128, SourceType::bf16, 128, 1, 8448, 0, 0, 0, false, true},
+    {"pack_d64_n128_fp16", 64, 128, SourceType::fp16, 128, 1, 8448, 256, 50176, 3, true, false},
+    {"pack_d64_n128_fp16_s8", 64, 128, SourceType::fp16, 128, 1, 8448, 0, 0, 0, false, true},
+    {"pack_d64_n128_fp8", 64, 128, SourceType::fp8, 128, 1, 8448, 0, 0, 0, false, false},
+    {"pack_d64_n192_bf16", 64, 192, SourceType::bf16, 192, 1, 12672, 320, 74752, 2, true, false},
+    {"pack_d64_n192_bf16_s8", 64, 192, SourceType::bf16, 192, 1, 12672, 0, 0, 0, false, true},
+    {"pack_d64_n192_fp16", 64, 192, SourceType::fp16, 192, 1, 12672, 320, 74752, 2, true, false},
+    {"pack_d64_n192_fp16_s8", 64, 192, SourceType::fp16, 192, 1, 12672, 0, 0, 0, false, true},
+    {"pack_d64_n256_bf16", 64, 256, SourceType::bf16, 256, 1, 16896, 384, 99328, 2, true, false},
+    {"pack_d64_n256_fp16", 64, 256, SourceType::fp16, 256, 1, 16896, 384, 99328, 2, true, false},
+    {"pack_d96_n128_bf16", 96, 128, SourceType::bf16, 128, 1, 12544, 0, 0, 0, true, false},
+    {"pack_d96_n128_fp16", 96, 128, SourceType::fp16, 128, 1, 12544, 0, 0, 0, true, false},
+    {"pack_d96_n128_fp8", 96, 128, SourceType::fp8, 128, 1, 12544, 0, 0, 0, false, false},
+    {"pack_d96_n256_bf16", 96, 256, SourceType::bf16, 256, 1, 25088, 0, 0, 0, true, false},
+    {"pack_d96_n256_fp16", 96, 256, SourceType::fp16, 256, 1, 25088, 0, 0, 0, true, false},
+    {"pack_d128_n128_bf16", 128, 128, SourceType::bf16, 128, 1, 16640, 384, 99328, 2, true, false},
+    {"pack_d128_n128_bf16_s8", 128, 128, SourceType::bf16, 128, 1, 16640, 0, 0, 0, false, true},
+    {"pack_d128_n128_fp16", 128, 128, SourceType::fp16, 128, 1, 16640, 384, 99328, 2, true, false},
+    {"pack_d128_n128_fp16_s8", 128, 128, SourceType::fp16, 128, 1, 16640, 0, 0, 0, false, true},
+    {"pack_d128_n128_fp8", 128, 128, SourceType::fp8, 128, 1, 16640, 0, 0, 0, false, false},
+    {"pack_d128_n192_bf16", 128, 192, SourceType::bf16, 192, 1, 24960, 512, 148480, 1, true, false},
+    {"pack_d128_n192_fp16", 128, 192, SourceType::fp16, 192, 1, 24960, 512, 148480, 1, true, false},
+    {"pack_d128_n256_bf16", 128, 256, SourceType::bf16, 256, 1, 33280, 640, 197632, 1, true, false},
+    {"pack_d128_n256_fp16", 128, 256, SourceType::fp16, 256, 1, 33280, 640, 197632, 1, true, false},
+    {"pack_d192_n128_bf16", 192, 128, SourceType::bf16, 128, 1, 24832, 0, 0, 0, true, false},
+    {"pack_d192_n128_fp16", 192, 128, SourceType::fp16, 128, 1, 24832, 0, 0, 0, true, false},
+    {"pack_d192_n128_fp8", 192, 128, SourceType::fp8, 128, 1, 24832, 0, 0, 0, false, false},
+    {"pack_d192_n256_bf16", 192, 256, SourceType::bf16, 128, 2, 24832, 0, 0, 0, true, false},
+    {"pack_d192_n256_fp16", 192, 256, SourceType::fp16, 128, 2, 24832, 0, 0, 0, true, false},
+    {"pack_d256_n128_bf16", 256, 128, SourceType::bf16, 128, 1, 33024, 0, 0, 0, true, false},
+    {"pack_d256_n128_fp16", 256, 128, SourceType::fp16, 128, 1, 33024, 0, 0, 0, true, false},
+    {"pack_d256_n128_fp8", 256, 128, SourceType::fp8, 128, 1, 33024, 0, 0, 0, false, false},
+    {"pack_d256_n256_bf16", 256, 256, SourceType::bf16, 128, 2, 33024, 0, 0, 0, true, false},
+    {"pack_d256_n256_fp16", 256, 256, SourceType::fp16, 128, 2, 33024, 0, 0, 0, true, false},
 };
-const int kPackCount = 32;
+const int kPackCount = 38;
 
 // id, target, head_dim, rows, tile, threads, smem_bytes, ctas_per_sm, part_floats
 const DecodeEntry kDecodes[] = {
@@ -814,6 +832,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "02d4268085740626eb1d4b1fd953297375fd3742c22a6e5e447035fb77d9185c";
+const char kManifest[] = "70525d449042271948e5795dd1c90f4b8c7199dc09fe71897dfd74953248eab3";
 
 }  // namespace fp8cutlass

@@ -59,11 +59,12 @@ def built_variants(kind: str, **axes: object) -> list[Variant]:
 
 
 def built_packs(*, fp8: bool = False) -> list[dict[str, Any]]:
-    """The compiled kernels that quantise and pack, as the manifest has them, that the card runs; with ``fp8`` those of
-    FP8 operands."""
+    """The compiled kernels that quantise to FP8 and pack, as the manifest has them, that the card runs; with ``fp8``
+    those of FP8 operands."""
     rows = json.loads((built_manifest().directory / "manifest.json").read_text())["packs"]
     arch = card_arch()
-    return [row for row in rows if (arch is None or arch in row["targets"]) and (row["source"] == "fp8") == fp8]
+    mine = [row for row in rows if not row["id"].endswith("_s8") and (row["source"] == "fp8") == fp8]
+    return [row for row in mine if arch is None or arch in row["targets"]]
 
 
 def built_decodes() -> list[Decode]:

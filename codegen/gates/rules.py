@@ -130,8 +130,10 @@ def _count(opcode: str) -> Callable[[Kernel, Measured], str | None]:
     def check(kernel: Kernel, m: Measured) -> str | None:
         if m.listing.loop is None:
             return "no loop around matrix instructions"
-        if (have := m.listing.loop.counts.get(opcode, 0)) != kernel.mma_in_loop:
-            return f"{have} {opcode} in the main loop, the generator counts {kernel.mma_in_loop}"
+        counts = {opcode: kernel.mma_in_loop - kernel.integer_in_loop, "IGMMA": kernel.integer_in_loop}
+        for name, counted in counts.items():
+            if (have := m.listing.loop.counts.get(name, 0)) != counted:
+                return f"{have} {name} in the main loop, the generator counts {counted}"
         return None
 
     return check
@@ -163,7 +165,8 @@ def _hmma(kernel: Kernel, m: Measured) -> str | None:
 
 
 def _warp_products(kernel: Kernel, m: Measured) -> str | None:
-    found = {x: n for x in ("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA") if (n := m.listing.counts.get(x, 0))}
+    integers = () if kernel.integer_in_loop else ("IGMMA",)
+    found = {x: n for x in ("HMMA", "IMMA", "QMMA", "HGMMA", *integers) if (n := m.listing.counts.get(x, 0))}
     return ", ".join(f"{n} {x}" for x, n in found.items()) + ": not FP8 warpgroup products" if found else None
 
 
@@ -228,7 +231,7 @@ GATES = (
     ),
     Gate(
         name="FP8-ONLY",
-        why="no product runs in 16 bits, as integers, or one warp at a time",
+        why="no product runs in 16 bits, as integers where operands are none, or one warp at a time",
         native_only=True,
         check=_warp_products,
         families=("sm90a", RESIDENT),

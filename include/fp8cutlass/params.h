@@ -95,6 +95,7 @@ struct ForwardParams {
 };
 
 enum class OutType { bf16, fp16, e4m3 };
-enum class Granularity { tensor, head, block, token, channel };  // what shares one descale
+// What shares one descale; group: of each 8 tokens of a block two neighbours.
+enum class Granularity { tensor, head, block, token, channel, group };
 
 }  // namespace fp8cutlass

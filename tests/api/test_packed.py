@@ -223,7 +223,7 @@ def test_what_it_says_of_itself() -> None:
     for text in ("(2, 2, 200, 64)", "torch.bfloat16", "scaling='head'", "hadamard=True", "amax=14", packed.kernel):
         assert text in repr(packed)
     assert "packed with amax 14 for " + packed.kernel in explain(QUERY, packed, enable_gqa=True)
-    assert all(getattr(DEFAULTS, name) in ("block", "fast", False) for name in HELD)  # what counts as not given
+    assert all(getattr(DEFAULTS, name) in ("block", "fast", None) for name in HELD)  # what counts as not given
     assert supports(QUERY, packed, enable_gqa=True) == supports(
         QUERY, *KEYS, enable_gqa=True, scaling="head", hadamard=True
     )

@@ -276,10 +276,10 @@ const VariantEntry kVariants[] = {
      {}},
 };
 const int kVariantCount = 11;
-const PackEntry kPacks[] = {{"pack", 64, 128, SourceType::bf16, 128, 1, 8000, 256, 50176, 3, true},
-                            {"halved", 256, 256, SourceType::bf16, 128, 2, 33000, 0, 0, 0, true},
-                            {"narrow", 32, 128, SourceType::bf16, 128, 1, 4000, 0, 0, 0, false},
-                            {"copies", 64, 128, SourceType::fp8, 128, 1, 8448, 0, 0, 0, false}};
+const PackEntry kPacks[] = {{"pack", 64, 128, SourceType::bf16, 128, 1, 8000, 256, 50176, 3, true, false},
+                            {"halved", 256, 256, SourceType::bf16, 128, 2, 33000, 0, 0, 0, true, false},
+                            {"narrow", 32, 128, SourceType::bf16, 128, 1, 4000, 0, 0, 0, false, false},
+                            {"copies", 64, 128, SourceType::fp8, 128, 1, 8448, 0, 0, 0, false, false}};
 const int kPackCount = 4;
 const DecodeEntry kDecodes[] = {{"decode_d64", "sm90a", 64, 8, 128, 128, 70000, 2, 528}};
 const int kDecodeCount = 1;

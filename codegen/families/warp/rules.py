@@ -10,7 +10,9 @@ from codegen.rule import (
     E4M3_OUT_TOKEN,
     E5M2_OUT,
     E5M2_TOKEN,
+    EXACT_SCORES,
     HEAD_DIM,
+    INTEGER_SCALING,
     LINEAR_E5M2,
     LINEAR_RANGE,
     LINEAR_TOKEN,
@@ -55,6 +57,8 @@ RULES: tuple[Rule, ...] = (
         condition=(TILE_N % 32).equals(0) & (lift(KEY_BLOCK) % TILE_N).equals(0),
         explain=lambda v, d: f"tile_n {v.tile_n} is no multiple of 32 that divides {KEY_BLOCK}",
     ),
+    EXACT_SCORES,
+    INTEGER_SCALING,
     LINEAR_RANGE,
     head_dim_rule(
         HEAD_DIM_CHOICES, "shared-memory rows of other lengths would collide in the banks or not be whole k steps"

@@ -13,6 +13,8 @@ from codegen.rule import (
     E4M3_OUT_TOKEN,
     E5M2_OUT,
     E5M2_TOKEN,
+    EXACT_SCORES,
+    INTEGER_SCALING,
     LINEAR_E5M2,
     LINEAR_RANGE,
     LINEAR_TOKEN,
@@ -54,6 +56,8 @@ def _columns_offered(v: Variant) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
+    EXACT_SCORES,
+    INTEGER_SCALING,
     LINEAR_RANGE,
     LINEAR_E5M2,
     LINEAR_TOKEN,
@@ -82,6 +86,7 @@ RULES: tuple[Rule, ...] = (
         name="EXP2-KEYS",
         why=f"FP8 operands come with descales for {KEY_BLOCK} keys, and what takes them must not straddle two",
         condition=SCORE_REGS.equals(2) | (lift(KEY_BLOCK) % TILE_N).equals(0),
+        among=lambda v: v.dtype.arrives,
         explain=lambda v, d: f"exp2 softmax serves blocks of {KEY_BLOCK} keys, which {v.tile_n} does not divide",
     ),
     Rule(

@@ -52,7 +52,8 @@ def kernel_view(v: Variant) -> KernelView:
     values = f"{v.dtype.v.sums.upper()}{v.dtype.p.mma}{v.dtype.v.mma}"
 
     def mma_scores(keys: int) -> str:
-        return f"MMA_64x{keys}x32_{score}{qk}{qk}_SS_TN"
+        form = "" if v.dtype.qk.integer else "<>"  # of floating point: signs that an operand may have
+        return f"MMA_64x{keys}x32_{score}{qk}{qk}_SS_TN{form}"
 
     return KernelView(
         **common(v, d),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Descale = torch.Tensor | float | None
 Layout = Literal["bhsd", "bshd"]
 Scaling = Literal["tensor", "head", "block", "token"]
-Precision = Literal["fast", "balanced", "accurate", "high"]
+Precision = Literal["fast", "balanced", "accurate", "high", "int8", "int8_full"]
 Alignment = Literal["top_left", "bottom_right"]
 Fallback = Literal["error", "sdpa"]
 Backward = Literal["none", "flash"]
@@ -30,8 +30,8 @@ class Keywords(TypedDict, total=False):
     v_descale: Descale
     scaling: Scaling
     precision: Precision
-    smooth_k: bool
-    hadamard: bool
+    smooth_k: bool | None
+    hadamard: bool | None
     out_dtype: torch.dtype | None
     out_descale: Descale
     causal_alignment: Alignment

@@ -125,8 +125,8 @@ def attention(
     v_descale: torch.Tensor | float | None = None,
     scaling: str = "block",
     precision: str = "fast",
-    smooth_k: bool = False,
-    hadamard: bool = False,
+    smooth_k: bool | None = None,
+    hadamard: bool | None = None,
     out_dtype: torch.dtype | None = None,
     out_descale: torch.Tensor | float | None = None,
     return_lse: bool | Literal["merge"] = False,
@@ -180,12 +180,14 @@ def attention(
             computes no P so, and serves where these have no kernel: FP8 operands, whose scores may not fit f16, and
             ``token`` scaling; ``balanced`` exists on sm_90 alone. ``high`` multiplies V by P in two terms, so that next
             to nothing is lost beside the rounding of the operands: e4m3, bf16 and fp16 operands, bf16 and fp16
-            results. Pinning a less precise kernel is excluded.
+            results. Pinning a less precise kernel is excluded. ``int8`` makes 8-bit integers of bf16 and fp16 query and
+            key, ``int8_full`` of value and P, too, in ``block`` scaling; a NaN reaches all rows that see its descale.
         smooth_k: subtract from every key of a head a mean of some of them before it is quantised, which changes nothing
-            but rounding: for keys that share a bias. An LSE is that of the original keys. Not for FP8 operands.
+            but rounding: for keys that share a bias. An LSE is that of the original keys. Not for FP8 operands. By
+            default for ``int8`` and ``int8_full``.
         hadamard: multiply the rows of query and key by one orthonormal matrix before they are quantised, which changes
             no score but for rounding: for outliers. A bias that keys share is better subtracted first (``smooth_k``).
-            Finite elements should stay below 2^120. Not for FP8 operands.
+            Finite elements should stay below 2^120. Not for FP8 operands. By default as ``smooth_k``.
         out_dtype: bf16, fp16 or float8_e4m3fn; default the dtype of query, bf16 for FP8 operands.
         out_descale: for float8_e4m3fn output: a float in [2^-126, 2^126] or one float32; stored = result /
             out_descale, saturating.

@@ -82,7 +82,7 @@ def arguments(request: Request) -> dict[str, Any]:
     beyond = [
         f"{name}={getattr(options, name)!r} is not served for nested tensors, {name}={getattr(DEFAULTS, name)!r} is"
         for name in ONLY
-        if getattr(options, name) != getattr(DEFAULTS, name)
+        if (getattr(options, name) or None) != (getattr(DEFAULTS, name) or None)
     ]
     if options.return_lse not in (True, False):
         beyond.append(f"return_lse={options.return_lse!r} is not served for nested tensors, True and False are")

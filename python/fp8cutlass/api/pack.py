@@ -16,9 +16,10 @@ from ..call.reasons import BHSD, wrong_dtypes, wrong_tensors
 from ..call.request import request_of
 from ..call.settle import settle
 from ..choose.dispatch import padded_head_dim
+from ..choose.stand_in import NO_NUMBER
 from ..choose.target import device_of, head_dims
-from ..dtypes import HALF_DTYPES
-from ..errors import UnsupportedError
+from ..dtypes import HALF_DTYPES, operand_name
+from ..errors import NoKernelError, UnsupportedError
 from ..manifest import SCORE_AMAX
 from ..tracing import constant
 
@@ -30,8 +31,8 @@ def pack_kv(
     layout: str = "bhsd",
     scaling: str = "block",
     precision: str = "fast",
-    smooth_k: bool = False,
-    hadamard: bool = False,
+    smooth_k: bool | None = None,
+    hadamard: bool | None = None,
     query_shape: Sequence[int] | None = None,
     is_causal: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -117,13 +118,13 @@ def pack_kv(
         k_shape = (*k_shape[:2], len(range(keys)), k_shape[3])
     block = 0 if key_block is None else len(range(key_block))
     variant_id, found, amax = chosen_kernel(device.type, device.index, q_shape, k_shape, call.text(), call.right, block)
-    k, v, k_descale, v_descale, k_mean = pack_kv_operator(t.k, t.v, variant_id, scaling, smooth_k, hadamard)
+    k, v, k_descale, v_descale, k_mean = pack_kv_operator(t.k, t.v, variant_id, scaling, call.smooth_k, call.hadamard)
     return PackedKV(
         k=k,
         v=v,
         k_descale=k_descale,
         v_descale=v_descale,
-        k_mean=k_mean if smooth_k else None,
+        k_mean=k_mean if call.smooth_k else None,
         head_dim=t.k.shape[3],
         dtype=key.dtype,
         kernel=variant_id,
@@ -131,8 +132,8 @@ def pack_kv(
         amax=amax,
         scaling=scaling,
         precision=precision,
-        smooth_k=smooth_k,
-        hadamard=hadamard,
+        smooth_k=call.smooth_k,
+        hadamard=call.hadamard,
     )
 
 
@@ -147,11 +148,14 @@ def chosen_kernel(
     key_block: int,
 ) -> tuple[str, int, float]:
     """The variant for a query and keys of these sizes, its key block, and what it has K quantised to. ``key_block`` is
-    the one that it is to have; 0 for any."""
+    the one that it is to have; 0 for any. NoKernelError where only the emulator has the precision."""
     call, device = replace(parse(text), right=right), device_of(kind, index)
     if key_block:  # as if they were there, of magnitudes that every kernel takes
         call = replace(call, kind="packed", key_block=key_block, amax=SCORE_AMAX)
         columns = padded_head_dim(k_shape[3], head_dims(device.type, device.index, False)[0])
         k_shape = (*k_shape[:3], columns)
-    variant = resolve_for(call, device, q_shape, k_shape).variant
+    plan = resolve_for(call, device, q_shape, k_shape, operand_name(torch.bfloat16, call.precision))
+    if plan.number == NO_NUMBER:
+        raise NoKernelError(f"precision={call.precision!r} has no kernel here that reads packed keys and values")
+    variant = plan.variant
     return variant.id, variant.key_block, score_amax(variant)

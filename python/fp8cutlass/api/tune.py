@@ -22,7 +22,7 @@ from ..choose import dispatch, tuned
 from ..choose.dispatch import decide, serving
 from ..choose.problem import Problem
 from ..choose.target import target
-from ..dtypes import DTYPE_NAMES
+from ..dtypes import operand_name
 from ..errors import UnsupportedError
 from ..manifest import load_manifest
 from ..timing import Timing, capture, interleave
@@ -125,7 +125,7 @@ def _search(request: Request, call: Call, tensors: Tensors, timer: Timer, save: 
         tuned.read(path)  # `store` keeps its rows, and would find out too late that it cannot
     q, k = tensors.q, tensors.k
     at = target(q.device)
-    problem = problem_of(call, at, q.device, q.shape, k.shape, DTYPE_NAMES.get(q.dtype, "e4m3"))
+    problem = problem_of(call, at, q.device, q.shape, k.shape, operand_name(q.dtype, call.precision))
     manifest = load_manifest(at.directory)
     default = decide(at.directory, replace(problem, card=""))[0].id  # what the table says, whatever was measured
     rivals = [v.id for v in serving(manifest, problem, default) if v.id != default]

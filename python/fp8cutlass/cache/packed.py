@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 from .._version import __version__
 from ..choose.reuse import KVForm
 from ..choose.target import granularities
+from ..dtypes import OPERANDS, operand_name
 from ..errors import UnsupportedError
-from ..manifest import KEY_BLOCK
+from ..manifest import GROUPS, KEY_BLOCK
 from ..native.fused import descale_shape, packed_shape
 
 HELD = ("scaling", "precision", "smooth_k", "hadamard")  # arguments of attention that packing has settled
@@ -153,7 +154,8 @@ class PackedKV:
         for name, (shape, _) in self.shapes(tokens).items():
             x = getattr(self, name)
             if name.endswith("_descale") and tuple(shape) != tuple(x.shape):  # blocks or tokens in the last dimension
-                first = start // self.key_block if self._shared_by()[name[0]] == "block" else start
+                blocks, shared = start // self.key_block, self._shared_by()[name[0]]
+                first = {"block": blocks, "group": GROUPS * blocks}.get(shared, start)
                 cut[name] = x.narrow(2, first, shape[2]).contiguous()
         return replace(self, **cut)  # type: ignore[arg-type]
 
@@ -190,7 +192,7 @@ class PackedKV:
                 for x in (part.k.shape[2] for part in some[:-1])
                 if x % first.grid
             ]
-            if any(shared[name] not in ("block", "token") for name in "kv"):
+            if any(shared[name] not in ("block", "group", "token") for name in "kv"):
                 wrong.append(f"scaling={first.scaling!r} shares descales among all keys of a head; 'block' does not")
             if first.smooth_k:
                 wrong.append("smooth_k subtracts a mean from all keys of a head, and parts have one each")
@@ -208,7 +210,8 @@ class PackedKV:
         return self if all(x is getattr(self, name) for name, x in moved.items()) else replace(self, **moved)  # type: ignore[arg-type]
 
     def _shared_by(self) -> dict[str, str]:
-        return dict(zip("qkv", granularities(self.scaling), strict=True))
+        mode = dict(zip("qkv", granularities(self.scaling), strict=True))
+        return OPERANDS[operand_name(self.dtype, self.precision)].granularity(mode)
 
     def _all(self) -> list[torch.Tensor | None]:
         return [getattr(self, name) for name in LEAVES]

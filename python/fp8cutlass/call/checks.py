@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..dtypes import DTYPE_NAMES, HALF_DTYPES, OUT_NAMES
+from ..dtypes import DTYPE_NAMES, HALF_DTYPES, INTEGER, OUT_NAMES
 from ..errors import NoKernelError, UnsupportedError
 from ..quant import descale
 from . import backward, masks
@@ -84,6 +84,8 @@ def check_types(request: Request) -> None:
     if q.dtype in DTYPE_NAMES:
         on = [name for name in TRANSFORMS if getattr(request.options, name)]
         wrong += [f"{name} is for bf16 and fp16 operands; {q.dtype} ones are quantised already" for name in on]
+        if (precision := request.options.precision) in INTEGER:
+            wrong.append(f"precision={precision!r} is for bf16 and fp16 operands; {q.dtype} ones are quantised already")
     out_dtype = request.options.out_dtype
     if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in OUT_NAMES):
         wrong.append(f"out_dtype must be one of {', '.join(map(str, OUT_NAMES))}, got {out_dtype}")

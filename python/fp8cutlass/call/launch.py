@@ -10,21 +10,20 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
+from ..dtypes import OPERANDS
 from ..emulator.emulate import emulate
 from ..manifest import Variant
 from ..memory import aligned, as_bytes, empty_rows, is_seq_major
 from ..native import extension
 from ..native.fused import Operands, quantise_and_pack
 from ..quant.prepare import prepared
-from ..quant.quantize import V_AMAX, quantize
+from ..quant.quantize import quantize
 from ..quant.smooth import key_mean, restore_lse
 from ..quant.v_layout import pack_v, pad_token_descale, unpack_v
 from .call import Call, Outputs, Tensors
 from .card import run_on_card
 from .masks import for_emulator, packed
-from .plan import Plan, score_amax
-
-E4M3 = torch.float8_e4m3fn
+from .plan import Plan, score_amax, value_amax
 
 
 def empty_outputs(call: Call, q: torch.Tensor) -> Outputs:
@@ -127,7 +126,8 @@ def quantised_query(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Q and its descale."""
     rotated = prepared(q, None, head_dim=variant.head_dim, hadamard=call.hadamard)
-    return quantize(rotated, granularity=granularity["q"], amax=score_amax(variant))
+    dtype = OPERANDS[variant.dtype].qk
+    return quantize(rotated, granularity=granularity["q"], dtype=dtype, amax=score_amax(variant))
 
 
 def quantised_keys(
@@ -136,8 +136,13 @@ def quantised_keys(
     """K, V, and their descales."""
     block, mean = variant.key_block, key_mean(k) if call.smooth_k else None
     changed = prepared(k, mean, head_dim=variant.head_dim, hadamard=call.hadamard)
-    k8, k_descale = quantize(changed, granularity=granularity["k"], amax=score_amax(variant), block=block)
-    v8, v_descale = quantize(v, granularity=granularity["v"], amax=V_AMAX, block=block)
+    operand = OPERANDS[variant.dtype]
+    k8, k_descale = quantize(
+        changed, granularity=granularity["k"], dtype=operand.qk, amax=score_amax(variant), block=block
+    )
+    v8, v_descale = quantize(v, granularity=granularity["v"], dtype=operand.v, amax=value_amax(variant), block=block)
+    if operand.v == torch.int8:  # a V of zeros takes no range from the others
+        v_descale = v_descale.masked_fill((v == 0).all(3), 0.0)
     return k8, v8, k_descale, v_descale
 
 
@@ -152,7 +157,9 @@ def fp8_operands(call: Call, variant: Variant, t: Tensors) -> Operands:
 
 def _query(q: torch.Tensor, variant: Variant, scale: float) -> torch.Tensor:
     q = _padded(q, variant.head_dim - q.shape[3])
-    return (q.view(torch.uint8) ^ 0x80).view(q.dtype) if scale < 0 else q  # the sign bit of FP8, exact
+    if scale >= 0:
+        return q
+    return -q if q.dtype == torch.int8 else (q.view(torch.uint8) ^ 0x80).view(q.dtype)  # the sign bit of FP8; exact
 
 
 def _keys(
@@ -198,14 +205,14 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
     call, variant = plan.call, plan.variant
     if o.q is None or o.k is None or o.v is None or o.q_descale is None or o.k_descale is None or o.v_descale is None:
         raise ValueError("an operand or a descale is missing")
-    keys, dtype = o.k.shape[2], torch.float8_e5m2 if variant.dtype == "e5m2" else E4M3
+    keys, operand = o.k.shape[2], OPERANDS[variant.dtype]
     k_descale = o.k_descale[:, :, :keys] if call.scaling == "token" else o.k_descale
     causal_offset, window_offset = call.offsets(o.q.shape[2], keys)
     mask = packed(t.seen, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, o.q.shape[2], keys)
     result = emulate(
-        o.q.view(dtype),
-        o.k.view(dtype),
-        unpack_v(o.v.view(dtype), keys),
+        o.q.view(operand.qk),
+        o.k.view(operand.qk),
+        unpack_v(o.v.view(operand.v), keys),
         o.q_descale,
         k_descale,
         o.v_descale,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from .._ops import NAMESPACE
 from ..choose.target import target
-from ..dtypes import DTYPE_NAMES, HALF_DTYPES
+from ..dtypes import DTYPE_NAMES, HALF_DTYPES, OPERANDS, operand_name
 from ..errors import UnsupportedError
 from ..manifest import Manifest, Variant, load_manifest
 from ..native.fused import Operands, descale_shape, empty_operands, fill, packed_shape, readable
@@ -149,8 +149,9 @@ def _packed_shapes(call: Call, t: Tensors, modes: dict[str, dict[str, str]]) -> 
     shape = t.k.shape
     expected: Expected = {"k": (shape, torch.uint8), "v": (packed_shape(shape), torch.uint8)}
     floats = {"k_mean": (*shape[:2], shape[3]), "out_descale": (1,)}
+    granularity = OPERANDS[operand_name(t.q.dtype, call.precision)].granularity(modes[call.scaling])
     for name in "kv":
-        floats[f"{name}_descale"] = descale_shape(name, shape, modes[call.scaling][name], call.key_block)
+        floats[f"{name}_descale"] = descale_shape(name, shape, granularity[name], call.key_block)
     return expected | {name: (sizes, torch.float32) for name, sizes in floats.items()}
 
 
@@ -171,7 +172,7 @@ def _pack_kv(
             f"kernel={kernel!r} is for head_dim 1..{variant.head_dim} and scaling {' or '.join(variant.scalings)}, "
             f"got {k.shape[3]} and {scaling!r}"
         )
-    granularity = manifest.scaling[scaling]
+    granularity = OPERANDS[variant.dtype].granularity(manifest.scaling[scaling])
     made = _room(k, v, variant, manifest, scaling, smooth_k)
     k8, v8, k_descale, v_descale, k_mean = made
     if not k.numel():
@@ -208,7 +209,7 @@ def _room(
         v,
         head_dim=variant.head_dim,
         key_block=variant.key_block,
-        granularity=manifest.scaling[scaling],
+        granularity=OPERANDS[variant.dtype].granularity(manifest.scaling[scaling]),
         smooth_k=smooth_k,
     )
     k_mean = k.new_empty((0,), dtype=torch.float32) if made.k_mean is None else made.k_mean

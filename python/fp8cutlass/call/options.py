@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..dtypes import INTEGER, INTEGER_SCALING
 from ..errors import UnsupportedError
 from ..quant.descale import SCALE_MAX
 
@@ -24,8 +25,8 @@ class Options(NamedTuple):
     layout: str = "bhsd"
     scaling: str = "block"
     precision: str = "fast"
-    smooth_k: bool = False
-    hadamard: bool = False
+    smooth_k: bool | None = None
+    hadamard: bool | None = None
     out_dtype: torch.dtype | None = None
     return_lse: bool | str = False
     return_amax: bool = False
@@ -39,7 +40,7 @@ class Options(NamedTuple):
 
 CHOICES = {
     "layout": ("bhsd", "bshd"),
-    "precision": ("fast", "balanced", "accurate", "high"),
+    "precision": ("fast", "balanced", "accurate", "high", *INTEGER),
     "causal_alignment": ("top_left", "bottom_right"),
     "fallback": ("error", "sdpa"),
     "backward": ("none", "flash"),
@@ -65,6 +66,18 @@ def one_of(name: str, given: Any, accepted: Sequence[str]) -> str | None:
 def flag(name: str, given: Any) -> str | None:
     """Why ``given`` is neither True nor False; None if it is."""
     return None if isinstance(given, bool) else f"{name} must be True or False, got {given!r}"
+
+
+def optional_flag(name: str, given: Any) -> str | None:
+    """Why ``given`` is neither True nor False nor None; None if it is."""
+    return None if given is None else flag(name, given)
+
+
+def transformed(options: Options, name: str) -> bool:
+    """Whether Q and K are changed before they are quantised; None is as the precision has it: 8-bit integers, of one
+    step, need it."""
+    given = getattr(options, name)
+    return options.precision in INTEGER if given is None else given
 
 
 def _scaling(name: str, given: Any) -> str | None:  # which words there are, the manifest says
@@ -119,8 +132,8 @@ RULES: dict[str, Callable[[str, Any], str | None]] = {
     "scaling": _scaling,
     "is_causal": flag,
     "enable_gqa": flag,
-    "smooth_k": flag,
-    "hadamard": flag,
+    "smooth_k": optional_flag,
+    "hadamard": optional_flag,
     "return_lse": _lse,
     "return_amax": flag,
     "kernel": wrong_kernel,
@@ -159,5 +172,9 @@ def check_options(options: Options) -> None:
         )
     if options.causal_offset is not None and options.causal_alignment == "bottom_right":
         wrong.append(f"causal_offset={options.causal_offset} excludes causal_alignment='bottom_right'")
+    if not wrong and options.precision in INTEGER and options.scaling != INTEGER_SCALING:
+        wrong.append(
+            f"precision={options.precision!r} has scaling={INTEGER_SCALING!r} alone, got scaling={options.scaling!r}"
+        )
     if wrong:
         raise UnsupportedError(*wrong)

@@ -13,10 +13,10 @@ from ..choose.problem import Decision, Problem
 from ..choose.reuse import KVForm
 from ..choose.special import no_mask_kernel
 from ..choose.target import Target, target
-from ..dtypes import DTYPE_NAMES, OUT_NAMES
+from ..dtypes import INTEGER, OPERANDS, OUT_NAMES, operand_name
 from ..errors import NoKernelError, UnsupportedError
 from ..manifest import SCORE_AMAX, Resident, Variant, load_manifest
-from ..quant.quantize import FP8_MAX
+from ..quant.quantize import LIMITS, V_AMAX
 from .call import Call
 
 
@@ -34,7 +34,13 @@ class Plan:
 
 def score_amax(variant: Variant) -> float:
     """What bf16 and fp16 Q and K are quantised to for a kernel: its scores must fit their accumulator."""
-    return SCORE_AMAX if variant.score == "f16" else FP8_MAX[torch.float8_e4m3fn]
+    dtype = OPERANDS[variant.dtype].qk
+    return SCORE_AMAX if variant.score == "f16" else LIMITS[dtype if dtype == torch.int8 else torch.float8_e4m3fn]
+
+
+def value_amax(variant: Variant) -> float:
+    """What bf16 and fp16 V are quantised to."""
+    return LIMITS[torch.int8] if OPERANDS[variant.dtype].v == torch.int8 else V_AMAX
 
 
 def resolve(call: Call, q: torch.Tensor, k: torch.Tensor, *, shipped: bool = False) -> Plan:
@@ -42,7 +48,7 @@ def resolve(call: Call, q: torch.Tensor, k: torch.Tensor, *, shipped: bool = Fal
 
     UnsupportedError where there is none. With ``shipped`` the shipped table answers for a card.
     """
-    plan = resolve_for(call, q.device, q.shape, k.shape, DTYPE_NAMES.get(q.dtype, "e4m3"), shipped=shipped)
+    plan = resolve_for(call, q.device, q.shape, k.shape, operand_name(q.dtype, call.precision), shipped=shipped)
     return _kept(plan, q, k, shipped=shipped)
 
 
@@ -51,6 +57,8 @@ def _kept(plan: Plan, q: torch.Tensor, k: torch.Tensor, *, shipped: bool) -> Pla
     ``tune`` has found none for the problem."""
     call, source = plan.call, OUT_NAMES.get(q.dtype, "")
     if call.kind != "half" or call.kernel or call.smooth_k or call.hadamard or not q.is_cuda:
+        return plan
+    if call.precision in INTEGER:
         return plan
     at = target(q.device, shipped=shipped)
     manifest = load_manifest(at.directory)
@@ -88,7 +96,8 @@ def resolve_for(
         raise UnsupportedError(
             f"kernel={call.kernel!r} is built for {', '.join(variant.targets)}, {device} is {at.arch}"
         )
-    return Plan(call, variant, number, decision, load_manifest(at.directory).scaling[call.scaling])
+    mode = load_manifest(at.directory).scaling[call.scaling]
+    return Plan(call, variant, number, decision, OPERANDS[variant.dtype].granularity(mode))
 
 
 def problem_of(

@@ -9,14 +9,14 @@ import torch
 from ..choose.dispatch import padded_head_dim
 from ..choose.special import NEW_MASKS
 from ..choose.target import granularities, head_dims, unserved
-from ..dtypes import DTYPE_NAMES, OUT_NAMES
+from ..dtypes import DTYPE_NAMES, INTEGER, OUT_NAMES, operand_name
 from ..errors import NoKernelError
 from ..manifest import KEY_BLOCK
 from ..quant.descale import all_canonical, to_canonical
 from . import checks, masks
 from .call import Call, Tensors, mask_of
 from .enter import opened, reshaped
-from .options import F16_SCORES, MERGE, Options, check_options, visible
+from .options import F16_SCORES, MERGE, Options, check_options, transformed, visible
 from .request import Request
 
 
@@ -44,6 +44,8 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
     # FP8 operands may hold anything up to 448, which f16 scores do not: whoever pins a kernel has seen to it.
     fits = half or options.kernel or options.precision not in F16_SCORES
     biased = masks.is_bias(request.attn_mask)
+    if biased and options.precision in INTEGER:  # whose scores are integers
+        raise NoKernelError(f"attn_mask that is added to scores is not served with precision={options.precision!r}")
     if biased:  # it is added to float32 scores
         fits = options.precision not in F16_SCORES
     precision = options.precision if fits else "accurate"
@@ -64,8 +66,8 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
         merge_lse=options.return_lse == MERGE,
         return_amax=options.return_amax,
         kernel=options.kernel or "",
-        smooth_k=options.smooth_k,
-        hadamard=options.hadamard,
+        smooth_k=half and transformed(options, "smooth_k"),
+        hadamard=half and transformed(options, "hadamard"),
         masked=masked,
         biased=biased,
         key_block=KEY_BLOCK if packed is None else packed.key_block,
@@ -92,7 +94,7 @@ def _check_served(options: Options, q: torch.Tensor, out: str, mask: str, precis
     if not refusals:
         head_dim = padded_head_dim(q.shape[3], available)
         if options.kernel is None or mask in NEW_MASKS:
-            dtype = DTYPE_NAMES.get(q.dtype, "e4m3")
+            dtype = operand_name(q.dtype, precision)
             refusals = unserved(*device, head_dim, dtype, out, options.scaling, mask, precision)
     if refusals:
         raise NoKernelError(*refusals)

@@ -10,7 +10,7 @@ import torch
 
 from ..cache.packed import LEAVES, SETTLED, PackedKV
 from ..choose.target import device_of
-from ..dtypes import DTYPE_NAMES
+from ..dtypes import operand_name
 from ..errors import UnsupportedError
 from ..manifest import SCORE_AMAX
 from ..native.extension import assumed
@@ -103,7 +103,7 @@ def _traced(request: Request) -> Answer:
     except UnsupportedError as error:
         return False, str(error)
     if call.kernel or call.kind == "packed":
-        device, dtype = tensors.q.device, DTYPE_NAMES.get(tensors.q.dtype, "e4m3")
+        device, dtype = tensors.q.device, operand_name(tensors.q.dtype, call.precision)
         # Plain numbers where torch.compile traces: a range's length, and what a branch chooses.
         sizes = (tensors.q.shape[3], tensors.k.shape[3], call.key_block)
         head_dim, columns, block = (len(range(size)) for size in sizes)

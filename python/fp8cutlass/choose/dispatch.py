@@ -16,6 +16,7 @@ from . import tuned
 from .problem import Decision, Problem
 from .reuse import KVForm, misfits, readable
 from .special import PRECISE_ENOUGH, for_window, window_kernels
+from .stand_in import NO_NUMBER, no_integer_kernel, stand_in, stands_in
 from .table import Table
 from .why import explained, load_times
 
@@ -112,6 +113,12 @@ def decide(
     UnsupportedError with the table's reason where it holds no kernel.
     """
     manifest, key = load_manifest(directory), problem
+    if not kernel and stands_in(manifest, problem.arch, problem.precision):
+        if form is not None:
+            raise NoKernelError(no_integer_kernel(problem.arch, problem.precision))
+        base, _, decision = decide(directory, replace(problem, precision="accurate", dtype="e4m3"))
+        variant = stand_in(base, problem.precision)
+        return variant, NO_NUMBER, replace(decision, variant=variant.id, criterion=f"the tiles of {base.id}")
     if kernel:
         decision = pinned(manifest, problem, kernel)
     elif problem.window:

@@ -13,6 +13,7 @@ PRECISE_ENOUGH = {
     "accurate": ("exp2", "exp2x2"),
     "high": ("exp2x2",),
     "balanced": ("quadratic", "exp2", "exp2x2"),
+    "int8": ("codes",),
 }
 
 

@@ -21,6 +21,7 @@ from ..tracing import constant
 from .dispatch import load_table, refusal
 from .problem import CPU_ARCH, CPU_SM_COUNT
 from .special import NEW_MASKS, no_mask_kernel, no_window_kernel, window_kernels
+from .stand_in import no_integer_kernel, stands_in
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,10 @@ def _unserved(
     at: Target, on_card: bool, head_dim: int, dtype: str, out: str, scaling: str, mask: str, precision: str
 ) -> tuple[str, ...]:
     manifest = load_manifest(at.directory)
+    if stands_in(manifest, at.arch, precision):
+        if on_card:
+            return (no_integer_kernel(at.arch, precision),)
+        dtype, precision = "e4m3", "accurate"  # whose tiles the emulator takes
     if mask == "window" and on_card:  # the emulator needs no kernel of its own for one
         axes = (dtype, out, scaling, precision)
         served = window_kernels(manifest, at.arch, head_dim, *axes)

@@ -13,12 +13,12 @@ from typing import cast
 
 import torch
 
-from ..dtypes import OUT_DTYPES
+from ..dtypes import OPERANDS, OUT_DTYPES
 from ..manifest import Variant, generated_dir, load_manifest
-from .softmax import E4M3_MAX, MAX_SLOPE, MIN_SLOPE, SOFTMAXES
+from .softmax import E4M3_MAX
+from .tile import scores_of, slope_of, tile_of
 from .visible import Heads, Mask, Visible
 
-MMA_K = 32  # products of one FP8 matrix instruction
 # A tile that outweighs the reference by more than 2^16 becomes the reference. O holds up to V * 2^16 * P * keys, with P
 # up to 2^8.3: the more a tile may rise, the sooner a large V overflows where its descale is applied tile by tile.
 MAX_RISE = 16.0
@@ -60,8 +60,9 @@ class _Chunk:
     k: torch.Tensor  # (G, Sk, D) float32
     v: torch.Tensor  # (G, Sk, D) float32
     q_slope: torch.Tensor  # (G, R, 1): q_descale * scale * log2(e)
-    k_descale: torch.Tensor  # (G, tiles), or (G, Sk) where each token has its own
+    k_descale: torch.Tensor  # (G, tiles), or (G, Sk) where each token has its own, or (G, 4 blocks) of groups
     v_tile: torch.Tensor | None  # (G, tiles), of a kernel of scaling `block`
+    v_token: torch.Tensor | None  # (G, Sk)
     v_column: torch.Tensor  # (G, 1, 1) or (G, 1, D)
     shared_by: dict[str, str]  # granularity of the descales of q, k and v
 
@@ -90,7 +91,8 @@ def emulate(
     """Run one variant.
 
     Args:
-        q: (B, H, Sq, D) FP8, any strides, any device; k and v: (B, Hkv, Sk, D), not packed. Nothing is empty.
+        q: (B, H, Sq, D), of the variant's operands, any strides, any device; k and v: (B, Hkv, Sk, D), not packed.
+            Nothing is empty.
         q_descale, k_descale, v_descale: float32, the canonical shapes of the scaling mode, blocks of
             ``variant.key_block`` keys.
         variant: gives tile sizes, softmax, causal and output type.
@@ -151,7 +153,7 @@ def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, sc
     group, groups, device = heads // kv_heads, batch * kv_heads, q.device
     tile_start = torch.arange(0, seqlen_k, variant.tile_n, device=device)
 
-    shared_by = load_manifest(generated_dir()).scaling[scaling]
+    shared_by = OPERANDS[variant.dtype].granularity(load_manifest(generated_dir()).scaling[scaling])
 
     def per_tile(descale: torch.Tensor, granularity: str) -> torch.Tensor:  # (G, tiles)
         if granularity == "tensor":
@@ -166,9 +168,12 @@ def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, sc
         q_rows = q_descale.reshape(groups, group, 1, 1).expand(-1, -1, seqlen_q, 1).reshape(groups, -1, 1)
     else:
         q_rows = q_descale.reshape(groups, -1, 1)
-    k_tiles = k_descale.reshape(groups, -1) if shared_by["k"] == "token" else per_tile(k_descale, shared_by["k"])
-    v_tile, v_column = None, torch.ones(groups, 1, 1, device=device)
-    if shared_by["v"] == "channel":
+    as_given = shared_by["k"] in ("token", "group")
+    k_tiles = k_descale.reshape(groups, -1) if as_given else per_tile(k_descale, shared_by["k"])
+    v_tile, v_column, v_token = None, torch.ones(groups, 1, 1, device=device), None
+    if shared_by["v"] == "token":
+        v_token = v_descale.reshape(groups, -1)[part]
+    elif shared_by["v"] == "channel":
         v_column = v_descale.reshape(groups, 1, head_dim)
     elif variant.family == "sm90a" or v_descale.numel() > groups:  # applied tile by tile; by sm89 where tiles differ
         v_tile = per_tile(v_descale, shared_by["v"])[part]
@@ -182,35 +187,10 @@ def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, sc
         q_slope=(q_rows * octaves)[part],
         k_descale=k_tiles[part],
         v_tile=v_tile,
+        v_token=v_token,
         v_column=v_column[part],
         shared_by=shared_by,
     )
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, accumulator: str, emulated_mma: bool) -> torch.Tensor:
-    """Q K^T as float32; an f16 accumulator is rounded after every matrix instruction, which takes 32 products.
-
-    Where FP8 ``mma.sync`` is emulated, an instruction is two f16 ones of 16 products from zero, then an f16 addition:
-    the first takes bytes 0 and 1 of every register, which holds 4 neighbours, the second bytes 2 and 3.
-    """
-    if accumulator == "f32":
-        return q @ k.transpose(1, 2)
-    total = torch.zeros((), device=q.device)
-    for d in range(0, q.shape[-1], MMA_K):
-        q_step, k_step = q[..., d : d + MMA_K], k[..., d : d + MMA_K].transpose(1, 2)
-        if emulated_mma:
-            first = torch.arange(MMA_K, device=q.device) % 4 < 2
-            product = (q_step[..., first] @ k_step[:, first]).half().float()
-            product = (product + q_step[..., ~first] @ k_step[:, ~first]).half().float()
-        else:
-            product = q_step @ k_step
-        total = (total + product).half().float()
-    return total
-
-
-def _values(p: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """P V of a tile, (G, R, D) of (G, R, N) and (G, N, D), and the sums of P, (G, R, 1)."""
-    return p @ v, p.sum(-1, keepdim=True)
 
 
 def _attend(
@@ -234,18 +214,17 @@ def _attend(
     kept: list[tuple[torch.Tensor, ...]] = []
     for tile, start in enumerate(range(0, keys, tile_n)):
         part = slice(start, start + tile_n)
-        s = _scores(chunk.q, chunk.k[:, part], variant.score, emulated_mma)
-        k_descale = chunk.k_descale[:, None, part] if k_per_token else chunk.k_descale[:, tile, None, None]
+        s = scores_of(chunk.q, chunk.k[:, part], variant.score, emulated_mma)
         if k_per_token:
-            s = s * k_descale
-        unit = chunk.q_slope * 8.0 if variant.score == "f16" else chunk.q_slope
-        slope = (unit if k_per_token else unit * k_descale).clamp(MIN_SLOPE[variant.score], MAX_SLOPE)
+            s = s * chunk.k_descale[:, None, part]
+        slope = slope_of(s, chunk.q_slope, chunk.k_descale, chunk.shared_by["k"], variant, tile)
         s, slope = seen.biased(s, slope, start)
         s = seen.hide(s, start)
-        p, p_bytes, weight, exact = SOFTMAXES[variant.softmax](s, slope, return_lse and not merge_lse)
-        tile_o, tile_sum = _values(p, chunk.v[:, part])
+        v_token = None if chunk.v_token is None else chunk.v_token[:, part]
+        made = tile_of(s, slope, chunk.v[:, part], v_token, variant.softmax, return_lse and not merge_lse)
+        tile_o, weight = made.product, made.weight
         if diagnostics:
-            kept.append((s, p_bytes, weight, tile_o[:, :, None]))
+            kept.append((s, made.p, weight, tile_o[:, :, None]))
         ref = torch.where(seen.begin == tile, weight, ref)
         rise = weight - ref
         shrink = torch.where(rise > MAX_RISE, torch.exp2(-rise), 1.0)
@@ -254,8 +233,8 @@ def _attend(
         factor = beta if chunk.v_tile is None else beta * chunk.v_tile[:, tile, None, None]
         visited = seen.visited(tile)
         o = o * shrink + torch.where(visited, factor * tile_o, 0.0)
-        row_sum = row_sum * shrink + torch.where(visited, beta * tile_sum, 0.0)
-        exact_sum = exact_sum * shrink + torch.where(visited, beta * exact, 0.0)
+        row_sum = row_sum * shrink + torch.where(visited, beta * made.total, 0.0)
+        exact_sum = exact_sum * shrink + torch.where(visited, beta * made.exact, 0.0)
     total = row_sum if merge_lse else exact_sum
     # A row that saw no key is 0, even where a NaN in V met its zeros.
     o = torch.where(row_sum == 0, 0.0, o * ((1.0 if v_per_channel else chunk.v_column) / row_sum))

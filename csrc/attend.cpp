@@ -116,10 +116,11 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
   const Tensor out = empty_result(q, c.seq_major, variant);
   std::optional<QuerySource> source;
   if (leave_q) source = QuerySource{c.score_amax, c.scale < 0, true};  // it is the pack kernel, launched in order
-  ForwardParams params = forward_params({leave_q ? q : *q8_view, *packing.k8, *packing.v8, q_descale_view,
-                                         *packing.k_descale, *packing.v_descale, tensors.out_descale, out, tensors.lse,
-                                         tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, source},
-                                        variant);
+  ForwardParams params =
+      forward_params({leave_q ? q : *q8_view, *packing.k8, *packing.v8, q_descale_view, *packing.k_descale,
+                      *packing.v_descale, tensors.out_descale, out, tensors.lse, tensors.amax, std::abs(c.scale),
+                      c.causal_offset, c.window_offset, source, tensors.sinks, c.softcap},
+                     variant);
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   if (groups > 0) check_launch(cudaMemsetAsync(base + maxima, 0, groups * kFloat, stream), pack.id, device);

@@ -227,6 +227,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_fwd_d256_m64n32w4_s
     for (int f = 0; f < kFrags; ++f) {
       const int row = work.row + thread / 32 * kWarpRows + 16 * f + thread % 32 / 4;
       clear_dead_rows(o[f], rows[f].sum);
+      if (p.sinks != nullptr) add_sink(rows[f].sum, rows[f].ref, p, work.head, 1.f);
       const int64_t first = work.batch * p.o_stride_batch + work.head * p.o_stride_head + row * p.o_stride_row;
       store_rows<Out>(p, first, p.seqlen_q, row, o[f], rows[f].sum, v_descale, column_descale, 1.f);
       if (want_lse) store_lse(p, [&](int row) { return (int64_t(work.batch) * p.heads + work.head) * p.seqlen_q + row; }, p.seqlen_q, row, rows[f].exact, rows[f].ref);

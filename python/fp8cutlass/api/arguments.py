@@ -35,6 +35,8 @@ class Keywords(TypedDict, total=False):
     out_descale: Descale
     causal_alignment: Alignment
     window_size: tuple[int, int]
+    softcap: float
+    sinks: torch.Tensor | None
     out: torch.Tensor | None
     kernel: str | None
     fallback: Fallback

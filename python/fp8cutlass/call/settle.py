@@ -42,6 +42,9 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
     checks.check_features(request)
     # FP8 operands may hold anything up to 448, which f16 scores do not: whoever pins a kernel has seen to it.
     fits = half or options.kernel or options.precision not in F16_SCORES
+    capped = bool(options.softcap)
+    if capped and not options.kernel:  # those that cap scores compute exponentials
+        fits = options.precision not in F16_SCORES
     precision = options.precision if fits else "accurate"
     left, right = visible(options)
     _check_served(options, q, OUT_NAMES[out_dtype], mask_of(left, right), precision, shipped)
@@ -61,18 +64,20 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
         hadamard=options.hadamard,
         key_block=KEY_BLOCK if packed is None else packed.key_block,
         amax=0.0 if packed is None else packed.amax,
+        softcap=float(options.softcap),
     )
     out_descale = None
     if request.out_descale is not None:
         out_descale = to_canonical(request.out_descale, "tensor", (1, 1, 1, 1), q.device)
+    sinks = None if request.sinks is None else request.sinks.float().contiguous()
     if packed is not None:
         held = (None, packed.k_descale, packed.v_descale, out_descale, packed.k_mean)
-        return call, Tensors(q, packed.k, packed.v, *held)
+        return call, Tensors(q, packed.k, packed.v, *held, sinks)
     if half:
-        return call, Tensors(q, k, v, out_descale=out_descale)
+        return call, Tensors(q, k, v, out_descale=out_descale, sinks=sinks)
     descales = (request.q_descale, request.k_descale, request.v_descale)
     q_descale, k_descale, v_descale = all_canonical(descales, granularity, (q, k, v))
-    return call, Tensors(q, k, v, q_descale, k_descale, v_descale, out_descale)
+    return call, Tensors(q, k, v, q_descale, k_descale, v_descale, out_descale, sinks=sinks)
 
 
 def _check_served(options: Options, q: torch.Tensor, out: str, mask: str, precision: str, shipped: bool) -> None:
@@ -83,6 +88,6 @@ def _check_served(options: Options, q: torch.Tensor, out: str, mask: str, precis
         head_dim = padded_head_dim(q.shape[3], available)
         if options.kernel is None:
             dtype = DTYPE_NAMES.get(q.dtype, "e4m3")
-            refusals = unserved(*device, head_dim, dtype, out, options.scaling, mask, precision)
+            refusals = unserved(*device, head_dim, dtype, out, options.scaling, mask, precision, bool(options.softcap))
     if refusals:
         raise NoKernelError(*refusals)

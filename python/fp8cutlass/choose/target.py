@@ -20,7 +20,7 @@ from ..native import extension
 from ..tracing import constant
 from .dispatch import load_table, refusal
 from .problem import CPU_ARCH, CPU_SM_COUNT
-from .special import no_window_kernel, window_kernels
+from .special import Asked, no_special_kernel, special_kernels
 
 
 @dataclass(frozen=True)
@@ -95,24 +95,28 @@ def unserved(
     scaling: str,
     mask: str,
     precision: str,
+    capped: bool,
 ) -> tuple[str, ...]:
     """The reasons why no kernel serves such a call, whatever its lengths; none if one does."""
     at = target(device_of(kind, index), shipped=shipped)
-    return _unserved(at, kind == "cuda", head_dim, dtype, out, scaling, mask, precision)
+    return _unserved(at, kind == "cuda", head_dim, Asked(mask, capped, dtype, out, scaling, precision))
 
 
 @lru_cache(maxsize=1024)
-def _unserved(
-    at: Target, on_card: bool, head_dim: int, dtype: str, out: str, scaling: str, mask: str, precision: str
-) -> tuple[str, ...]:
+def _unserved(at: Target, on_card: bool, head_dim: int, asked: Asked) -> tuple[str, ...]:
     manifest = load_manifest(at.directory)
-    if mask == "window" and on_card:  # the emulator needs no kernel of its own for one
-        axes = (dtype, out, scaling, precision)
-        served = window_kernels(manifest, at.arch, head_dim, *axes)
-        return () if served else (refusal(at.arch, manifest.profile, no_window_kernel(*axes)),)
-    causal = mask == "causal"
+    if (asked.mask == "window" or asked.capped) and on_card:  # the emulator needs no kernel of its own for these
+        served = special_kernels(manifest, at.arch, head_dim, asked)
+        return () if served else (refusal(at.arch, manifest.profile, no_special_kernel(asked)),)
+    _, _, dtype, out, scaling, precision = asked
     decisions = load_table(at.directory).over_lengths(
-        arch=at.arch, head_dim=head_dim, dtype=dtype, out=out, scaling=scaling, causal=causal, precision=precision
+        arch=at.arch,
+        head_dim=head_dim,
+        dtype=dtype,
+        out=out,
+        scaling=scaling,
+        causal=asked.mask == "causal",
+        precision=precision,
     )
     if any(decision.variant is not None for decision in decisions):
         return ()

@@ -15,6 +15,7 @@ import torch
 
 from ..dtypes import OUT_DTYPES
 from ..manifest import Variant, generated_dir, load_manifest
+from .scores import add_sinks, capped, lse_of_all, of_rows, unit_slope
 from .softmax import E4M3_MAX, MAX_SLOPE, MIN_SLOPE, SOFTMAXES
 
 MMA_K = 32  # products of one FP8 matrix instruction
@@ -23,7 +24,7 @@ MMA_K = 32  # products of one FP8 matrix instruction
 MAX_RISE = 16.0
 CHUNK_BYTES = 1 << 30
 BYTES_PER_SCORE = 48  # float32 and float64 temporaries of one tile, measured peak
-LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+LN2 = math.log(2.0)
 
 
 @dataclass
@@ -58,12 +59,14 @@ class _Chunk:
     q: torch.Tensor  # (G, R, D) float32
     k: torch.Tensor  # (G, Sk, D) float32
     v: torch.Tensor  # (G, Sk, D) float32
-    q_slope: torch.Tensor  # (G, R, 1): q_descale * scale * log2(e)
+    q_slope: torch.Tensor  # (G, R, 1): q_descale * scale * log2(e); with a cap q_descale * scale / softcap
     k_descale: torch.Tensor  # (G, tiles), or (G, Sk) where each token has its own
     v_tile: torch.Tensor | None  # (G, tiles), of a kernel of scaling `block`
     v_column: torch.Tensor  # (G, 1, 1) or (G, 1, D)
     row: torch.Tensor  # (R, 1) position of each row in its sequence
     shared_by: dict[str, str]  # granularity of the descales of q, k and v
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None  # (G, R, 1), in octaves
 
 
 def emulate(
@@ -79,6 +82,8 @@ def emulate(
     scaling: str | None = None,
     causal_offset: int = 0,
     window_offset: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     out_descale: torch.Tensor | None = None,
     emulated_mma: bool = False,
     return_lse: bool = True,
@@ -96,6 +101,8 @@ def emulate(
         causal_offset: key j is visible to row i when ``j <= i + causal_offset``; read by causal variants, and with a
             window.
         window_offset: where there is a window, whatever the variant's mask: ``j >= i + window_offset``, too.
+        softcap: a logit x becomes ``softcap * tanh(x / softcap)``; 0 leaves it. For float32 scores.
+        sinks: (H,) float32: a logit of each head without a value, which joins the sum of exponentials once.
         out_descale: (1,), e4m3 output only: stored = o / out_descale.
         emulated_mma: round f16 scores as the compiler's emulation of FP8 ``mma.sync`` does (sm_90a).
         return_lse: False saves the sum of unquantised exponentials; ``lse`` is then meaningless.
@@ -115,9 +122,11 @@ def emulate(
             (q, k, v, q_descale, k_descale, v_descale),
             variant,
             scaling or variant.scaling,
-            scale,
+            unit_slope(scale, softcap, q.device),
             slice(start, min(start + step, groups)),
         )
+        chunk.softcap = softcap
+        chunk.sinks = None if sinks is None else of_rows(sinks, batch, kv_heads, seqlen_q)[start : start + step]
         offsets = causal_offset if variant.causal or window_offset is not None else None, window_offset
         parts.append(_attend(chunk, variant, seqlen_q, offsets, emulated_mma, return_lse, diagnostics))
     o, lse, *extra = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
@@ -126,7 +135,8 @@ def emulate(
     if variant.out == "e4m3":
         # The kernel multiplies by the inverse; NaN passes through clamp.
         o = (o * (1.0 / cast(torch.Tensor, out_descale))).clamp(-E4M3_MAX, E4M3_MAX)
-    result = Emulation(o.to(OUT_DTYPES[variant.out]), lse.view(batch, heads, seqlen_q), amax)
+    lse = lse_of_all(lse.view(batch, heads, seqlen_q), sinks)
+    result = Emulation(o.to(OUT_DTYPES[variant.out]), lse, amax)
     if diagnostics:
         scores, p, weight, tile_o = extra
         result.diagnostics = Diagnostics(
@@ -138,7 +148,9 @@ def emulate(
     return result
 
 
-def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, scale: float, part: slice) -> _Chunk:
+def _chunk(
+    tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, unit: torch.Tensor, part: slice
+) -> _Chunk:
     q, k, v, q_descale, k_descale, v_descale = tensors
     # Held below 2^80, an infinite descale would give a plausible result.
     q_descale, k_descale = (x.masked_fill(x.isinf(), torch.nan) for x in (q_descale, k_descale))
@@ -170,12 +182,11 @@ def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, sc
         v_tile = per_tile(v_descale, shared_by["v"])[part]
     else:
         v_column = per_tile(v_descale, shared_by["v"])[:, :1, None]
-    octaves = torch.tensor(scale, dtype=torch.float32, device=device) * LOG2E
     return _Chunk(
         q=q.reshape(groups, group * seqlen_q, head_dim)[part].float(),
         k=k.reshape(groups, seqlen_k, head_dim)[part].float(),
         v=v.reshape(groups, seqlen_k, head_dim)[part].float(),
-        q_slope=(q_rows * octaves)[part],
+        q_slope=(q_rows * unit)[part],
         k_descale=k_tiles[part],
         v_tile=v_tile,
         v_column=v_column[part],
@@ -246,13 +257,14 @@ def _attend(
         k_descale = chunk.k_descale[:, None, part] if k_per_token else chunk.k_descale[:, tile, None, None]
         if k_per_token:
             s = s * k_descale
+        unit = chunk.q_slope * 8.0 if variant.score == "f16" else chunk.q_slope
+        slope = (unit if k_per_token else unit * k_descale).clamp(MIN_SLOPE[variant.score], MAX_SLOPE)
+        s, slope = capped(s, slope, chunk.softcap)
         key = torch.arange(start, start + s.shape[2], device=device)
         if last is not None:
             s = s.masked_fill(key > chunk.row + last, -torch.inf)
         if first is not None:
             s = s.masked_fill(key < chunk.row + first, -torch.inf)
-        unit = chunk.q_slope * 8.0 if variant.score == "f16" else chunk.q_slope
-        slope = (unit if k_per_token else unit * k_descale).clamp(MIN_SLOPE[variant.score], MAX_SLOPE)
         p, p_bytes, weight, exact = SOFTMAXES[variant.softmax](s, slope, return_lse)
         tile_o, tile_sum = _values(p, chunk.v[:, part])
         if diagnostics:
@@ -267,11 +279,13 @@ def _attend(
         o = o * shrink + torch.where(visited, factor * tile_o, 0.0)
         row_sum = row_sum * shrink + torch.where(visited, beta * tile_sum, 0.0)
         exact_sum = exact_sum * shrink + torch.where(visited, beta * exact, 0.0)
+    lse = torch.where(exact_sum == 0, -torch.inf, LN2 * (ref + torch.log2(exact_sum)))
+    if chunk.sinks is not None:
+        row_sum = add_sinks(row_sum, ref, chunk.sinks, variant.softmax)
     # A row that saw no key is 0, even where a NaN in V met its zeros.
     o = torch.where(row_sum == 0, 0.0, o * ((1.0 if v_per_channel else chunk.v_column) / row_sum))
     if v_per_channel:
         o = o * chunk.v_column
-    lse = torch.where(exact_sum == 0, -torch.inf, LN2 * (ref + torch.log2(exact_sum)))
     return o, lse.squeeze(-1), *_joined(kept, tile_n)
 
 

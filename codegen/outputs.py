@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from codegen import registry
 from codegen.arch import TARGETS
-from codegen.axes import Scaling
+from codegen.axes import Operand, Scaling
 from codegen.decode import Decode
 from codegen.decode import profile_of as decode_profile
 from codegen.decode_ledger import render as render_decode_ledger
@@ -27,7 +27,10 @@ from codegen.render import (
     render_kernel,
     render_pack,
     render_plan,
+    render_resident,
 )
+from codegen.resident import TARGET as RESIDENT_TARGET
+from codegen.resident import Resident
 from codegen.scaling import KEY_BLOCK, key_block
 from codegen.select import Selection
 from codegen.table import build, targets_of
@@ -37,13 +40,14 @@ from codegen.variant import Variant
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to generate: which targets, which emitted variants and kernels of decode, and how the set is called in the
-    manifest."""
+    """What to generate: which targets, which emitted variants, kernels of decode and those that keep K and V, and how
+    the set is called in the manifest."""
 
     archs: tuple[str, ...]
     profile: str
     variants: tuple[Variant, ...]
     decodes: tuple[Decode, ...] = ()
+    residents: tuple[Resident, ...] = ()
 
 
 PLAN = "plan"  # the kernel that lists the row tiles of ragged batches
@@ -70,6 +74,7 @@ def files(request: Request, selection: Selection) -> dict[str, str]:
     if request.decodes:
         kernels[CUT_PATH] = render_cut(env)
         kernels[APPEND_PATH] = render_append(env)
+    kernels |= {r.path: render_resident(r, env) for r in request.residents}
     # The shipped table answers for every target, so that a laptop can ask about any card.
     table = build(request.variants, tuple(TARGETS))
     out = dict(kernels)
@@ -77,7 +82,7 @@ def files(request: Request, selection: Selection) -> dict[str, str]:
     out["table.txt"] = table_text(table)
     out["times.txt"] = times_text(table)
     out["registry.cpp"] = registry.render(
-        request.variants, packs, request.decodes, request.archs, _digest(out["manifest.json"]), env
+        request.variants, packs, request.decodes, request.residents, request.archs, _digest(out["manifest.json"]), env
     )
     out["ledger.txt"] = render_ledger(selection) + render_decode_ledger()
     return out
@@ -133,6 +138,7 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
         "capability": {a: list(TARGETS[a].capability) for a in request.archs},
         "key_block": KEY_BLOCK,
         "scaling": {str(s): asdict(s.grain) for s in Scaling},
+        "operands": {str(o): {"qk": str(o.qk), "p": str(o.p), "v": str(o.v)} for o in Operand},
         "head_dims": {a: list(head_dims(a)) for a in TARGETS},
     }
     pack_entries = [
@@ -182,10 +188,27 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
         }
         for d in request.decodes
     ]
+    resident_entries = [
+        {
+            "id": r.id,
+            "head_dim": r.head_dim,
+            "keys": r.keys,
+            "source": str(r.source),
+            "threads": r.threads,
+            "ctas_per_sm": r.ctas_per_sm,
+            "smem_bytes": r.smem_bytes,
+            "profile": r.profile,
+            "targets": [RESIDENT_TARGET],
+            "file": r.path,
+            "sha256": _digest(kernels[r.path]),
+        }
+        for r in request.residents
+    ]
     lists: dict[str, Sequence[Mapping[str, object]]] = {
         "plans": plan_entries,
         "packs": pack_entries,
         "decodes": decode_entries,
+        "residents": resident_entries,
         "variants": entries,
     }
     # One kernel a line, so that a diff shows which ones changed.

@@ -11,6 +11,7 @@ from codegen.decode import Decode
 from codegen.families import derive
 from codegen.legal import served
 from codegen.pack import Pack
+from codegen.resident import Resident
 from codegen.scaling import key_block
 from codegen.variant import Variant
 
@@ -102,6 +103,18 @@ def decode_row(d: Decode) -> Row:
     )
 
 
+def resident_row(r: Resident) -> Row:
+    """ResidentEntry."""
+    numbers = ("head_dim", "keys", "threads", "smem_bytes", "ctas_per_sm")
+    return Row(
+        fields={
+            "id": f'"{r.id}"',
+            "source": f"SourceType::{r.source}",
+            **{name: str(getattr(r, name)) for name in numbers},
+        }
+    )
+
+
 def target_row(name: str) -> Row:
     """TargetEntry."""
     major, minor = TARGETS[name].capability
@@ -112,6 +125,7 @@ def render(
     variants: tuple[Variant, ...],
     packs: tuple[Pack, ...],
     decodes: tuple[Decode, ...],
+    residents: tuple[Resident, ...],
     archs: tuple[str, ...],
     manifest: str,
     env: Environment,
@@ -121,6 +135,7 @@ def render(
         variants=[variant_row(v) for v in variants],
         packs=[pack_row(p) for p in packs],
         decodes=[decode_row(d) for d in decodes],
+        residents=[resident_row(r) for r in residents],
         targets=[target_row(name) for name in archs],
         manifest=manifest,
     )

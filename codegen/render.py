@@ -16,6 +16,7 @@ from codegen.variant import Variant
 
 if TYPE_CHECKING:
     from codegen.decode import Decode  # which needs the profiles, and they this module
+    from codegen.resident import Resident  # likewise
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
@@ -58,6 +59,12 @@ def render_append(env: Environment) -> str:
 
 def render_decode(d: Decode, env: Environment) -> str:
     return env.get_template("decode.cu.j2").render(d=d)
+
+
+def render_resident(r: Resident, env: Environment) -> str:
+    from codegen.resident import MASKS
+
+    return env.get_template("resident.cu.j2").render(r=r, masks=MASKS)
 
 
 def render_pack(pack: Pack, env: Environment) -> str:

@@ -35,6 +35,7 @@ struct Arguments {
   int64_t causal_offset;
   int64_t window_offset;
   std::optional<QuerySource> source;
+  bool merge_lse = false;
   std::optional<View> sinks;  // (H,): a logit of each head without a value
   double softcap = 0;         // a logit x becomes softcap * tanh(x / softcap), exactly with kernels that cap scores
 };

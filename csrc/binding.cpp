@@ -43,10 +43,11 @@ void launch_here(const VariantEntry& variant, ForwardParams& params, const Tenso
 void forward(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
              const Tensor& k_descale, const Tensor& v_descale, const std::optional<Tensor>& out_descale,
              const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& amax, double scale,
-             int64_t causal_offset, int64_t window_offset, double softcap, const std::optional<Tensor>& sinks) {
+             int64_t causal_offset, int64_t window_offset, bool merge_lse, double softcap,
+             const std::optional<Tensor>& sinks) {
   const VariantEntry& entry = find_variant(variant, false);
   ForwardParams params = forward_params({q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale,
-                                         causal_offset, window_offset, std::nullopt, sinks, softcap},
+                                         causal_offset, window_offset, std::nullopt, merge_lse, sinks, softcap},
                                         entry);
   launch_here(entry, params, q);
 }
@@ -118,31 +119,30 @@ const DecodeEntry& find_decode(int64_t decode) {
   return kDecodes[decode];
 }
 
-void cut(int64_t decode, const Tensor& lengths, const Tensor& cu_q, int64_t total_q, int64_t most_keys, int64_t heads,
-         int64_t kv_heads, int64_t left, int64_t right, int64_t overhead, bool share, const Tensor& cuts,
-         const Tensor& arrived) {
-  cut_decode(find_decode(decode), {lengths, cu_q, total_q, most_keys, heads, kv_heads, left, right}, {cuts, arrived},
-             overhead, share);
+// Loads a kernel that keeps K and V.
+void load_resident(int64_t resident, int64_t device) {
+  require(resident >= 0 && resident < kResidentCount, "kernel ", resident,
+          " that keeps K and V is not in the registry of ", kResidentCount);
+  const DeviceGuard guard(static_cast<int>(device));
+  load_kernels(kResidents[resident], static_cast<int>(device));
 }
 
-void decode_paged(int64_t decode_kernel, const Tensor& q, const Tensor& k, const Tensor& v,
-                  const std::optional<Tensor>& k_token, const std::optional<Tensor>& v_page, const Tensor& k_descale,
-                  const Tensor& v_descale, const Tensor& page_table, const Tensor& lengths, const Tensor& cu_q,
-                  const std::optional<Tensor>& sinks, const Tensor& out, const std::optional<Tensor>& lse,
-                  const Tensor& cuts, const Tensor& arrived, const Tensor& parts, double scale, double softcap,
-                  int64_t left, int64_t right) {
-  const View rows(q), keys(k), table(page_table);
-  require(rows.dim() == 3 && keys.dim() == 4 && table.dim() == 2,
-          "q must have 3 dimensions, the caches 4, page_table 2");
-  std::optional<View> token, page, sink, sums;
-  if (k_token) token = *k_token;
-  if (v_page) page = *v_page;
-  if (sinks) sink = *sinks;
-  if (lse) sums = *lse;
-  run_decode(find_decode(decode_kernel),
-             {lengths, cu_q, rows.size(0), table.size(1) * keys.size(1), rows.size(1), keys.size(2), left, right},
-             {cuts, arrived},
-             {rows, keys, v, token, page, k_descale, v_descale, table, sink, out, sums, parts, scale, softcap});
+void cut(const Tensor& numbers, const Tensor& lengths, const std::optional<Tensor>& cu_q, int64_t total_q,
+         int64_t most_keys, int64_t heads, int64_t kv_heads, const Tensor& work) {
+  const DecodeNumbers n = decode_numbers(numbers);
+  const std::optional<View> ends = cu_q ? std::optional<View>(*cu_q) : std::nullopt;
+  cut_decode(find_decode(n.decode), n, {lengths, ends, total_q, most_keys, heads, kv_heads}, work);
+}
+
+Tensor decode_pages(const Tensor& numbers, const Tensor& q, const Tensor& k, const Tensor& v,
+                    const std::optional<Tensor>& page_table, const Tensor& lengths, const std::optional<Tensor>& cu_q,
+                    const std::optional<Tensor>& k_descale, const std::optional<Tensor>& v_descale,
+                    const std::optional<Tensor>& k_token, const std::optional<Tensor>& v_page,
+                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& work,
+                    const std::optional<Tensor>& out, const std::optional<Tensor>& lse) {
+  const DecodeNumbers n = decode_numbers(numbers);
+  return run_decode(find_decode(n.decode), n,
+                    {q, k, v, page_table, lengths, cu_q, k_descale, v_descale, k_token, v_page, sinks, work, out, lse});
 }
 
 void append_to_pages(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
@@ -207,8 +207,14 @@ Tensor attend_batch(int64_t variant, const Tensor& q, const Tensor& k, const Ten
   "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, " \
   "Tensor? out_descale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? amax, float scale, int causal_offset"
 
-STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
-  m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS ", int window_offset=0, float softcap=0.0, Tensor? sinks=None) -> ()");
+// The library's name is a macro (CMakeLists.txt), which torch's macros would paste as it is.
+#define FP8CUTLASS_DEF(library, m) STABLE_TORCH_LIBRARY(library, m)
+#define FP8CUTLASS_IMPL(library, key, m) STABLE_TORCH_LIBRARY_IMPL(library, key, m)
+
+FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
+  m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS
+        ", int window_offset=0, bool merge_lse=False, float softcap=0.0, "
+        "Tensor? sinks=None) -> ()");
   m.def("diagnose(" FP8CUTLASS_COMMON_ARGUMENTS
         ", Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o) -> ()");
   m.def(
@@ -223,19 +229,20 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "bool keys_in_blocks, float softcap=0.0, Tensor? sinks=None) -> ()");
   m.def("ragged_plan_words(int variant, int tokens, int sequences) -> int");
   m.def(
-      "cut(int decode, Tensor lengths, Tensor cu_seqlens_q, int total_q, int most_keys, int heads, int kv_heads, "
-      "int left, int right, int overhead, bool share, Tensor(a!) cuts, Tensor(b!) arrived) -> ()");
+      "cut(Tensor numbers, Tensor lengths, Tensor? cu_seqlens_q, int total_q, int most_keys, int heads, int kv_heads, "
+      "Tensor(a!) work) -> ()");
   m.def(
-      "decode(int decode, Tensor q, Tensor k, Tensor v, Tensor? k_token_descale, Tensor? v_page_descale, "
-      "Tensor k_descale, Tensor v_descale, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, Tensor? sinks, "
-      "Tensor(a!) out, Tensor(b!)? lse, "
-      "Tensor cuts, Tensor(c!) arrived, Tensor(d!) parts, float scale, float softcap, int left, int right) -> ()");
+      "decode(Tensor numbers, Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor lengths, "
+      "Tensor? cu_seqlens_q=None, Tensor? k_descale=None, Tensor? v_descale=None, Tensor? k_token_descale=None, "
+      "Tensor? v_page_descale=None, Tensor? sinks=None, Tensor(a!)? work=None, Tensor(b!)? out=None, "
+      "Tensor(c!)? lse=None) -> Tensor");
   m.def(
       "append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_token_descale, "
       "Tensor(d!)? v_page_descale, Tensor? k_descale, Tensor? v_descale, Tensor? slots, Tensor? positions, "
       "Tensor? cu_seqlens, Tensor? lengths, Tensor? page_table, Tensor(e!)? used, Tensor? rotary_cos, "
       "Tensor? rotary_sin, bool interleaved, Tensor? k_mean, bool hadamard) -> ()");
   m.def("load_decode(int decode, int device) -> ()");
+  m.def("load_resident(int resident, int device) -> ()");
   m.def("load(int variant, int device, int source=-1) -> ()");
   m.def(
       "attend_ragged(int variant, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
@@ -256,16 +263,17 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "Tensor? sinks=None) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CompositeExplicitAutograd, m) {
+FP8CUTLASS_IMPL(FP8CUTLASS_LIBRARY, CompositeExplicitAutograd, m) {
   m.impl("ragged_plan_words", TORCH_BOX(&fp8cutlass::ragged_plan_words));
   m.impl("load", TORCH_BOX(&fp8cutlass::load));
   m.impl("load_decode", TORCH_BOX(&fp8cutlass::load_decode));
+  m.impl("load_resident", TORCH_BOX(&fp8cutlass::load_resident));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {
+FP8CUTLASS_IMPL(FP8CUTLASS_LIBRARY, CUDA, m) {
   m.impl("append", TORCH_BOX(&fp8cutlass::append_to_pages));
   m.impl("cut", TORCH_BOX(&fp8cutlass::cut));
-  m.impl("decode", TORCH_BOX(&fp8cutlass::decode_paged));
+  m.impl("decode", TORCH_BOX(&fp8cutlass::decode_pages));
   m.impl("forward_ragged", TORCH_BOX(&fp8cutlass::forward_ragged));
   m.impl("forward", TORCH_BOX(&fp8cutlass::forward));
   m.impl("diagnose", TORCH_BOX(&fp8cutlass::diagnose));

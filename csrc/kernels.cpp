@@ -25,23 +25,27 @@ namespace {
 
 constexpr char kPlan[] = "plan", kCut[] = "cut", kAppend[] = "append";
 
-// Sources are numbered: variants, packs, kernels of decode, the plan, the cut, the one that appends.
+// Sources are numbered: variants, packs, kernels of decode, the plan, the cut, the one that appends, those that keep K
+// and V.
 int source_of(const VariantEntry& variant) { return static_cast<int>(&variant - kVariants); }
 int source_of(const PackEntry& pack) { return kVariantCount + static_cast<int>(&pack - kPacks); }
 int source_of(const DecodeEntry& decode) { return kVariantCount + kPackCount + static_cast<int>(&decode - kDecodes); }
 int plan_source() { return kVariantCount + kPackCount + kDecodeCount; }
 int cut_source() { return plan_source() + 1; }
 int append_source() { return cut_source() + 1; }
-int source_count() { return append_source() + 1; }
+int first_resident() { return append_source() + 1; }
+int source_of(const ResidentEntry& resident) { return first_resident() + static_cast<int>(&resident - kResidents); }
+int source_count() { return first_resident() + kResidentCount; }
 
 std::string id_of(int source) {
   const int pack = source - kVariantCount, decode = pack - kPackCount;
-  return pack < 0                  ? kVariants[source].id
-         : decode < 0              ? kPacks[pack].id
-         : decode < kDecodeCount   ? kDecodes[decode].id
-         : source == plan_source() ? kPlan
-         : source == cut_source()  ? kCut
-                                   : kAppend;
+  return pack < 0                    ? kVariants[source].id
+         : decode < 0                ? kPacks[pack].id
+         : decode < kDecodeCount     ? kDecodes[decode].id
+         : source == plan_source()   ? kPlan
+         : source == cut_source()    ? kCut
+         : source < first_resident() ? kAppend
+                                     : kResidents[source - first_resident()].id;
 }
 
 // A function of this namespace as the compiler spells it. The names are those of C++, as nvcc makes other code of
@@ -56,6 +60,9 @@ std::string name_of(int source, int form) {
   if (source == plan_source()) return "_ZN10fp8cutlass8planning4planENS0_10PlanParamsE";
   if (source == cut_source()) return spelled(id, "ENS_6decode9CutParamsE");
   if (source == append_source()) return spelled(id, "ENS_9appending12AppendParamsE");
+  if (source >= first_resident()) {
+    return spelled(id + (form == kResidentCausal ? "_causal" : "_full"), "ENS_14ResidentParamsE");
+  }
   if (source >= kVariantCount + kPackCount) return spelled(id, "ENS_6decode12DecodeParamsE");
   if (source < kVariantCount) {
     const VariantEntry& variant = kVariants[source];
@@ -195,6 +202,10 @@ cudaKernel_t kernel_of(const PackEntry& pack, PackForm form, int device) { retur
 
 cudaKernel_t kernel_of(const DecodeEntry& decode, int device) { return find(source_of(decode), 0, device); }
 
+cudaKernel_t kernel_of(const ResidentEntry& resident, ResidentForm form, int device) {
+  return find(source_of(resident), form, device);
+}
+
 cudaKernel_t cut_kernel(int device) { return find(cut_source(), 0, device); }
 
 cudaKernel_t append_kernel(int device) { return find(append_source(), 0, device); }
@@ -210,7 +221,8 @@ bool has_kernel(int source, int form) {
     if (!pack.quantises()) return form == kPackPlain;
     return form == kPackDeliver ? pack.delivers() : form == kPackRagged ? pack.ragged : true;
   }
-  return source < source_count() && form == 0;
+  if (source >= first_resident()) return source < source_count() && form < kResidentForms;
+  return form == 0;
 }
 
 std::string kernel_name(int source, int form) { return name_of(source, form); }
@@ -224,6 +236,8 @@ void load_kernels(const DecodeEntry& decode, int device) {
   load_forms(source_of(decode), device);
   cut_kernel(device);
 }
+
+void load_kernels(const ResidentEntry& resident, int device) { load_forms(source_of(resident), device); }
 
 void load_kernels(const PackEntry& pack, int device) { load_forms(source_of(pack), device); }
 

@@ -68,6 +68,16 @@ struct DecodeEntry {
   int part_floats;  // of what a CTA leaves of a unit that it shares
 };
 
+// A kernel that keeps a head's K and V in shared memory, for sm90a. Softmax is linear, and its forms are
+// masks (ResidentForm).
+struct ResidentEntry {
+  const char* id;
+  SourceType source;  // of Q, K, V and O
+  int head_dim;
+  int keys;  // the most
+  int threads, smem_bytes, ctas_per_sm;
+};
+
 // An architecture that kernels are compiled for, and the compute capability of the cards that run its code.
 struct TargetEntry {
   const char* name;
@@ -81,6 +91,8 @@ extern const PackEntry kPacks[];
 extern const int kPackCount;
 extern const DecodeEntry kDecodes[];
 extern const int kDecodeCount;
+extern const ResidentEntry kResidents[];
+extern const int kResidentCount;
 extern const TargetEntry kTargets[];
 extern const int kTargetCount;
 extern const char kManifest[];  // SHA-256 of the manifest, in hex

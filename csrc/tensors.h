@@ -26,7 +26,8 @@ class View {
 
   static constexpr int kNew = -1;                         // in `permuted`: a dimension of size 1 that there was not
   View permuted(std::initializer_list<int> order) const;  // its dimensions in another order
-  View as_bytes(const char* name) const;                  // FP8 as uint8; throws where it is neither
+  View joined(const char* name) const;    // its first two dimensions as one; throws where strides do not allow it
+  View as_bytes(const char* name) const;  // FP8 as uint8; throws where it is neither
 
   int64_t dim() const { return dim_; }
   int64_t size(int64_t dim) const { return size_[dim]; }

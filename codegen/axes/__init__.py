@@ -2,7 +2,7 @@
 
 from codegen.axes.cap import Cap
 from codegen.axes.kind import Kind, Mask
-from codegen.axes.operands import Operand, Out
+from codegen.axes.operands import Number, Operand, Out
 from codegen.axes.scaling import Granularity, Scaling
 from codegen.axes.schedule import Cluster, Schedule
 from codegen.axes.softmax import Precision, Softmax
@@ -15,6 +15,7 @@ __all__ = [
     "Granularity",
     "Kind",
     "Mask",
+    "Number",
     "Operand",
     "Out",
     "Precision",

@@ -10,6 +10,7 @@ import click
 from codegen.decode import decodes_of
 from codegen.options import arch_option, choose, emulated_option, filter_option, only_option, profile_option
 from codegen.pack import packs_of
+from codegen.resident import residents_of
 from codegen.table import built
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent.parent / "build" / "gates"
@@ -31,7 +32,16 @@ DEFAULT_OUT = Path(__file__).resolve().parent.parent.parent / "build" / "gates"
 )
 @click.option("--report", default=None, help="Default for whole profiles: generated/gates/{arch}_{profile}.txt.")
 @click.option(
+    "--decodes", "decodes_only", is_flag=True, help="Only the kernels of decode, and their part of the report."
+)
+@click.option(
     "--packs", "packs_only", is_flag=True, help="Only the kernels that quantise and pack, and their part of the report."
+)
+@click.option(
+    "--residents",
+    "residents_only",
+    is_flag=True,
+    help="Only the kernels that keep K and V in shared memory, and their part of the report.",
 )
 @click.option("--check", "check_only", is_flag=True, help="Compare with the committed report instead of writing it.")
 def gates(
@@ -45,6 +55,8 @@ def gates(
     build_dir: Path | None,
     report: str | None,
     packs_only: bool,
+    decodes_only: bool,
+    residents_only: bool,
     check_only: bool,
 ) -> None:
     """Compile the kernels, or read those of a build, and hold their registers, memory and instruction mix to what was
@@ -60,12 +72,21 @@ def gates(
     if report is not None and len(request.archs) > 1 and "{arch}" not in report:
         raise click.ClickException(f"--report {report} must contain {{arch}}: there are {len(request.archs)} targets")
     # What a build for this target alone would hold, so that a report does not depend on the other targets.
+    asked = {"packs": packs_only, "decodes": decodes_only, "residents": residents_only}
+    parts = [name for name, wanted in asked.items() if wanted]
+    if len(parts) > 1 or (parts and parts != ["packs"] and not whole):
+        raise click.ClickException("--decodes and --residents go with whole profiles; only one part at a time")
     chosen = {a: built(request.variants, (a,), emulated or not whole) for a in request.archs}
+
+    def has(part: str) -> bool:
+        return part in parts if parts else whole
+
     try:
         good = run(
-            {} if packs_only else chosen,
-            packs={a: packs_of(variants) for a, variants in chosen.items()} if packs_only or whole else {},
-            decodes={a: decodes_of(profile, (a,)) for a in request.archs} if whole and not packs_only else {},
+            {} if parts else chosen,
+            packs={a: packs_of(variants) for a, variants in chosen.items()} if has("packs") else {},
+            decodes={a: decodes_of(profile, (a,)) for a in request.archs} if has("decodes") else {},
+            residents={a: residents_of(profile, (a,)) for a in request.archs} if has("residents") else {},
             profile=request.profile,
             jobs=jobs or job_count(),
             out=out,

@@ -90,6 +90,7 @@ struct ForwardParams {
   unsigned* ready;
   int ready_blocks;
   int window_offset;  // key j is visible to row i when j >= i + window_offset; read where the mask is a window
+  int merge_lse;      // the LSE is that of the quantised P, whose sums are there anyway
   RaggedBatch ragged;
   const float* sinks;  // (H,) logits without a value, which join the sum of a row's exponentials once; or null
   // Of kernels that cap scores: the cap in octaves. `scale` is then what the tanh takes a product times.

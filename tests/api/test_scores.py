@@ -7,6 +7,7 @@ option that is lost on one of the ways (packed keys, FP8 operands, torch.compile
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from reference import randn, relative_l2
 
 from fp8cutlass import UnsupportedError, attention, attention_varlen, explain, pack_kv, quantize, supports
 from fp8cutlass.call import fallback
+from fp8cutlass.emulator import emulate, scores
 
 HEADS, KV_HEADS, ROWS, KEYS = 4, 2, 150, 230
 SINKS = torch.tensor([-2.0, 0.5, 4.0, 30.0])
@@ -180,7 +182,8 @@ def test_nested_tensors_take_both() -> None:
     parts = [
         [randn(1, HEADS, n, 64, seed=10 * i + s)[0].transpose(0, 1) for n in rows] for i, s in enumerate((1, 2, 3))
     ]
-    q, k, v = (torch.nested.nested_tensor(p, layout=torch.jagged).transpose(1, 2) for p in parts)
+    offsets = torch.nested.nested_tensor(parts[0], layout=torch.jagged).offsets()
+    q, k, v = (torch.nested.nested_tensor_from_jagged(torch.cat(p), offsets).transpose(1, 2) for p in parts)
     got = attention(q, k, v, softcap=2.0, sinks=SINKS)
     for one, at in zip(got.transpose(1, 2).unbind(), range(3), strict=True):
         qkv = [p[at].transpose(0, 1)[None] for p in parts]
@@ -219,10 +222,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"softcap": float("nan")}, "softcap must be 0 or a positive number up to 2^64, got nan"),
     ({"softcap": True}, "softcap must be 0 or a positive number up to 2^64, got True"),
     ({"softcap": 1e-30}, "softcap must be 0 or at least 2^-63, got 1e-30"),
-    ({"sinks": SINKS[:3]}, r"sinks must be \(4,\) on cpu, bfloat16, float16 or float32"),
-    ({"sinks": SINKS.double()}, r"sinks must be \(4,\) on cpu"),
-    ({"sinks": 1.0}, r"sinks must be \(4,\) on cpu"),
-    ({"sinks": SINKS.to("meta")}, r"sinks must be \(4,\) on cpu"),
+    ({"sinks": SINKS[:3]}, "sinks must be (4,) on cpu, bfloat16, float16 or float32"),
+    ({"sinks": SINKS.double()}, "sinks must be (4,) on cpu"),
+    ({"sinks": 1.0}, "sinks must be (4,) on cpu"),
+    ({"sinks": SINKS.to("meta")}, "sinks must be (4,) on cpu"),
     ({"sinks": SINKS.clone().requires_grad_()}, "sinks has requires_grad=True"),
 ]
 
@@ -230,12 +233,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[m[:24] + str(i) for i, (_, m) in enumerate(WRONG)])
 def test_refusals_by_name(arguments: dict[str, Any], message: str) -> None:
     q, k, v = operands()
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(UnsupportedError, match=re.escape(message)):
         attention(q, k, v, enable_gqa=True, **arguments)
     assert not supports(q, k, v, enable_gqa=True, **arguments)[0]
     flat = [x[0].transpose(0, 1) for x in (q[:, :, :KEYS], k[:, :, :ROWS], v[:, :, :ROWS])]
     ends = torch.tensor([0, ROWS], dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(UnsupportedError, match=re.escape(message)):
         attention_varlen(*flat, ends, ends, ROWS, ROWS, **arguments)
 
 
@@ -255,8 +258,7 @@ def test_what_is_not_served_is_not_dropped(arguments: dict[str, Any], monkeypatc
     q, k, v = operands()
     monkeypatch.setattr(fallback, "_sdpa", lambda *_, **__: pytest.fail("torch's attention ran"))
     with pytest.raises(UnsupportedError, match="fallback='sdpa' cannot serve"):
-        attention(q, k, v, attn_mask=torch.ones(ROWS, KEYS, dtype=torch.bool), fallback="sdpa", enable_gqa=True,
-                  **arguments)  # fmt: skip
+        attention(q, k, v, dropout_p=0.5, fallback="sdpa", enable_gqa=True, **arguments)
     with pytest.raises(UnsupportedError, match="backward='flash' cannot serve"):
         attention(q.requires_grad_(), k, v, enable_gqa=True, backward="flash", **arguments)
 
@@ -264,3 +266,34 @@ def test_what_is_not_served_is_not_dropped(arguments: dict[str, Any], monkeypatc
 def test_explain_says_both() -> None:
     text = explain(*operands(), enable_gqa=True, softcap=2.0, sinks=SINKS)
     assert "softcap:   2\n" in text and "sinks:     one a head" in text and "softmax exp2," in text
+
+
+def doubled(row_sum: torch.Tensor, *given: Any) -> torch.Tensor:
+    return scores.add_sinks(scores.add_sinks(row_sum, *given), *given)
+
+
+def too_late(s: torch.Tensor, slope: torch.Tensor, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cap without the scale inside."""
+    return scores.capped(s, torch.ones_like(slope), softcap)
+
+
+MUTANTS: dict[str, tuple[str, Any]] = {
+    "a sink is counted twice": ("add_sinks", doubled),
+    "a sink is not counted": ("add_sinks", lambda row_sum, *_: row_sum),
+    "a cap is left out": ("capped", lambda s, slope, cap: (s, slope * cap)),
+    "a cap of raw scores": ("capped", too_late),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the limit that the tests above hold results to; sinks are as large as the row sums."""
+    q, k, v = operands()
+    softcap = 10.0 if "cap" in mutant else 0.0
+    sinks = expected(q, k, v, None, softcap)[1].mean((0, 2)).float()
+    want = expected(q, k, v, None, softcap, sinks)[0]
+    how: dict[str, Any] = {"enable_gqa": True, "softcap": softcap, "sinks": sinks}
+    assert relative_l2(attention(q, k, v, **how), want) < LIMIT
+    name, function = MUTANTS[mutant]
+    monkeypatch.setattr(emulate, name, function)
+    assert relative_l2(attention(q, k, v, **how), want) > 2 * LIMIT

@@ -30,7 +30,9 @@ from codegen.render import (
     render_kernel,
     render_pack,
     render_plan,
+    render_resident,
 )
+from codegen.resident import ALL as ALL_RESIDENTS
 from codegen.select import select
 from codegen.variant import Variant, parse_id
 
@@ -49,7 +51,8 @@ def rendered() -> dict[str, str]:
         APPEND_PATH: render_append(env),
     }
     variants = {kernel_path(v): render_kernel(v, env) for v in select().emitted}
-    return variants | packs | {PLAN_PATH: render_plan(env)} | decodes
+    residents = {r.path: render_resident(r, env) for r in ALL_RESIDENTS}
+    return variants | packs | {PLAN_PATH: render_plan(env)} | decodes | residents
 
 
 def lines(text: str, name: str) -> set[str]:

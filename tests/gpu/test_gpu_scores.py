@@ -21,6 +21,7 @@ from fp8cutlass.call.ragged import emulate_sequence
 from fp8cutlass.call.ragged_call import RaggedCall
 from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import Variant
+from fp8cutlass.native import extension
 from fp8cutlass.quant.sinks import join_lse
 
 pytestmark = pytest.mark.gpu
@@ -62,9 +63,10 @@ def check(v: Variant, rows: int, keys: int, ends: tuple[int, int], softcap: floa
     out = torch.full_like(tensors[0], torch.nan).cuda()
     lse = torch.full((2, HEADS, rows), torch.nan).cuda()
     on_card = None if sinks is None else sinks.cuda()
-    torch.ops.fp8cutlass_C.forward(
+    extension.load()
+    extension.compiled().forward(
         built_manifest().index[v.id], made.q, made.k, made.v, made.q_descale, made.k_descale, made.v_descale, None, out,
-        lse, None, v.head_dim**-0.5, last, first, softcap, on_card,
+        lse, None, v.head_dim**-0.5, last, first, False, softcap, on_card,
     )  # fmt: skip
     if on_card is not None:
         join_lse(lse, on_card)

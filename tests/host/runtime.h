@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "fp8cutlass/resident_params.h"
 #include "fp8cutlass/sm90/kernel_params.h"
 #include "fp8cutlass/walk/plan_params.h"
 
@@ -78,7 +79,7 @@ inline size_t argument_bytes(const std::string& name) {
       {"12KernelParamsE", sizeof(sm90::KernelParams)},       {"13DeliverParamsE", sizeof(sm90::DeliverParams)},
       {"13Fp8PackParamsE", sizeof(Fp8PackParams)},           {"10PackParamsE", sizeof(PackParams)},
       {"10PackParamsENS_10RaggedPackE", sizeof(PackParams)}, {"10PlanParamsE", sizeof(planning::PlanParams)},
-      {"13ForwardParamsEi", sizeof(ForwardParams)}};
+      {"14ResidentParamsE", sizeof(ResidentParams)},         {"13ForwardParamsEi", sizeof(ForwardParams)}};
   for (const auto& [type, bytes] : sizes) {
     if (name.size() > std::strlen(type) && name.compare(name.size() - std::strlen(type), name.npos, type) == 0)
       return bytes;

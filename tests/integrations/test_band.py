@@ -213,7 +213,7 @@ def test_minimum_length() -> None:
         found = serve(q, k, v, Band(), None, None, None)
         assert isinstance(found, Refusal) and found.reason is Reason.SHORT
         padded = bands.padded(Band(right=0), VALID, 9, 9)
-        assert padded is not None and isinstance(serve(q, k, v, padded, None, None), Refusal)
+        assert padded is not None and isinstance(serve(q, k, v, padded, None, None, None), Refusal)
         note_packed(k, v, pack_kv(k, v))
         assert isinstance(serve(q, k, v, Band(), None, None, None), torch.Tensor)
         integrations.set_minimum_length(9)

@@ -25,6 +25,7 @@ from click.testing import CliRunner
 
 from codegen.cli import main as codegen_main
 from codegen.gates import machine
+from fp8cutlass._ops import LIBRARY
 from scripts import build_extension, cubins, kernel_file, toolchain
 from scripts.progress import forecast
 
@@ -94,7 +95,7 @@ ops = torch.ops.fp8cutlass_C
 c = ctypes.CDLL(path)
 c.fp8cutlass_variant_id.restype = ctypes.c_char_p
 c.fp8cutlass_kernel_name.restype = ctypes.c_char_p
-c.fp8cutlass_manifest.restype = ctypes.c_char_p
+c.fp8cutlass_manifest.restype = c.fp8cutlass_library.restype = ctypes.c_char_p
 count = c.fp8cutlass_variant_count()
 def names(source):
     found = [c.fp8cutlass_kernel_name(source, form) for form in range(-1, 7)]
@@ -119,6 +120,7 @@ print(json.dumps({
     "outside": [c.fp8cutlass_variant_id(-1), c.fp8cutlass_variant_id(count), c.fp8cutlass_kernel_name(-1, 0)],
     "names": [names(source) for source in range(count + int(sys.argv[2]) + 4)],
     "manifest": c.fp8cutlass_manifest().decode(),
+    "library": c.fp8cutlass_library().decode(),
     "refusal": refusal,
 }))
 """
@@ -255,6 +257,11 @@ def test_the_library_asks_for_kernels_by_their_names(built: Built, answers: dict
 def test_the_library_knows_its_manifest(built: Built, answers: dict[str, Any]) -> None:
     text = (built.library.parent / "_built" / "manifest.json").read_bytes()
     assert answers["manifest"] == hashlib.sha256(text).hexdigest()
+
+
+def test_the_library_knows_where_its_operators_are(answers: dict[str, Any]) -> None:
+    """Python looks for them under this name."""
+    assert answers["library"] == LIBRARY == build_extension.LIBRARY
 
 
 def test_what_is_generated_is_what_the_build_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

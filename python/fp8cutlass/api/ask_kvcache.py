@@ -54,5 +54,5 @@ def _problem(given: Given, at: Settled) -> KVProblem:
     heads, head_dim = given.q.shape[-2:]
     return KVProblem(
         at.lengths.shape[0], at.tokens, heads, at.cache.kv_heads, head_dim, at.cache.page_size, given.max_seqlen_q,
-        left, 0 if given.causal else right, given.num_splits, at.cache.format == "native",
+        left, 0 if given.causal else right, given.num_splits, at.cache.format == "native", given.plan is not None,
     )  # fmt: skip

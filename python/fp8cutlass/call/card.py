@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..manifest import load_manifest
 from ..memory import is_seq_major
 from ..native import extension
 from ..native.attend import PACKED_BEFORE, Attend, Way, faster_way, prepare
@@ -31,7 +32,12 @@ def prepared_call(plan: Plan, t: Tensors, *, way: Way | None = None, numbers: Se
         way = PACKED_BEFORE
     elif way is None:
         way = faster_way(variant, plan.granularity, t.q.shape, t.k.shape, **changed)
-    extension.load_kernels(plan.number, t.q.get_device(), t.q.dtype)
+    resident = -1
+    if plan.resident is None:
+        extension.load_kernels(plan.number, t.q.get_device(), t.q.dtype)
+    else:
+        resident = load_manifest(extension.built_dir()).residents.index(plan.resident)
+        extension.load_resident(resident, t.q.get_device())
     causal_offset, window_offset = call.offsets(t.q.shape[2], t.k.shape[2])
     return prepare(
         call.kind,
@@ -45,9 +51,11 @@ def prepared_call(plan: Plan, t: Tensors, *, way: Way | None = None, numbers: Se
         causal_offset=causal_offset,
         window_offset=window_offset,
         return_lse=call.return_lse,
+        merge_lse=call.merge_lse,
         return_amax=call.return_amax,
         softcap=call.softcap,
         way=way,
+        resident=resident,
         descales=numbers,
         **changed,
     )

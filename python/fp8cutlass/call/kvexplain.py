@@ -28,6 +28,7 @@ class KVProblem:
     right: int = 0
     splits: int = 0
     inline: bool = True  # whether descales are in the pages
+    planned: bool = False  # whether plan_attention has cut the work
 
     @property
     def group(self) -> int:
@@ -113,9 +114,14 @@ def _work(problem: KVProblem, kernel: Decode, at: Target) -> str:
     ctas = at.sm_count * kernel.ctas_per_sm
     times = -(-problem.rows // kernel.rows)
     read = "once" if times == 1 else f"{times} times"
+    by = (
+        "before, by its plan"
+        if problem.planned
+        else "first, by a kernel of its own; plan_attention does it once a step"
+    )
     if problem.splits == 1:
-        return f"{ctas} CTAs take whole units (num_splits=1); keys are read {read}"
-    return f"{ctas} CTAs take equal shares of all units, cut on the device; keys are read {read}"
+        return f"{ctas} CTAs take whole units (num_splits=1), dealt {by}; keys are read {read}"
+    return f"{ctas} CTAs take equal shares of all units, cut on the device {by}; keys are read {read}"
 
 
 def _call(problem: KVProblem) -> list[str]:
@@ -129,4 +135,5 @@ def _call(problem: KVProblem) -> list[str]:
 
 def _parts(problem: KVProblem) -> list[str]:
     parts = max(problem.splits, 1)
-    return [f"work:      sequence by sequence, keys in {parts} part{'s' if parts > 1 else ''}"]
+    by = ", by its plan" if problem.planned else ""
+    return [f"work:      sequence by sequence, keys in {parts} part{'s' if parts > 1 else ''}{by}"]

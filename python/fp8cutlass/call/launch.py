@@ -22,6 +22,7 @@ from ..quant.smooth import key_mean, restore_lse
 from ..quant.v_layout import pack_v, pad_token_descale, unpack_v
 from .call import Call, Outputs, Tensors
 from .card import run_on_card
+from .masks import for_emulator, packed
 from .plan import Plan, score_amax
 
 E4M3 = torch.float8_e4m3fn
@@ -201,6 +202,7 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
     keys, dtype = o.k.shape[2], torch.float8_e5m2 if variant.dtype == "e5m2" else E4M3
     k_descale = o.k_descale[:, :, :keys] if call.scaling == "token" else o.k_descale
     causal_offset, window_offset = call.offsets(o.q.shape[2], keys)
+    mask = packed(t.seen, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, o.q.shape[2], keys)
     result = emulate(
         o.q.view(dtype),
         o.k.view(dtype),
@@ -213,10 +215,13 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         scaling=call.scaling,
         causal_offset=causal_offset,
         window_offset=window_offset if call.mask == "window" else None,
+        mask=for_emulator(mask),
+        bias=t.bias,
         out_descale=t.out_descale,
         softcap=call.softcap,
         sinks=t.sinks,
         return_lse=call.return_lse,
+        merge_lse=call.merge_lse,
     )
     outputs.out.copy_(result.out[..., : outputs.out.shape[3]])
     if outputs.lse is not None:
@@ -230,7 +235,7 @@ def _forward(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
     wide = out if out.shape[3] == plan.variant.head_dim else empty_rows(out, plan.variant.head_dim, out.dtype)
     causal_offset, window_offset = plan.call.offsets(out.shape[2], t.k.shape[2])
     extension.load()
-    torch.ops.fp8cutlass_C.forward(
+    extension.compiled().forward(
         plan.number,
         o.q,
         o.k,
@@ -245,6 +250,7 @@ def _forward(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         abs(plan.call.scale),
         causal_offset,
         window_offset,
+        plan.call.merge_lse,
         plan.call.softcap,
         t.sinks,
     )

@@ -22,7 +22,7 @@ from .plan import resolve
 
 LIMIT = 4096  # calls that are kept; then all are forgotten, as a program with ever new shapes gains nothing
 _FLAGS = ("is_causal", "enable_gqa", "smooth_k", "hadamard", "return_lse", "return_amax")
-_TYPED = ("dropout_p", "scale", "softcap", *_FLAGS)
+_TYPED = ("dropout_p", "scale", "softcap", "causal_offset", *_FLAGS)
 _numbers = itemgetter(*map(Options._fields.index, _TYPED))  # their types count as well: 1 is not True
 
 Signature = tuple[Any, ...]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .._ops import NAMESPACE
 from ..choose.target import target
 from ..dtypes import DTYPE_NAMES, HALF_DTYPES
 from ..errors import UnsupportedError
@@ -21,13 +22,14 @@ from ..quant.descale import canonical_shape
 from ..quant.smooth import key_mean
 from .call import Call, Outputs, Tensors, parse
 from .launch import empty_outputs, packed_keys, run
-from .options import wrong_scale, wrong_softcap
+from .masks import wrong_parts
+from .options import F16_SCORES, wrong_scale, wrong_softcap
 from .plan import resolve, score_amax
 
 REST = Tensors._fields[3:]  # the tensors that `attend` takes as a list
 OPTIONAL = ("out_descale", "k_mean", "sinks")
 
-_library = torch.library.Library("fp8cutlass", "DEF")
+_library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -36,8 +38,8 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(name, _without_autocast(run), "CPU")
     _library.impl(name, run, "CUDA")
-    torch.library.register_fake(f"fp8cutlass::{name}", fake, lib=_library)
-    return getattr(torch.ops.fp8cutlass, name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,6 +115,13 @@ def _check(call: Call, t: Tensors, modes: dict[str, dict[str, str]]) -> None:
         wrong.append("out_descale must be given with out_dtype=torch.float8_e4m3fn, and must be None otherwise")
     for reason in (wrong_scale("scale", call.scale), wrong_softcap("softcap", call.softcap)):
         wrong += [] if reason is None else [reason]
+    given = {name: getattr(t, name) for name in ("seen", "bias", "tiles", "counts", "bits")}
+    wrong += wrong_parts(given, (batch, heads, q.shape[2], k.shape[2]), q.device)
+    there = given["seen"] is not None or given["tiles"] is not None, given["bias"] is not None
+    if (call.masked, call.biased) != there:
+        wrong.append(f"masked={call.masked} and biased={call.biased} must say whether there is a mask and a bias")
+    if call.biased and call.precision in F16_SCORES:
+        wrong.append(f"a bias is added to float32 scores, which precision={call.precision!r} may not have")
     expected = _packed_shapes(call, t, modes) if call.kind == "packed" else _descale_shapes(call, t, modes)
     expected["sinks"] = ((heads,), torch.float32)
     for name, (shape, dtype) in expected.items():

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ..choose.dispatch import decide
+from ..choose import resident, tuned
+from ..choose.dispatch import decide, refusal
 from ..choose.problem import Decision, Problem
 from ..choose.reuse import KVForm
+from ..choose.special import no_mask_kernel
 from ..choose.target import Target, target
 from ..dtypes import DTYPE_NAMES, OUT_NAMES
-from ..errors import UnsupportedError
-from ..manifest import SCORE_AMAX, Variant, load_manifest
+from ..errors import NoKernelError, UnsupportedError
+from ..manifest import SCORE_AMAX, Resident, Variant, load_manifest
 from ..quant.quantize import FP8_MAX
 from .call import Call
 
@@ -27,6 +29,7 @@ class Plan:
     number: int
     decision: Decision
     granularity: Mapping[str, str]  # what shares a descale in "q", "k" and "v"
+    resident: Resident | None = None  # what runs instead on a card: a kernel that keeps K and V in shared memory
 
 
 def score_amax(variant: Variant) -> float:
@@ -39,7 +42,29 @@ def resolve(call: Call, q: torch.Tensor, k: torch.Tensor, *, shipped: bool = Fal
 
     UnsupportedError where there is none. With ``shipped`` the shipped table answers for a card.
     """
-    return resolve_for(call, q.device, q.shape, k.shape, DTYPE_NAMES.get(q.dtype, "e4m3"), shipped=shipped)
+    plan = resolve_for(call, q.device, q.shape, k.shape, DTYPE_NAMES.get(q.dtype, "e4m3"), shipped=shipped)
+    return _kept(plan, q, k, shipped=shipped)
+
+
+def _kept(plan: Plan, q: torch.Tensor, k: torch.Tensor, *, shipped: bool) -> Plan:
+    """The plan with a kernel that keeps K and V in shared memory, where that is faster, nobody asked for another, and
+    ``tune`` has found none for the problem."""
+    call, source = plan.call, OUT_NAMES.get(q.dtype, "")
+    if call.kind != "half" or call.kernel or call.smooth_k or call.hadamard or not q.is_cuda:
+        return plan
+    at = target(q.device, shipped=shipped)
+    manifest = load_manifest(at.directory)
+    problem = problem_of(call, at, q.device, q.shape, k.shape, "e4m3")
+    found = resident.chosen(manifest, problem, source, plan.variant)
+    if found is None or (problem.card and tuned.find(manifest.directory, vars(problem)) is not None):
+        return plan
+    variant, kernel = found
+    decision = Decision(
+        variant.id,
+        criterion=f"{kernel.id} computes the same in one kernel, for few keys",
+        evidence=f"measured: at most {resident.MOST_KEYS[variant.head_dim, problem.causal]} keys (docs/lab/short.md)",
+    )
+    return replace(plan, variant=variant, number=manifest.index[variant.id], decision=decision, resident=kernel)
 
 
 def resolve_for(
@@ -53,6 +78,9 @@ def resolve_for(
 ) -> Plan:
     """:func:`resolve` of sizes, and the name of the dtype that the kernel reads."""
     at = target(device, shipped=shipped)
+    if device.type == "cuda" and (call.masked or call.biased):
+        reason = no_mask_kernel("blocks" if call.masked else "bias")
+        raise NoKernelError(refusal(at.arch, load_manifest(at.directory).profile, reason))
     form = KVForm(k_shape[3], call.key_block, call.amax) if call.kind == "packed" else None
     problem = problem_of(call, at, device, q_shape, k_shape, dtype)
     variant, number, decision = decide(at.directory, problem, call.kernel, form)

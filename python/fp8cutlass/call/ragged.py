@@ -128,7 +128,7 @@ def launch(
         return launch_made(call, fp8_operands(call, variant), variant, number, lse)
     q, k, v = (readable(x.transpose(0, 1)[None])[0].transpose(0, 1) for x in (call.q, call.k, call.v))
     ends = (FAR if end < 0 else end for end in (call.left, call.right))
-    out: torch.Tensor = torch.ops.fp8cutlass_C.attend_ragged(
+    out: torch.Tensor = extension.compiled().attend_ragged(
         number, q, k, v, call.cu_q, call.cu_k, call.used_q, call.used_k, lse, score_amax(variant), V_AMAX, call.scale,
         *ends, call.bottom_right, leave_q, None, call.softcap, call.sinks,
     )  # fmt: skip
@@ -160,11 +160,11 @@ def launch_made(call: RaggedCall, made: Made, variant: Variant, number: int, lse
     out = call.q.new_zeros((tokens, heads, variant.head_dim), dtype=call.out_dtype)
     if lse is not None:
         lse.fill_(-torch.inf)
-    words = torch.ops.fp8cutlass_C.ragged_plan_words(number, tokens, call.cu_q.shape[0] - 1)
+    words = extension.compiled().ragged_plan_words(number, tokens, call.cu_q.shape[0] - 1)
     plan = torch.empty(words, dtype=torch.int32, device=out.device)
     ends = (FAR if end < 0 else end for end in (call.left, call.right))
     tables = (call.cu_q, call.cu_k, call.used_q, call.used_k, plan)
-    torch.ops.fp8cutlass_C.forward_ragged(
+    extension.compiled().forward_ragged(
         number, made.q, made.k, made.v, *made.descales, *tables, as_bytes(out).view(out.dtype), lse, abs(call.scale),
         *ends, call.bottom_right, made.in_blocks, call.softcap, call.sinks,
     )  # fmt: skip

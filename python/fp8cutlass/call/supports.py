@@ -108,7 +108,7 @@ def _traced(request: Request) -> Answer:
         sizes = (tensors.q.shape[3], tensors.k.shape[3], call.key_block)
         head_dim, columns, block = (len(range(size)) for size in sizes)
         beyond = 1 if call.amax > SCORE_AMAX else 0
-        ends = call.left is not None, call.right is not None, call.softcap > 0
+        ends = call.left is not None, call.right is not None, 1 if call.softcap else 0
         refused = _refused(device.type, device.index, head_dim, columns, block, beyond, dtype, call.text(), *ends)
         if refused:
             return False, refused
@@ -127,7 +127,7 @@ def _refused(
     text: str,
     left: bool,
     right: bool,
-    capped: bool,
+    capped: int,
 ) -> str:
     """Why a pinned kernel, or any kernel that reads these packed keys, does not serve such a call, whatever its sizes;
     "" if it does. ``beyond``: K was quantised to more than f16 scores hold."""

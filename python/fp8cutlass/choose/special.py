@@ -8,6 +8,8 @@ from typing import NamedTuple
 from ..manifest import Manifest, Variant
 from .problem import Decision, Problem
 
+NEW_MASKS = ("blocks", "bias")  # which no kernel has yet
+
 # The softmaxes that a precision is content with, the fastest first.
 PRECISE_ENOUGH = {
     "fast": ("linear", "quadratic", "exp2", "exp2x2"),
@@ -62,6 +64,12 @@ def no_special_kernel(asked: Asked) -> str:
         f"head and block and precision fast, balanced and accurate on {where}; the call has {asked.dtype} to "
         f"{asked.out}, scaling {asked.scaling}, {asked.precision}, mask {asked.mask}"
     )
+
+
+def no_mask_kernel(mask: str) -> str:
+    """The reason why a call with one of NEW_MASKS has no kernel on a card."""
+    kind = "an additive one" if mask == "bias" else "boolean ones and BlockMask"
+    return f"attn_mask has no kernel yet, only the emulator of CPU tensors serves {kind}"
 
 
 def for_special(problem: Problem, served: list[Variant]) -> Decision:

@@ -20,7 +20,7 @@ from ..native import extension
 from ..tracing import constant
 from .dispatch import load_table, refusal
 from .problem import CPU_ARCH, CPU_SM_COUNT
-from .special import Asked, no_special_kernel, special_kernels
+from .special import NEW_MASKS, Asked, no_mask_kernel, no_special_kernel, special_kernels
 
 
 @dataclass(frozen=True)
@@ -95,16 +95,18 @@ def unserved(
     scaling: str,
     mask: str,
     precision: str,
-    capped: bool,
+    capped: int,
 ) -> tuple[str, ...]:
     """The reasons why no kernel serves such a call, whatever its lengths; none if one does."""
     at = target(device_of(kind, index), shipped=shipped)
-    return _unserved(at, kind == "cuda", head_dim, Asked(mask, capped, dtype, out, scaling, precision))
+    return _unserved(at, kind == "cuda", head_dim, Asked(mask, bool(capped), dtype, out, scaling, precision))
 
 
 @lru_cache(maxsize=1024)
 def _unserved(at: Target, on_card: bool, head_dim: int, asked: Asked) -> tuple[str, ...]:
     manifest = load_manifest(at.directory)
+    if asked.mask in NEW_MASKS and on_card:
+        return (refusal(at.arch, manifest.profile, no_mask_kernel(asked.mask)),)
     if (asked.mask == "window" or asked.capped) and on_card:  # the emulator needs no kernel of its own for these
         served = special_kernels(manifest, at.arch, head_dim, asked)
         return () if served else (refusal(at.arch, manifest.profile, no_special_kernel(asked)),)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-LOG2E = math.log2(math.e)
+from .visible import LOG2E
+
 # How much larger than they should be the P of a softmax are on average, which a sink is not: the mean of (1 + x) / 2^x
 # over an octave.
 EXCESS = {"linear": 1.0407}

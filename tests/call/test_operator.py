@@ -415,8 +415,12 @@ def test_what_a_launch_is_given(
     variant = plan.variant
 
     def forward(given: int, *arguments: Any) -> None:
-        q8, k8, packed, *descales, out_descale, out, lse, amax, scale, offset, window = arguments
-        assert given == plan.number and window == 0 and out.shape[3] == variant.head_dim
+        q8, k8, packed, *descales, out_descale, out, lse, amax, scale, offset, window, merge, cap, sinks = arguments
+        assert (
+            given == plan.number
+            and (window, merge, cap, sinks) == (0, False, 0.0, None)
+            and out.shape[3] == variant.head_dim
+        )
         assert all(x.dtype == torch.uint8 and aligned(x) is x for x in (q8, k8, packed))
         assert packed.is_contiguous() and packed.shape[3] == 256
         if scaling == "token":

@@ -41,13 +41,9 @@ struct Resident {
   static constexpr int kPasses = kTileN / kRowStep, kQueryPasses = kRows / kRowStep;
   static constexpr int kGroups = kTileN / 16, kTasks = kHeadDim / 64 * kGroups / 4;
 
-  // Of V's tasks, those whose registers there are beside a block of K, and are asked for with it.
+  // Whether the registers hold a block of K and one of V, so that both are asked for at once.
   static constexpr int kRegisters = 65536 / (kThreads * kCtas) < 255 ? 65536 / (kThreads * kCtas) / 8 * 8 : 255;
-  static constexpr int kOthers = kMostKeys * kHeadDim <= 8192 ? 64
-                                 : kHeadDim == 64             ? 80
-                                                              : 96;  // as nvcc was seen to do with
-  static constexpr int kLeft = (kRegisters - kOthers - 8 * kPasses) / 16;
-  static constexpr int kAhead = kLeft < 0 ? 0 : kLeft < kTasks ? kLeft : kTasks;
+  static constexpr bool kBoth = kWarpgroups == 1 && 8 * kPasses + 16 * kTasks + (kTiles > 1 ? 80 : 64) <= kRegisters;
 
   using QTile = OperandTile<kRows, kHeadDim>;
   using KTile = OperandTile<kTileN, kHeadDim>;
@@ -113,16 +109,14 @@ template <class R, class Source>
 __device__ __forceinline__ void fill(const ResidentParams& params, typename R::Storage& shared,
                                      const ResidentItem& item, int tiles, int warpgroup) {
   const QueryScaling& s = params.p.query;
-  if constexpr (R::kWarpgroups == 1) {
+  if constexpr (R::kBoth) {
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       uint4 k[R::kPasses][2], v[R::kTasks][4];
       load_rows<R>(k, key_rows(params, item, tile * R::kTileN));
-      const SourceRows values = value_rows(params, item, tile * R::kTileN);
-      load_columns<R>(v, values, 0, R::kAhead);
+      load_columns<R>(v, value_rows(params, item, tile * R::kTileN));
       const float k_descale =
           convert_keys<R, Source>(shared.k[tile], k, shared.largest[2 * tile], warpgroup, s.limit, s.limit_reciprocal);
-      load_columns<R>(v, values, R::kAhead);
       const float v_descale = convert_values<R, Source>(shared.v[tile], v, shared.largest[2 * tile + 1], warpgroup,
                                                         params.v_limit, params.v_limit_reciprocal);
       if (threadIdx.x == 0) shared.descale[tile] = make_float2(k_descale, v_descale);

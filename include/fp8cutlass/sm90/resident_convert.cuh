@@ -107,13 +107,11 @@ struct ColumnLane {
   __device__ __forceinline__ int key(int task) const { return 16 * ((warp + 4 * task) % R::kGroups); }
 };
 
-// Tasks `first` to `end` - 1.
 template <class R>
-__device__ __forceinline__ void load_columns(uint4 (&x)[R::kTasks][4], const SourceRows& from, int first = 0,
-                                             int end = R::kTasks) {
+__device__ __forceinline__ void load_columns(uint4 (&x)[R::kTasks][4], const SourceRows& from) {
   const ColumnLane<R> at;
 #pragma unroll
-  for (int task = first; task < end; ++task) {
+  for (int task = 0; task < R::kTasks; ++task) {
     const int left = at.column(task) < from.columns ? from.rows - at.key(task) : 0;
     const uint8_t* row = from.first + at.key(task) * from.stride + 2 * at.column(task);
     uint32_t word[16];

@@ -159,13 +159,10 @@ def attention(
             An infinity in key makes every row of its head that sees it NaN; it is no mask.
             ``key`` may be what ``pack_kv`` made of both, without a value: scaling, precision, smooth_k and hadamard are
             then those of the packing, and query is bf16 or fp16 as they were.
-        attn_mask: boolean, True where a row sees a key; a ``BlockMask``, which is such a mask packed once for many
-            calls; or additive, float32, bf16 or fp16, which is added to the scaled score, and -inf hides. It broadcasts
-            to (B, H, Sq, Sk) whatever the layout. A row without keys is 0, its LSE -inf. A NaN of an additive mask
-            makes its own row NaN, in every head that shares it; below -2.3e38 hides like -inf. An additive mask may
-            stand beside ``is_causal`` and a window, a boolean one may not (``BlockMask.window`` joins with it), and has
-            ``precision`` be at least ``accurate``. ``causal_upper_left`` and ``causal_lower_right`` of
-            ``torch.nn.attention.bias`` are ``is_causal``. CPU tensors only: no kernel reads masks yet.
+        attn_mask: boolean, True where a row sees a key; a ``BlockMask``, packed once for many calls; or additive, of
+            float32, bf16 or fp16: added to the scaled score, -inf hides, as does less than -2.3e38. It broadcasts to
+            (B, H, Sq, Sk) in every layout. An additive one may stand beside ``is_causal`` and a window, a boolean one
+            is joined (``BlockMask.window``). CPU alone; a ``CausalBias`` of torch is ``is_causal`` everywhere.
         dropout_p: not supported; anything but 0.0 is refused.
         is_causal: hide from row i every key past ``i`` (``causal_alignment="top_left"``, as SDPA has it) or past
             ``i + Sk - Sq`` (``"bottom_right"``, as FlashAttention has it, refused without a mask). A row without keys

@@ -8,10 +8,12 @@ from __future__ import annotations
 from ..manifest import KEY_BLOCK, Manifest, Resident, Variant
 from .problem import Problem
 
-# By head_dim and mask, the most keys for which it was measured to be the fastest way, and row tiles for each SM from
-# which on it is: with fewer, a head is quantised by several CTAs, or waits for one (docs/lab/short.md).
+# By head_dim and mask, the most keys for which it was measured to be the fastest way (docs/lab/short.md).
 MOST_KEYS = {(64, False): 512, (64, True): 512, (128, False): 256, (128, True): 512}
-FEWEST_TILES, TILE_ROWS = 7, 64
+# By the most keys of a kernel, the row tiles for each SM from which on it is: with fewer, a head is quantised by
+# several CTAs, or an SM waits for one.
+FEWEST_TILES = {64: 3, 128: 3, 256: 7, 512: 24}
+TILE_ROWS = 64
 
 
 def reference(manifest: Manifest, head_dim: int, source: str, *, causal: bool) -> Variant | None:
@@ -40,9 +42,9 @@ def chosen(manifest: Manifest, problem: Problem, source: str, table: Variant) ->
         return None
     if problem.seqlen_k > MOST_KEYS.get((table.head_dim, problem.causal), 0):
         return None
-    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // TILE_ROWS)
-    if tiles < FEWEST_TILES * problem.sm_count:
-        return None
     kernel = serving(manifest, table.head_dim, source, problem.seqlen_k)
+    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // TILE_ROWS)
+    if kernel is None or tiles < FEWEST_TILES[kernel.keys] * problem.sm_count:
+        return None
     variant = reference(manifest, table.head_dim, source, causal=problem.causal)
-    return None if kernel is None or variant is None else (variant, kernel)
+    return None if variant is None else (variant, kernel)

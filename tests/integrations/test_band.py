@@ -217,7 +217,7 @@ def test_minimum_length() -> None:
         note_packed(k, v, pack_kv(k, v))
         assert isinstance(serve(q, k, v, Band(), None, None, None), torch.Tensor)
         integrations.set_minimum_length(9)
-        assert isinstance(serve(*operands(9, 9), Band(), None, None), torch.Tensor)
+        assert isinstance(serve(*operands(9, 9), Band(), None, None, None), torch.Tensor)
     finally:
         integrations.set_minimum_length(None)
     for wrong in (-1, 1.5, True, "9"):

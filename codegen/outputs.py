@@ -27,6 +27,7 @@ from codegen.render import (
     render_kernel,
     render_pack,
     render_plan,
+    render_route,
 )
 from codegen.scaling import KEY_BLOCK, key_block
 from codegen.select import Selection
@@ -52,6 +53,8 @@ CUT = "cut"  # the kernel that cuts the work of decode
 CUT_PATH = f"{CUT}.cu"
 APPEND = "append"  # the kernel that writes tokens to pages
 APPEND_PATH = f"{APPEND}.cu"
+ROUTE = "route"  # the kernel that chooses what kernels of ragged batches do of a call over pages
+ROUTE_PATH = f"{ROUTE}.cu"
 
 
 def kernel_path(v: Variant) -> str:
@@ -70,6 +73,8 @@ def files(request: Request, selection: Selection) -> dict[str, str]:
     if request.decodes:
         kernels[CUT_PATH] = render_cut(env)
         kernels[APPEND_PATH] = render_append(env)
+    if ragged and request.decodes:
+        kernels[ROUTE_PATH] = render_route(env)
     # The shipped table answers for every target, so that a laptop can ask about any card.
     table = build(request.variants, tuple(TARGETS))
     out = dict(kernels)
@@ -148,10 +153,12 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
         }
         for p in packs
     ]
+    walking, decoding = {t for v in ragged for t in targets_of(v, request.archs)}, {d.target for d in request.decodes}
     planned = {  # targets of the kernels that run before others: one for all that need it
-        PLAN: {t for v in ragged for t in targets_of(v, request.archs)},
-        CUT: {d.target for d in request.decodes},
-        APPEND: {d.target for d in request.decodes},
+        PLAN: walking,
+        CUT: decoding,
+        APPEND: decoding,
+        ROUTE: walking & decoding,
     }
     plan_entries = [
         {

@@ -1,10 +1,10 @@
 // The torch operators of the extension, through LibTorch's stable ABI: one library serves every torch from 2.10 on.
 //
 // `forward` and `diagnose` launch one variant, `pack` the kernel that makes its operands or some of them, `attend`
-// both, `attend_fp8` and `attend_packed` the same where K and V are FP8, `forward_ragged` and `attend_ragged` the same
-// of a ragged batch, `cut` and `decode` those of decode, `append` the one that writes to pages, on the current stream
-// of the tensors' device. They return without synchronising, so they can be captured into a CUDA graph. Outputs are
-// written in place, but for the results of `attend` and its sisters.
+// both, `attend_fp8` and `attend_packed` the same where K and V are FP8, `forward_ragged`, `attend_ragged` and
+// `attend_ragged_fp8` the same of a ragged batch, `cut` and `decode` those of decode, `prefill` those of long chunks over
+// pages, `append` the one that writes to pages, on the current stream of the tensors' device. They return without synchronising, so they can be captured into
+// a CUDA graph. Outputs are written in place, but for the results of `attend` and its sisters.
 #include <torch/csrc/stable/library.h>
 
 #include "append.h"
@@ -12,6 +12,7 @@
 #include "attend.h"
 #include "attend_fp8.h"
 #include "attend_ragged.h"
+#include "attend_ragged_fp8.h"
 #include "check.h"
 #include "decode.h"
 #include "device.h"
@@ -19,6 +20,7 @@
 #include "launch.h"
 #include "launch_pack.h"
 #include "pack_arguments.h"
+#include "prefill.h"
 #include "ragged.h"
 #include "registry.h"
 
@@ -119,9 +121,17 @@ const DecodeEntry& find_decode(int64_t decode) {
 
 void cut(int64_t decode, const Tensor& lengths, const Tensor& cu_q, int64_t total_q, int64_t most_keys, int64_t heads,
          int64_t kv_heads, int64_t left, int64_t right, int64_t overhead, bool share, const Tensor& cuts,
-         const Tensor& arrived) {
-  cut_decode(find_decode(decode), {lengths, cu_q, total_q, most_keys, heads, kv_heads, left, right}, {cuts, arrived},
-             overhead, share);
+         const Tensor& arrived, bool routed) {
+  cut_decode(find_decode(decode), {lengths, cu_q, total_q, most_keys, heads, kv_heads, left, right, routed},
+             {cuts, arrived}, overhead, share);
+}
+
+std::optional<View> view_of(const std::optional<Tensor>& x) { return x ? std::optional<View>(*x) : std::nullopt; }
+
+DecodeBatch paged_batch(const View& q, const View& k, const View& table, const Tensor& lengths, const Tensor& cu_q,
+                        int64_t left, int64_t right, bool routed) {
+  require(q.dim() == 3 && k.dim() == 4 && table.dim() == 2, "q must have 3 dimensions, the caches 4, page_table 2");
+  return {lengths, cu_q, q.size(0), table.size(1) * k.size(1), q.size(1), k.size(2), left, right, routed};
 }
 
 void decode_paged(int64_t decode_kernel, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -129,19 +139,35 @@ void decode_paged(int64_t decode_kernel, const Tensor& q, const Tensor& k, const
                   const Tensor& v_descale, const Tensor& page_table, const Tensor& lengths, const Tensor& cu_q,
                   const std::optional<Tensor>& sinks, const Tensor& out, const std::optional<Tensor>& lse,
                   const Tensor& cuts, const Tensor& arrived, const Tensor& parts, double scale, double softcap,
-                  int64_t left, int64_t right) {
-  const View rows(q), keys(k), table(page_table);
-  require(rows.dim() == 3 && keys.dim() == 4 && table.dim() == 2,
-          "q must have 3 dimensions, the caches 4, page_table 2");
-  std::optional<View> token, page, sink, sums;
-  if (k_token) token = *k_token;
-  if (v_page) page = *v_page;
-  if (sinks) sink = *sinks;
-  if (lse) sums = *lse;
-  run_decode(find_decode(decode_kernel),
-             {lengths, cu_q, rows.size(0), table.size(1) * keys.size(1), rows.size(1), keys.size(2), left, right},
+                  int64_t left, int64_t right, bool routed) {
+  run_decode(find_decode(decode_kernel), paged_batch(q, k, page_table, lengths, cu_q, left, right, routed),
              {cuts, arrived},
-             {rows, keys, v, token, page, k_descale, v_descale, table, sink, out, sums, parts, scale, softcap});
+             {q,
+              {k, v, view_of(k_token), view_of(v_page), k_descale, v_descale, page_table},
+              view_of(sinks),
+              out,
+              view_of(lse),
+              parts,
+              scale,
+              softcap});
+}
+
+void prefill_paged(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const std::optional<Tensor>& k_token, const std::optional<Tensor>& v_page, const Tensor& k_descale,
+                   const Tensor& v_descale, const Tensor& page_table, const Tensor& lengths, const Tensor& cu_q,
+                   const Tensor& out, const std::optional<Tensor>& lse, const Tensor& rest, double score_amax,
+                   double scale, int64_t left, int64_t right, int64_t least, int64_t most, int64_t capacity) {
+  prefill_pages(find_variant(variant, false), paged_batch(q, k, page_table, lengths, cu_q, left, right, false),
+                {q,
+                 {k, v, view_of(k_token), view_of(v_page), k_descale, v_descale, page_table},
+                 out,
+                 view_of(lse),
+                 rest,
+                 score_amax,
+                 scale,
+                 least,
+                 most,
+                 capacity});
 }
 
 void append_to_pages(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
@@ -152,10 +178,9 @@ void append_to_pages(const Tensor& k, const Tensor& v, const Tensor& k_cache, co
                      const std::optional<Tensor>& page_table, const std::optional<Tensor>& used,
                      const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, bool interleaved,
                      const std::optional<Tensor>& k_mean, bool hadamard) {
-  const auto view = [](const std::optional<Tensor>& x) { return x ? std::optional<View>(*x) : std::nullopt; };
-  append_tokens({k, v, k_cache, v_cache, view(k_token), view(v_page), view(k_descale), view(v_descale), view(slots),
-                 view(positions), view(cu), view(lengths), view(page_table), view(used), view(cos), view(sin),
-                 interleaved, view(k_mean), hadamard});
+  append_tokens({k, v, k_cache, v_cache, view_of(k_token), view_of(v_page), view_of(k_descale), view_of(v_descale),
+                 view_of(slots), view_of(positions), view_of(cu), view_of(lengths), view_of(page_table), view_of(used),
+                 view_of(cos), view_of(sin), interleaved, view_of(k_mean), hadamard});
 }
 
 void load_decode(int64_t decode, int64_t device) {
@@ -195,6 +220,16 @@ Tensor attend_batch(int64_t variant, const Tensor& q, const Tensor& k, const Ten
                        {q, k, v, cu_q, cu_k, used_q, used_k, lse, workspace}, find_variant(variant, false));
 }
 
+Tensor attend_fp8_batch(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
+                        const Tensor& k_descale, const Tensor& v_descale, const Tensor& cu_q, const Tensor& cu_k,
+                        const std::optional<Tensor>& used_q, const std::optional<Tensor>& used_k,
+                        const std::optional<Tensor>& lse, double scale, int64_t window_left, int64_t window_right,
+                        bool bottom_right) {
+  return attend_ragged_fp8({scale, window_left, window_right, bottom_right},
+                           {q, k, v, q_descale, k_descale, v_descale, cu_q, cu_k, used_q, used_k, lse},
+                           find_variant(variant, false));
+}
+
 }  // namespace
 
 }  // namespace fp8cutlass
@@ -220,12 +255,18 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
   m.def("ragged_plan_words(int variant, int tokens, int sequences) -> int");
   m.def(
       "cut(int decode, Tensor lengths, Tensor cu_seqlens_q, int total_q, int most_keys, int heads, int kv_heads, "
-      "int left, int right, int overhead, bool share, Tensor(a!) cuts, Tensor(b!) arrived) -> ()");
+      "int left, int right, int overhead, bool share, Tensor(a!) cuts, Tensor(b!) arrived, bool routed=False) -> ()");
   m.def(
       "decode(int decode, Tensor q, Tensor k, Tensor v, Tensor? k_token_descale, Tensor? v_page_descale, "
       "Tensor k_descale, Tensor v_descale, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, Tensor? sinks, "
       "Tensor(a!) out, Tensor(b!)? lse, "
-      "Tensor cuts, Tensor(c!) arrived, Tensor(d!) parts, float scale, float softcap, int left, int right) -> ()");
+      "Tensor cuts, Tensor(c!) arrived, Tensor(d!) parts, float scale, float softcap, int left, int right, "
+      "bool routed=False) -> ()");
+  m.def(
+      "prefill(int variant, Tensor q, Tensor k, Tensor v, Tensor? k_token_descale, Tensor? v_page_descale, "
+      "Tensor k_descale, Tensor v_descale, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, Tensor(a!) out, "
+      "Tensor(b!)? lse, Tensor(c!) rest, float score_amax, float scale, int left, int right, int least, int most, "
+      "int capacity) -> ()");
   m.def(
       "append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_token_descale, "
       "Tensor(d!)? v_page_descale, Tensor? k_descale, Tensor? v_descale, Tensor? slots, Tensor? positions, "
@@ -237,6 +278,10 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "attend_ragged(int variant, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
       "Tensor? seqused_q, Tensor? seqused_k, Tensor(a!)? lse, float score_amax, float v_amax, float scale, "
       "int window_left, int window_right, bool bottom_right, bool leave_q, Tensor(b!)? workspace=None) -> Tensor");
+  m.def(
+      "attend_ragged_fp8(int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, "
+      "Tensor v_descale, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+      "Tensor(a!)? lse, float scale, int window_left, int window_right, bool bottom_right) -> Tensor");
   m.def(
       "attend(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? out_descale=None, Tensor(a!)? lse=None, "
       "Tensor(b!)? amax=None, Tensor(c!)? k_mean=None) -> Tensor");
@@ -258,11 +303,13 @@ STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {
   m.impl("append", TORCH_BOX(&fp8cutlass::append_to_pages));
   m.impl("cut", TORCH_BOX(&fp8cutlass::cut));
   m.impl("decode", TORCH_BOX(&fp8cutlass::decode_paged));
+  m.impl("prefill", TORCH_BOX(&fp8cutlass::prefill_paged));
   m.impl("forward_ragged", TORCH_BOX(&fp8cutlass::forward_ragged));
   m.impl("forward", TORCH_BOX(&fp8cutlass::forward));
   m.impl("diagnose", TORCH_BOX(&fp8cutlass::diagnose));
   m.impl("pack", TORCH_BOX(&fp8cutlass::pack));
   m.impl("attend_ragged", TORCH_BOX(&fp8cutlass::attend_batch));
+  m.impl("attend_ragged_fp8", TORCH_BOX(&fp8cutlass::attend_fp8_batch));
   m.impl("attend", TORCH_BOX(&fp8cutlass::attend_half));
   m.impl("attend_fp8", TORCH_BOX(&fp8cutlass::attend_quantised));
   m.impl("attend_packed", TORCH_BOX(&fp8cutlass::attend_kept));

@@ -19,6 +19,8 @@ constexpr int64_t kCutWords = sizeof(decode::Cut) / sizeof(int);
 // A window's end, so far that adding it to any position stays within 32 bits.
 int window_end(int64_t keys) { return static_cast<int>(std::clamp<int64_t>(keys, 0, decode::kFar)); }
 
+}  // namespace
+
 decode::Batch batch_of(const DecodeBatch& b) {
   decode::Batch batch{};
   require(b.lengths.is_cuda(), "cache_seqlens is not on a card");
@@ -35,8 +37,11 @@ decode::Batch batch_of(const DecodeBatch& b) {
   batch.heads = to_int(b.heads, "the number of heads"), batch.kv_heads = to_int(b.kv_heads, "that of the cache");
   batch.by_group = decode::divisor(batch.heads / batch.kv_heads), batch.by_kv_heads = decode::divisor(batch.kv_heads);
   batch.left = window_end(b.left), batch.right = window_end(b.right);
+  batch.routed = b.routed ? 1 : 0;
   return batch;
 }
+
+namespace {
 
 int set_work(const DecodeWork& work, const View& like, decode::Cut*& cuts, unsigned*& arrived) {
   const int64_t ctas = work.arrived.numel();
@@ -45,23 +50,6 @@ int set_work(const DecodeWork& work, const View& like, decode::Cut*& cuts, unsig
   cuts = reinterpret_cast<decode::Cut*>(int_pointer(work.cuts, "cuts", like, {ctas + 1, kCutWords}));
   require_aligned(cuts, "cuts");
   return to_int(ctas, "the CTAs");
-}
-
-decode::Cache cache_of(const View& tensor, const char* name, const View& q) {
-  check_cache(tensor, name, q);
-  return {static_cast<const uint8_t*>(tensor.data()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
-}
-
-decode::HeadDescale descale_of(const View& tensor, const char* name, const View& q, int64_t sequences,
-                               int64_t kv_heads) {
-  const float* const base = float_pointer(tensor, name, q);
-  if (tensor.numel() == 1) return {base, 0, 0};
-  if (tensor.dim() == 1) {
-    require_shape(tensor, name, {kv_heads});
-    return {base, 0, 1};
-  }
-  require_shape(tensor, name, {sequences, kv_heads});
-  return {base, to_int(kv_heads, name), 1};
 }
 
 // Strides of (tokens, heads, D) in elements, for accesses of so many bytes.
@@ -103,41 +91,8 @@ void run_decode(const DecodeEntry& entry, const DecodeBatch& b, const DecodeWork
   p.q = a.q.data(), p.q_bf16 = bf16 ? 1 : 0;
   row_steps(a.q, "q", 8, p.q_row, p.q_head);
 
-  require(a.k.dim() == 4, "k_cache must have 4 dimensions, got shape ", shape_text(a.k));
-  const int64_t pages = a.k.size(0), page_size = a.k.size(1);
-  require(pages > 0 && page_size > 0, "k_cache has no page");
-  require_shape(a.k, "k_cache", {pages, page_size, b.kv_heads, head_dim});
-  require_shape(a.v, "v_cache", {pages, page_size, b.kv_heads, head_dim});
-  p.k = cache_of(a.k, "k_cache", a.q), p.v = cache_of(a.v, "v_cache", a.q);
-  constexpr int64_t kBytes = sizeof(float);
-  if (a.k_token) {
-    const View& t = *a.k_token;
-    require_shape(t, "k_token_descale", {pages, page_size, b.kv_heads});
-    const uint8_t* const base = strided_floats(t, "k_token_descale", a.q);
-    p.k_token = {base, kBytes * t.stride(0), kBytes * t.stride(1), kBytes * t.stride(2)};
-  }
-  if (a.v_page) {
-    const View& t = *a.v_page;
-    require_shape(t, "v_page_descale", {pages, b.kv_heads});
-    p.v_token = {strided_floats(t, "v_page_descale", a.q), kBytes * t.stride(0), 0, kBytes * t.stride(1)};
-  }
-  p.k_descale = descale_of(a.k_descale, "k_descale", a.q, sequences, b.kv_heads);
-  p.v_descale = descale_of(a.v_descale, "v_descale", a.q, sequences, b.kv_heads);
-
-  require(a.page_table.dim() == 2, "page_table must have 2 dimensions, got shape ", shape_text(a.page_table));
-  const int64_t entries = a.page_table.size(1);
-  require_shape(a.page_table, "page_table", {sequences, entries});
-  require(a.page_table.scalar_type() == ScalarType::Int, "page_table must be int32");
-  require_same_device(a.page_table, "page_table", a.q);
-  require(a.page_table.stride(1) == 1 || entries == 1, "page_table must be contiguous in its last dimension");
-  require(entries > 0 && b.most_keys == entries * page_size, "the page table has room for ", entries * page_size,
-          " keys, the work was cut for ", b.most_keys);
-  p.page_table = static_cast<const int*>(a.page_table.data()), p.table_row = a.page_table.stride(0);
-  p.by_page_size = decode::divisor(to_int(page_size, "the tokens of a page")), p.pages = to_int(pages, "the pages");
-  p.entries = to_int(entries, "the columns of page_table");
-  for (const int64_t step :
-       {p.k.page, p.k.token, p.k.head, p.v.page, p.v.token, p.v.head, p.k_token.page, p.k_token.token, p.k_token.head,
-        p.v_token.page, p.v_token.head, p.table_row, p.q_row, p.q_head})
+  static_cast<decode::Paged&>(p) = paged_of(a.pages, sequences, b.kv_heads, head_dim, b.most_keys, a.q);
+  for (const int64_t step : {p.q_row, p.q_head})
     require(step >= 0 && step < int64_t{1} << 32, "a tensor of the call has a stride of ", step, ", which is too far");
 
   if (a.sinks) {

@@ -5,6 +5,7 @@
 
 #include <optional>
 
+#include "pages.h"
 #include "registry.h"
 #include "tensors.h"
 
@@ -16,7 +17,11 @@ struct DecodeBatch {
   View cu_q;     // (sequences + 1,) int32
   int64_t total_q, most_keys, heads, kv_heads;
   int64_t left, right;
+  bool routed;  // sequences of negative length have no queries here
 };
+
+// The same for kernels.
+decode::Batch batch_of(const DecodeBatch& batch);
 
 struct DecodeWork {
   View cuts;     // (ctas + 1, 8) int32
@@ -28,16 +33,12 @@ void cut_decode(const DecodeEntry& entry, const DecodeBatch& batch, const Decode
                 bool share);
 
 struct DecodeArguments {
-  View q;                       // (total_q, H, D) bf16 or fp16
-  View k, v;                    // (pages, page_size, Hkv, D) uint8, any strides of whole 16 bytes
-  std::optional<View> k_token;  // (pages, page_size, Hkv) float32, any strides
-  std::optional<View> v_page;   // (pages, Hkv) float32, any strides
-  View k_descale, v_descale;    // (1,), (Hkv,) or (sequences, Hkv) float32
-  View page_table;              // (sequences, entries) int32
-  std::optional<View> sinks;    // (H,) or (H, total_q) float32
-  View out;                     // (total_q, H, D)
-  std::optional<View> lse;      // (H, total_q)
-  View parts;                   // (ctas, 2, part_floats) float32
+  View q;  // (total_q, H, D) bf16 or fp16
+  PagedViews pages;
+  std::optional<View> sinks;  // (H,) or (H, total_q) float32
+  View out;                   // (total_q, H, D)
+  std::optional<View> lse;    // (H, total_q)
+  View parts;                 // (ctas, 2, part_floats) float32
   double scale, softcap;
 };
 

@@ -725,31 +725,31 @@ const PackEntry kPacks[] = {
     {"pack_d32_n128_fp8", 32, 128, SourceType::fp8, 128, 1, 4352, 0, 0, 0, false},
     {"pack_d64_n128_bf16", 64, 128, SourceType::bf16, 128, 1, 8448, 256, 50176, 3, true},
     {"pack_d64_n128_fp16", 64, 128, SourceType::fp16, 128, 1, 8448, 256, 50176, 3, true},
-    {"pack_d64_n128_fp8", 64, 128, SourceType::fp8, 128, 1, 8448, 0, 0, 0, false},
+    {"pack_d64_n128_fp8", 64, 128, SourceType::fp8, 128, 1, 8448, 0, 0, 0, true},
     {"pack_d64_n192_bf16", 64, 192, SourceType::bf16, 192, 1, 12672, 320, 74752, 2, true},
     {"pack_d64_n192_fp16", 64, 192, SourceType::fp16, 192, 1, 12672, 320, 74752, 2, true},
     {"pack_d64_n256_bf16", 64, 256, SourceType::bf16, 256, 1, 16896, 384, 99328, 2, true},
     {"pack_d64_n256_fp16", 64, 256, SourceType::fp16, 256, 1, 16896, 384, 99328, 2, true},
     {"pack_d96_n128_bf16", 96, 128, SourceType::bf16, 128, 1, 12544, 0, 0, 0, true},
     {"pack_d96_n128_fp16", 96, 128, SourceType::fp16, 128, 1, 12544, 0, 0, 0, true},
-    {"pack_d96_n128_fp8", 96, 128, SourceType::fp8, 128, 1, 12544, 0, 0, 0, false},
+    {"pack_d96_n128_fp8", 96, 128, SourceType::fp8, 128, 1, 12544, 0, 0, 0, true},
     {"pack_d96_n256_bf16", 96, 256, SourceType::bf16, 256, 1, 25088, 0, 0, 0, true},
     {"pack_d96_n256_fp16", 96, 256, SourceType::fp16, 256, 1, 25088, 0, 0, 0, true},
     {"pack_d128_n128_bf16", 128, 128, SourceType::bf16, 128, 1, 16640, 384, 99328, 2, true},
     {"pack_d128_n128_fp16", 128, 128, SourceType::fp16, 128, 1, 16640, 384, 99328, 2, true},
-    {"pack_d128_n128_fp8", 128, 128, SourceType::fp8, 128, 1, 16640, 0, 0, 0, false},
+    {"pack_d128_n128_fp8", 128, 128, SourceType::fp8, 128, 1, 16640, 0, 0, 0, true},
     {"pack_d128_n192_bf16", 128, 192, SourceType::bf16, 192, 1, 24960, 512, 148480, 1, true},
     {"pack_d128_n192_fp16", 128, 192, SourceType::fp16, 192, 1, 24960, 512, 148480, 1, true},
     {"pack_d128_n256_bf16", 128, 256, SourceType::bf16, 256, 1, 33280, 640, 197632, 1, true},
     {"pack_d128_n256_fp16", 128, 256, SourceType::fp16, 256, 1, 33280, 640, 197632, 1, true},
     {"pack_d192_n128_bf16", 192, 128, SourceType::bf16, 128, 1, 24832, 0, 0, 0, true},
     {"pack_d192_n128_fp16", 192, 128, SourceType::fp16, 128, 1, 24832, 0, 0, 0, true},
-    {"pack_d192_n128_fp8", 192, 128, SourceType::fp8, 128, 1, 24832, 0, 0, 0, false},
+    {"pack_d192_n128_fp8", 192, 128, SourceType::fp8, 128, 1, 24832, 0, 0, 0, true},
     {"pack_d192_n256_bf16", 192, 256, SourceType::bf16, 128, 2, 24832, 0, 0, 0, true},
     {"pack_d192_n256_fp16", 192, 256, SourceType::fp16, 128, 2, 24832, 0, 0, 0, true},
     {"pack_d256_n128_bf16", 256, 128, SourceType::bf16, 128, 1, 33024, 0, 0, 0, true},
     {"pack_d256_n128_fp16", 256, 128, SourceType::fp16, 128, 1, 33024, 0, 0, 0, true},
-    {"pack_d256_n128_fp8", 256, 128, SourceType::fp8, 128, 1, 33024, 0, 0, 0, false},
+    {"pack_d256_n128_fp8", 256, 128, SourceType::fp8, 128, 1, 33024, 0, 0, 0, true},
     {"pack_d256_n256_bf16", 256, 256, SourceType::bf16, 128, 2, 33024, 0, 0, 0, true},
     {"pack_d256_n256_fp16", 256, 256, SourceType::fp16, 128, 2, 33024, 0, 0, 0, true},
 };
@@ -793,6 +793,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "f3a66015acec34276148f5f91af548e48129872cce8271754c88beb3b836b69c";
+const char kManifest[] = "92d6077d3b0756bfa10657675d38cef58869d4664a6039fcf7991be90d02b569";
 
 }  // namespace fp8cutlass

@@ -137,12 +137,37 @@ def run_copies(pack: dict[str, Any]) -> Iterator[None]:
                 yield
 
 
+def run_ragged_copies(pack: dict[str, Any]) -> Iterator[None]:
+    """The same for ragged batches, which the kernel of the head_dim attends: sequences with tails, without keys, and
+    lengths that lie."""
+    import torch
+
+    gpu, ragged = importlib.import_module("gpu"), importlib.import_module("fp8cutlass.call.ragged")
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    found = gpu.built_variants("ragged", head_dim=pack["head_dim"], softmax="exp2")[:1]
+    for variant, (width, lies) in itertools.product(found, ((0, None), (16, None), (0, [-5, 99, 3, 2**31 - 1]))):
+        q, k, v = (
+            torch.randn(n, heads, variant.head_dim - width).to(torch.float8_e4m3fn).cuda()
+            for n, heads in ((211, 4), (395, 2), (395, 2))
+        )
+        ends = [torch.tensor(lies or x, dtype=torch.int32).cuda() for x in ([3, 133, 133, 209], [0, 130, 390, 393])]
+        window = {"full": (-1, -1), "causal": (-1, 0), "window": (70, 3)}[variant.mask]
+        descales = (torch.ones(1).cuda(),) * 3
+        call = ragged.RaggedCall(
+            q, k, v, *ends, None, None, 130, 260, descales, -0.125, *window, True, dtypes[variant.out], "fast", True, ""
+        )
+        lse = torch.empty(q.shape[1::-1], device=q.device)
+        ragged.launch(call, variant, gpu.built_manifest().index[variant.id], lse)
+        yield
+
+
 def run_pack(pack: dict[str, Any]) -> Iterator[None]:
     """Launches a kernel that quantises and packs, once a turn, with tails of rows, of packed keys and of head_dim."""
     import torch
 
     if pack["source"] == "fp8":
         yield from run_copies(pack)
+        yield from run_ragged_copies(pack)
         return
     gpu, reference = importlib.import_module("gpu"), importlib.import_module("reference")
     fused = importlib.import_module("fp8cutlass.native.fused")

@@ -11,7 +11,7 @@ from codegen.gates.occupancy import ctas_per_sm
 from codegen.gates.packs import FAMILY as PACK
 from codegen.gates.sass import MATRIX
 from codegen.gates.subject import Failure, Kernel, Measured
-from codegen.outputs import APPEND, CUT, PLAN
+from codegen.outputs import APPEND, CUT, PLAN, ROUTE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,14 +244,14 @@ GATES = (
         why="no register goes through local memory; a few words where rows are transformed (SPILLED)",
         native_only=True,
         check=_spill,
-        families=(PACK, PLAN, DECODE, CUT, APPEND),
+        families=(PACK, PLAN, DECODE, CUT, APPEND, ROUTE),
     ),
     Gate(
         name="NO-LOCAL",
         why="no stack, no LDL, no STL beyond these words",
         native_only=True,
         check=_local,
-        families=(PACK, PLAN, DECODE, CUT, APPEND),
+        families=(PACK, PLAN, DECODE, CUT, APPEND, ROUTE),
     ),
     Gate(
         name="SMEM",

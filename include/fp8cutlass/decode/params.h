@@ -50,6 +50,7 @@ struct Batch {
   int heads, kv_heads;
   Divisor by_group, by_kv_heads;  // heads that share one of K and V; those of K and V
   int left, right;                // of its own position, the keys before and after that a query sees; kFar: all
+  int routed;                     // a sequence of negative length has no queries here: they are another kernel's
 };
 
 struct Sequence {
@@ -77,11 +78,8 @@ struct CutParams {
   unsigned* arrived;  // (ctas,) is zeroed here
 };
 
-struct DecodeParams {
-  Batch batch;
-  const void* q;  // (total_q, H, D) bf16 or fp16, strides in elements, rows 8-byte aligned
-  int64_t q_row, q_head;
-  int q_bf16;  // else fp16; of the output as well
+// A cache in pages, with its descales.
+struct Paged {
   Cache k, v;
   TokenDescale k_token, v_token;
   HeadDescale k_descale, v_descale;
@@ -89,7 +87,14 @@ struct DecodeParams {
   int64_t table_row;
   Divisor by_page_size;  // tokens of a page
   int entries, pages;    // pages of a row of the table, and of the cache
-  const float* sinks;    // (H,) or (H, total_q): a score that joins the sum of a row; null: none
+};
+
+struct DecodeParams : Paged {
+  Batch batch;
+  const void* q;  // (total_q, H, D) bf16 or fp16, strides in elements, rows 8-byte aligned
+  int64_t q_row, q_head;
+  int q_bf16;          // else fp16; of the output as well
+  const float* sinks;  // (H,) or (H, total_q): a score that joins the sum of a row; null: none
   int64_t sink_head, sink_token;
   float scale;    // softmax scale
   float softcap;  // scores become softcap * tanh(score / softcap); 0: they stay

@@ -110,7 +110,7 @@ def attention_with_kvcache(
         tokens, pages.k, pages.v, *descales, at.page_table, used, at.cu_q, None if sinks is None else sinks.float(),
         at.cache.mean(layer), default_scale(q.shape[-1]) if softmax_scale is None else float(softmax_scale),
         left, 0 if causal else right, float(softcap), num_splits, at.cache.hadamard, return_lse,
-        max_seqlen_q,
+        q.shape[1] if q.dim() == 4 and max_seqlen_q is None else max_seqlen_q,
     )  # fmt: skip
     result = result.view(q.shape)
     if q.dim() == 4 and return_lse:

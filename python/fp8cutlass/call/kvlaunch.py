@@ -1,16 +1,20 @@
-"""Attention over a paged cache on a card: the kernel that cuts the work, then the one that does it. No number of the
-device is waited for."""
+"""Attention over a paged cache on a card: where there may be long chunks, the kernels that take these; then the kernel
+of decode that cuts the work, and the one that does it. No number of the device is waited for."""
 
 from __future__ import annotations
 
 import torch
 
 from ..choose.target import Target, device_of, target
+from ..dtypes import OUT_NAMES
 from ..errors import NoKernelError
-from ..native.decode import Caches, attend, cut, kernel_for
+from ..native.decode import Caches, attend, cut, empty, kernel_for
+from ..native.prefill import prefill
 from ..tracing import constant
+from .kvprefill import LEAST, Chunks, prefill_for
+from .launch import score_amax
 
-ROW_BYTES = 8  # to which rows of Q are aligned
+ROW_BYTES = 16  # to which rows of Q are aligned
 
 
 @constant
@@ -28,8 +32,11 @@ def unserved(kind: str, index: int | None, head_dim: int) -> tuple[str, ...]:
     return ()
 
 
-def rows_of(tokens: int, sequences: int, group: int, most: int | None) -> int:
-    """Rows of a unit that the call has use for: ``most`` tokens of a sequence, or the mean."""
+def rows_of(tokens: int, sequences: int, group: int, most: int | None, routed: bool = False) -> int:
+    """Rows of a unit that the call has use for: ``most`` tokens of a sequence, or the mean. Where long chunks are
+    ``routed`` to other kernels, what is left are mostly steps of one token."""
+    if routed:
+        return group
     mean = -(-tokens // max(sequences, 1))
     return group * max(1, min(tokens, mean if most is None else most))
 
@@ -56,7 +63,13 @@ def launch(
     """Out (T, H, D) and the LSE (H, T). Tensors are those of ``KVCall``; ``sinks`` are (H,) or (H, T). T, the sequences
     and the table are not empty."""
     (tokens, heads, head_dim), kv_heads = q.shape, k.shape[2]
-    rows = rows_of(tokens, used.shape[0], heads // kv_heads, most_q)
+    most_keys = page_table.shape[1] * k.shape[1]
+    chunks = Chunks(
+        tokens, used.shape[0], most_q, most_keys, kv_heads, head_dim, OUT_NAMES[q.dtype], left, right, softcap > 0,
+        sinks is not None, 0 if share else 1,
+    )  # fmt: skip
+    part, _ = prefill_for(at, chunks)
+    rows = rows_of(tokens, used.shape[0], heads // kv_heads, most_q, part is not None)
     kernel, number = kernel_for(at.directory, at.arch, head_dim, rows)
     used, cu_q, page_table = used.contiguous(), cu_q.contiguous(), page_table.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
@@ -67,12 +80,18 @@ def launch(
         caches = Caches(k, v, one, one, *descales)
     else:
         caches = Caches(k, v, descales[0].contiguous(), descales[1].contiguous(), None, None)
+    into = empty(q, return_lse)
+    if part is not None:
+        used = prefill(
+            part.number, q, caches, page_table, used, cu_q, *into, score_amax=score_amax(part.kernel), scale=scale,
+            left=left, right=right, least=LEAST, most=part.most, capacity=part.capacity,
+        )  # fmt: skip
     # Nothing between the two launches, so that the second begins while the first ends.
     work = cut(
-        kernel, number, at.sm_count, used, cu_q, tokens=tokens, most_keys=page_table.shape[1] * k.shape[1],
-        heads=heads, kv_heads=kv_heads, left=left, right=right, share=share,
+        kernel, number, at.sm_count, used, cu_q, tokens=tokens, most_keys=most_keys, heads=heads, kv_heads=kv_heads,
+        left=left, right=right, share=share, routed=part is not None,
     )  # fmt: skip
     return attend(
         work, q, caches, page_table, used, cu_q, scale=scale, left=left, right=right, softcap=softcap, sinks=sinks,
-        return_lse=return_lse,
+        into=into,
     )  # fmt: skip

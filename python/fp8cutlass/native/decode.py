@@ -51,6 +51,7 @@ class Work:
     cuts: torch.Tensor  # (CTAs + 1, 8) int32
     arrived: torch.Tensor  # (CTAs,) int32, zero between calls
     parts: torch.Tensor  # (CTAs, 2, part_floats) float32
+    routed: bool = False  # sequences of negative length are another kernel's
 
 
 def cut(
@@ -67,9 +68,10 @@ def cut(
     left: int,
     right: int,
     share: bool,
+    routed: bool = False,
 ) -> Work:
     """Launch the kernel that cuts the work. ``share``: whether CTAs may share a unit; else results of a sequence do not
-    depend on the others."""
+    depend on the others. ``routed``: sequences of negative length are another kernel's."""
     extension.load()
     ctas, device = sm_count * kernel.ctas_per_sm, lengths.device
     cuts = torch.empty(ctas + 1, CUT_WORDS, dtype=torch.int32, device=device)
@@ -83,17 +85,19 @@ def cut(
         most_keys,
         heads,
         kv_heads,
-        _end(left),
-        _end(right),
+        window_end(left),
+        window_end(right),
         OVERHEAD,
         share,
         cuts,
         arrived,
+        routed,
     )
-    return Work(kernel, number, cuts, arrived, parts)
+    return Work(kernel, number, cuts, arrived, parts, routed)
 
 
-def _end(keys: int) -> int:
+def window_end(keys: int) -> int:
+    """Of keys before or after a row's own, -1 for all: the kernels' number."""
     return FAR if keys < 0 else min(keys, FAR)
 
 
@@ -123,16 +127,23 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    into: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch the kernel: out (tokens, H, D) of q's dtype, and the natural LSE (H, tokens).
 
-    ``work`` was cut for these lengths, heads, window and page table. ``sinks``: (H,) or (H, tokens) float32.
+    ``work`` was cut for these lengths, heads, window and page table. ``sinks``: (H,) or (H, tokens) float32. ``into``:
+    what is written and returned, by :func:`empty` where there is none.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[1], q.shape[0], device=q.device) if return_lse else None
+    out, lse = empty(q, return_lse) if into is None else into
     torch.ops.fp8cutlass_C.decode(
         work.number, q, caches.k, caches.v, caches.k_token, caches.v_page, caches.k_descale, caches.v_descale,
-        page_table, lengths, cu_q, sinks, out, lse, work.cuts, work.arrived, work.parts, scale, softcap, _end(left),
-        _end(right),
+        page_table, lengths, cu_q, sinks, out, lse, work.cuts, work.arrived, work.parts, scale, softcap,
+        window_end(left), window_end(right), work.routed,
     )  # fmt: skip
     return out, lse
+
+
+def empty(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Room for the results of q (tokens, H, D): out of its dtype, and the LSE (H, tokens) float32 where wanted."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return out, torch.empty(q.shape[1], q.shape[0], device=q.device) if return_lse else None

@@ -2,9 +2,10 @@
 //
 // `forward` and `diagnose` launch one variant, `pack` the kernel that makes its operands or some of them, `attend`
 // both, `attend_fp8` and `attend_packed` the same where K and V are FP8, `forward_ragged`, `attend_ragged` and
-// `attend_ragged_fp8` the same of a ragged batch, `cut` and `decode` those of decode, `prefill` those of long chunks over
-// pages, `append` the one that writes to pages, on the current stream of the tensors' device. They return without synchronising, so they can be captured into
-// a CUDA graph. Outputs are written in place, but for the results of `attend` and its sisters.
+// `attend_ragged_fp8` the same of a ragged batch, `cut` and `decode` those of decode, `prefill` those of long chunks
+// over pages, `append` the one that writes to pages, on the current stream of the tensors' device. They return without
+// synchronising, so they can be captured into a CUDA graph. Outputs are written in place, but for the results of
+// `attend` and its sisters.
 #include <torch/csrc/stable/library.h>
 
 #include "append.h"

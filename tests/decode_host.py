@@ -25,7 +25,7 @@ FIELDS = (
     "k* v* k_page k_token k_head v_page v_token v_head readable* readable_count token_descale* descale_page "
     "descale_token descale_head page_descale* v_descale_page v_descale_head k_descale* v_descale* k_descale_sequence "
     "k_descale_step v_descale_sequence v_descale_step page_table* table_row page_size pages sinks* sink_head "
-    "sink_token scale! softcap! o* o_row o_head lse* late seed cuts*"
+    "sink_token scale! softcap! o* o_row o_head lse* late seed routed cuts*"
 ).split()
 _TYPES = {"*": ctypes.c_void_p, "!": ctypes.c_double}
 
@@ -53,6 +53,7 @@ class Batch:
     right: int = 0
     softcap: float = 0.0
     scale: float = 0.125
+    routed: bool = False  # sequences of negative length have no queries here
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ class Kernel:
             "k_descale_step": 1, "v_descale_sequence": heads, "v_descale_step": 1, "page_table": b.table,
             "table_row": b.table.stride(0), "page_size": b.k.shape[1], "pages": b.k.shape[0], "sinks": b.sinks,
             "sink_head": 1, "scale": b.scale, "softcap": b.softcap, "o": out, "o_row": out.stride(0),
-            "o_head": out.stride(1), "lse": lse, "late": int(late), "seed": seed, "cuts": cuts,
+            "o_head": out.stride(1), "lse": lse, "late": int(late), "seed": seed,
+            "routed": int(b.routed), "cuts": cuts,
         }  # fmt: skip
         if b.k_token is not None:
             numbers |= dict(zip(("descale_page", "descale_token", "descale_head"), _bytes(b.k_token), strict=True))

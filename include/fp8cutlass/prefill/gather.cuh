@@ -42,8 +42,8 @@ __device__ __forceinline__ uint32_t nan_bytes(uint32_t bytes) {
   return ((bytes & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
 }
 
-// The largest of all threads' numbers, which are not negative; every thread of the CTA comes here. `of_warp`: a word for
-// each warp in shared memory, which nobody reads any more.
+// The largest of all threads' numbers, which are not negative; every thread of the CTA comes here. `of_warp`: a word
+// for each warp in shared memory, which nobody reads any more.
 __device__ __forceinline__ float largest_of_cta(float x, uint32_t* of_warp) {
   uint32_t bits = __float_as_uint(x);
 #pragma unroll

@@ -16,6 +16,7 @@ from . import plot as plotting
 from . import report
 from .commands import accuracy, overhead, pack, regret, tune, ways
 from .decode_commands import decode
+from .model_commands import model
 from .options import Wanted, commit_option, need_card, out_option, read_csv, results_folder, shape_options, stop
 from .pictures import pictures
 from .results import FAILED, WRONG
@@ -175,7 +176,7 @@ def machine() -> None:
     click.echo(json.dumps(stamp(), indent=2))
 
 
-for command in (accuracy, regret, overhead, pack, pictures, tune, decode, varlen, ways, windows):
+for command in (accuracy, regret, overhead, pack, pictures, tune, decode, model, varlen, ways, windows):
     cli.add_command(command)
 
 if __name__ == "__main__":

@@ -22,8 +22,21 @@ Problem = TypeVar("Problem")
 Other = TypeVar("Other")
 
 
+def judged(row: Row, error: float, limits: Mapping[str, float] = ERROR_LIMIT) -> tuple[Row, bool]:
+    """The row with its error, and whether that is within the limit of its precision."""
+    limit = limits[row.precision]
+    if error > limit:
+        reason = f"relative L2 error {error:.3g}, the limit is {limit:g}"
+        return replace(row, status=WRONG, reason=reason, error=error), False
+    return replace(row, error=error), True
+
+
 def checked(
-    row: Row, launch: Callable[[], torch.Tensor], error_of: Callable[[torch.Tensor], float], settings: Settings
+    row: Row,
+    launch: Callable[[], torch.Tensor],
+    error_of: Callable[[torch.Tensor], float],
+    settings: Settings,
+    limits: Mapping[str, float] = ERROR_LIMIT,
 ) -> tuple[Row, Capture | None]:
     """Record a contender and compare what a replay writes; no capture where it fails or is wrong."""
     try:
@@ -36,11 +49,8 @@ def checked(
         error = error_of(recorded.out)
     except Exception as failure:  # a contender that breaks must not end the run
         return replace(row, status=FAILED, reason=first_line(failure)), None
-    limit = ERROR_LIMIT[row.precision]
-    if error > limit:
-        reason = f"relative L2 error {error:.3g}, the limit is {limit:g}"
-        return replace(row, status=WRONG, reason=reason, error=error), None
-    return replace(row, error=error), recorded
+    row, good = judged(row, error, limits)
+    return row, recorded if good else None
 
 
 def in_turns(running: Sequence[tuple[Row, Other, Capture]], settings: Settings) -> Iterator[tuple[Row, Other, float]]:

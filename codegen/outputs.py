@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from codegen import registry
 from codegen.arch import TARGETS
-from codegen.axes import Scaling
+from codegen.axes import Operand, Scaling
 from codegen.decode import Decode
 from codegen.decode import profile_of as decode_profile
 from codegen.decode_ledger import render as render_decode_ledger
@@ -138,6 +138,7 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
         "capability": {a: list(TARGETS[a].capability) for a in request.archs},
         "key_block": KEY_BLOCK,
         "scaling": {str(s): asdict(s.grain) for s in Scaling},
+        "operands": {str(o): {"qk": str(o.qk), "p": str(o.p), "v": str(o.v)} for o in Operand},
         "head_dims": {a: list(head_dims(a)) for a in TARGETS},
     }
     pack_entries = [

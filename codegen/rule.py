@@ -34,7 +34,7 @@ def environment(v: Variant, d: Derived) -> Env:
         "rows_per_warp": d.rows_per_warp,
         "ctas_per_sm": d.ctas_per_sm,
         "smem_bytes": d.smem_bytes,
-        "score_regs": 2 if v.softmax.by_code else 4,
+        "score_regs": v.softmax.score_registers,
     }
 
 
@@ -102,8 +102,8 @@ REGISTERS = Rule(
 LINEAR_E5M2 = Rule(
     name="LINEAR-E5M2",
     why="e5m2 operands arrive with any range; their f16 scores could overflow",
-    refuses=lambda v, d: v.softmax.by_code and not v.dtype.made,
-    explain=lambda v, d: f"{v.softmax} softmax needs f16 scores, {v.dtype} reaches {v.dtype.limit:,}",
+    refuses=lambda v, d: v.softmax.narrow and not v.dtype.made,
+    explain=lambda v, d: f"{v.softmax} softmax needs f16 scores, {v.dtype} reaches {v.dtype.qk.limit:,}",
     of_choice=True,
 )
 

@@ -129,6 +129,7 @@ void set_outputs(ForwardParams& params, const Arguments& a, const VariantEntry& 
     require_shape(*a.out_descale, "out_descale", {1});
     params.out_descale = float_pointer(*a.out_descale, "out_descale", a.q);
   }
+  params.merge_lse = a.merge_lse;
   if (a.lse) {
     require_shape(*a.lse, "lse", {a.q.size(0), a.q.size(1), a.q.size(2)});
     params.lse = float_pointer(*a.lse, "lse", a.q);

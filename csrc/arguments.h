@@ -35,6 +35,7 @@ struct Arguments {
   int64_t causal_offset;
   int64_t window_offset;
   std::optional<QuerySource> source;
+  bool merge_lse = false;
 };
 
 // Where a diagnostic variant writes; shapes as in DiagnosticOutputs.

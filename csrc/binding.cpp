@@ -46,10 +46,10 @@ void launch_here(const VariantEntry& variant, ForwardParams& params, const Tenso
 void forward(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
              const Tensor& k_descale, const Tensor& v_descale, const std::optional<Tensor>& out_descale,
              const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& amax, double scale,
-             int64_t causal_offset, int64_t window_offset) {
+             int64_t causal_offset, int64_t window_offset, bool merge_lse) {
   const VariantEntry& entry = find_variant(variant, false);
   ForwardParams params = forward_params({q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale,
-                                         causal_offset, window_offset, std::nullopt},
+                                         causal_offset, window_offset, std::nullopt, merge_lse},
                                         entry);
   launch_here(entry, params, q);
 }
@@ -120,55 +120,35 @@ const DecodeEntry& find_decode(int64_t decode) {
   return kDecodes[decode];
 }
 
-void cut(int64_t decode, const Tensor& lengths, const Tensor& cu_q, int64_t total_q, int64_t most_keys, int64_t heads,
-         int64_t kv_heads, int64_t left, int64_t right, int64_t overhead, bool share, const Tensor& cuts,
-         const Tensor& arrived, bool routed) {
-  cut_decode(find_decode(decode), {lengths, cu_q, total_q, most_keys, heads, kv_heads, left, right, routed},
-             {cuts, arrived}, overhead, share);
+void cut(const Tensor& numbers, const Tensor& lengths, const std::optional<Tensor>& cu_q, int64_t total_q,
+         int64_t most_keys, int64_t heads, int64_t kv_heads, const Tensor& work) {
+  const DecodeNumbers n = decode_numbers(numbers);
+  cut_decode(find_decode(n.decode), n, {lengths, view_of(cu_q), total_q, most_keys, heads, kv_heads}, work);
 }
 
-std::optional<View> view_of(const std::optional<Tensor>& x) { return x ? std::optional<View>(*x) : std::nullopt; }
-
-DecodeBatch paged_batch(const View& q, const View& k, const View& table, const Tensor& lengths, const Tensor& cu_q,
-                        int64_t left, int64_t right, bool routed) {
-  require(q.dim() == 3 && k.dim() == 4 && table.dim() == 2, "q must have 3 dimensions, the caches 4, page_table 2");
-  return {lengths, cu_q, q.size(0), table.size(1) * k.size(1), q.size(1), k.size(2), left, right, routed};
+Tensor decode_pages(const Tensor& numbers, const Tensor& q, const Tensor& k, const Tensor& v,
+                    const std::optional<Tensor>& page_table, const Tensor& lengths, const std::optional<Tensor>& cu_q,
+                    const std::optional<Tensor>& k_descale, const std::optional<Tensor>& v_descale,
+                    const std::optional<Tensor>& k_token, const std::optional<Tensor>& v_page,
+                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& work,
+                    const std::optional<Tensor>& out, const std::optional<Tensor>& lse) {
+  const DecodeNumbers n = decode_numbers(numbers);
+  return run_decode(find_decode(n.decode), n,
+                    {q, k, v, page_table, lengths, cu_q, k_descale, v_descale, k_token, v_page, sinks, work, out, lse});
 }
 
-void decode_paged(int64_t decode_kernel, const Tensor& q, const Tensor& k, const Tensor& v,
-                  const std::optional<Tensor>& k_token, const std::optional<Tensor>& v_page, const Tensor& k_descale,
-                  const Tensor& v_descale, const Tensor& page_table, const Tensor& lengths, const Tensor& cu_q,
-                  const std::optional<Tensor>& sinks, const Tensor& out, const std::optional<Tensor>& lse,
-                  const Tensor& cuts, const Tensor& arrived, const Tensor& parts, double scale, double softcap,
-                  int64_t left, int64_t right, bool routed) {
-  run_decode(find_decode(decode_kernel), paged_batch(q, k, page_table, lengths, cu_q, left, right, routed),
-             {cuts, arrived},
-             {q,
-              {k, v, view_of(k_token), view_of(v_page), k_descale, v_descale, page_table},
-              view_of(sinks),
-              out,
-              view_of(lse),
-              parts,
-              scale,
-              softcap});
-}
-
-void prefill_paged(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v,
-                   const std::optional<Tensor>& k_token, const std::optional<Tensor>& v_page, const Tensor& k_descale,
-                   const Tensor& v_descale, const Tensor& page_table, const Tensor& lengths, const Tensor& cu_q,
-                   const Tensor& out, const std::optional<Tensor>& lse, const Tensor& rest, double score_amax,
-                   double scale, int64_t left, int64_t right, int64_t least, int64_t most, int64_t capacity) {
-  prefill_pages(find_variant(variant, false), paged_batch(q, k, page_table, lengths, cu_q, left, right, false),
-                {q,
-                 {k, v, view_of(k_token), view_of(v_page), k_descale, v_descale, page_table},
-                 out,
-                 view_of(lse),
-                 rest,
-                 score_amax,
-                 scale,
-                 least,
-                 most,
-                 capacity});
+void prefill_paged(const Tensor& numbers, int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const std::optional<Tensor>& page_table, const Tensor& lengths, const std::optional<Tensor>& cu_q,
+                   const std::optional<Tensor>& k_descale, const std::optional<Tensor>& v_descale,
+                   const std::optional<Tensor>& k_token, const std::optional<Tensor>& v_page, const Tensor& out,
+                   const std::optional<Tensor>& lse, const Tensor& rest, double score_amax, int64_t least, int64_t most,
+                   int64_t capacity) {
+  const DecodeNumbers n = decode_numbers(numbers);
+  const PagedViews pages{
+      k,           v,           view_of(k_token),   view_of(v_page), view_of(k_descale), view_of(v_descale),
+      n.k_descale, n.v_descale, view_of(page_table)};
+  prefill_pages(find_variant(variant, false), n,
+                {q, pages, lengths, view_of(cu_q), out, view_of(lse), rest, score_amax, least, most, capacity});
 }
 
 void append_to_pages(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
@@ -240,7 +220,7 @@ Tensor attend_fp8_batch(int64_t variant, const Tensor& q, const Tensor& k, const
   "Tensor? out_descale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? amax, float scale, int causal_offset"
 
 STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
-  m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS ", int window_offset=0) -> ()");
+  m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS ", int window_offset=0, bool merge_lse=False) -> ()");
   m.def("diagnose(" FP8CUTLASS_COMMON_ARGUMENTS
         ", Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o) -> ()");
   m.def(
@@ -255,19 +235,17 @@ STABLE_TORCH_LIBRARY(fp8cutlass_C, m) {
       "bool keys_in_blocks) -> ()");
   m.def("ragged_plan_words(int variant, int tokens, int sequences) -> int");
   m.def(
-      "cut(int decode, Tensor lengths, Tensor cu_seqlens_q, int total_q, int most_keys, int heads, int kv_heads, "
-      "int left, int right, int overhead, bool share, Tensor(a!) cuts, Tensor(b!) arrived, bool routed=False) -> ()");
+      "cut(Tensor numbers, Tensor lengths, Tensor? cu_seqlens_q, int total_q, int most_keys, int heads, int kv_heads, "
+      "Tensor(a!) work) -> ()");
   m.def(
-      "decode(int decode, Tensor q, Tensor k, Tensor v, Tensor? k_token_descale, Tensor? v_page_descale, "
-      "Tensor k_descale, Tensor v_descale, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, Tensor? sinks, "
-      "Tensor(a!) out, Tensor(b!)? lse, "
-      "Tensor cuts, Tensor(c!) arrived, Tensor(d!) parts, float scale, float softcap, int left, int right, "
-      "bool routed=False) -> ()");
+      "decode(Tensor numbers, Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor lengths, "
+      "Tensor? cu_seqlens_q=None, Tensor? k_descale=None, Tensor? v_descale=None, Tensor? k_token_descale=None, "
+      "Tensor? v_page_descale=None, Tensor? sinks=None, Tensor(a!)? work=None, Tensor(b!)? out=None, "
+      "Tensor(c!)? lse=None) -> Tensor");
   m.def(
-      "prefill(int variant, Tensor q, Tensor k, Tensor v, Tensor? k_token_descale, Tensor? v_page_descale, "
-      "Tensor k_descale, Tensor v_descale, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, Tensor(a!) out, "
-      "Tensor(b!)? lse, Tensor(c!) rest, float score_amax, float scale, int left, int right, int least, int most, "
-      "int capacity) -> ()");
+      "prefill(Tensor numbers, int variant, Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor lengths, "
+      "Tensor? cu_seqlens_q, Tensor? k_descale, Tensor? v_descale, Tensor? k_token_descale, Tensor? v_page_descale, "
+      "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) rest, float score_amax, int least, int most, int capacity) -> ()");
   m.def(
       "append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_token_descale, "
       "Tensor(d!)? v_page_descale, Tensor? k_descale, Tensor? v_descale, Tensor? slots, Tensor? positions, "
@@ -303,8 +281,8 @@ STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(fp8cutlass_C, CUDA, m) {
   m.impl("append", TORCH_BOX(&fp8cutlass::append_to_pages));
   m.impl("cut", TORCH_BOX(&fp8cutlass::cut));
-  m.impl("decode", TORCH_BOX(&fp8cutlass::decode_paged));
   m.impl("prefill", TORCH_BOX(&fp8cutlass::prefill_paged));
+  m.impl("decode", TORCH_BOX(&fp8cutlass::decode_pages));
   m.impl("forward_ragged", TORCH_BOX(&fp8cutlass::forward_ragged));
   m.impl("forward", TORCH_BOX(&fp8cutlass::forward));
   m.impl("diagnose", TORCH_BOX(&fp8cutlass::diagnose));

@@ -25,6 +25,15 @@ FP8CUTLASS_EXPORT const char* fp8cutlass_call_fields() {
 #undef X
 }
 
+// The same of decode.def.
+FP8CUTLASS_EXPORT const char* fp8cutlass_decode_fields() {
+#define X(type, name, meaning) #name " "
+  return
+#include "decode.def"
+      ;
+#undef X
+}
+
 // What a cubin calls a kernel (kernels.h), or null where there is none. Valid until the thread's next call.
 FP8CUTLASS_EXPORT const char* fp8cutlass_kernel_name(int source, int form) {
   using namespace fp8cutlass;

@@ -1,5 +1,7 @@
 #include "pages.h"
 
+#include <cmath>
+
 #include "check.h"
 
 namespace fp8cutlass {
@@ -19,16 +21,25 @@ Places places_of(const View& cache, const char* name, const View& like) {
   return {static_cast<uint8_t*>(cache.data()), cache.stride(0), cache.stride(1), cache.stride(2)};
 }
 
-decode::HeadDescale head_descale(const View& tensor, const char* name, const View& like, int64_t sequences,
-                                 int64_t kv_heads) {
-  const float* const base = float_pointer(tensor, name, like);
-  if (tensor.numel() == 1) return {base, 0, 0};
-  if (tensor.dim() == 1) {
-    require_shape(tensor, name, {kv_heads});
-    return {base, 0, 1};
+decode::HeadDescale head_descale(const std::optional<View>& given, double value, const char* name, const View& like,
+                                 int64_t sequences, int64_t kv_heads) {
+  if (!given) {
+    require(std::isfinite(value) && value > 0, name, " must be a positive number, got ", value);
+    return {nullptr, 0, 0, static_cast<float>(value)};
   }
-  require_shape(tensor, name, {sequences, kv_heads});
-  return {base, to_int(kv_heads, name), 1};
+  const View& tensor = *given;
+  const auto* const base = reinterpret_cast<const float*>(strided_floats(tensor, name, like));
+  if (tensor.numel() == 1) return {base, 0, 0, 0.f};
+  const bool of_sequences = tensor.dim() == 2;
+  if (of_sequences) {
+    require_shape(tensor, name, {sequences, kv_heads});
+  } else {
+    require_shape(tensor, name, {kv_heads});
+  }
+  const int64_t row = of_sequences ? tensor.stride(0) : 0, head = tensor.stride(of_sequences ? 1 : 0);
+  require(row >= 0 && head >= 0 && (sequences - 1) * row + (kv_heads - 1) * head < decode::kFar, name,
+          " has strides that are too far");
+  return {base, static_cast<int>(row), static_cast<int>(head), 0.f};
 }
 
 }  // namespace
@@ -75,21 +86,27 @@ Table table_of(const View& table, int64_t sequences, const View& like) {
   return {static_cast<const int*>(table.data()), table.stride(0), entries};
 }
 
-decode::Paged paged_of(const PagedViews& a, int64_t sequences, int64_t kv_heads, int64_t head_dim, int64_t most_keys,
-                       const View& like) {
+decode::Paged paged_of(const PagedViews& a, int64_t sequences, int64_t head_dim, const View& like) {
   decode::Paged p{};
-  const CachePlaces cache = cache_places(a.k, a.v, kv_heads, head_dim, like);
+  const View k = a.k.as_bytes("k_cache"), v = a.v.as_bytes("v_cache");
+  require(k.dim() == 4, "k_cache must have 4 dimensions, got shape ", shape_text(k));
+  const int64_t kv_heads = k.size(2);
+  const CachePlaces cache = cache_places(k, v, kv_heads, head_dim, like);
   p.k = cache.k.as<decode::Cache>(), p.v = cache.v.as<decode::Cache>();
   if (a.k_token) p.k_token = token_descales(*a.k_token, cache, kv_heads, like).as<decode::TokenDescale>();
   if (a.v_page) p.v_token = page_descales(*a.v_page, cache, kv_heads, like).as<decode::TokenDescale>();
-  p.k_descale = head_descale(a.k_descale, "k_descale", like, sequences, kv_heads);
-  p.v_descale = head_descale(a.v_descale, "v_descale", like, sequences, kv_heads);
-  const Table table = table_of(a.page_table, sequences, like);
-  require(most_keys == table.entries * cache.page_size, "the page table has room for ", table.entries * cache.page_size,
-          " keys, the work was cut for ", most_keys);
-  p.page_table = table.base, p.table_row = table.row;
+  p.k_descale = head_descale(a.k_descale, a.k_value, "k_descale", like, sequences, kv_heads);
+  p.v_descale = head_descale(a.v_descale, a.v_value, "v_descale", like, sequences, kv_heads);
   p.by_page_size = decode::divisor(to_int(cache.page_size, "the tokens of a page"));
-  p.pages = to_int(cache.pages, "the pages"), p.entries = to_int(table.entries, "the columns of page_table");
+  p.pages = to_int(cache.pages, "the pages"), p.entries = 1;
+  if (a.page_table) {
+    const Table table = table_of(*a.page_table, sequences, like);
+    p.page_table = table.base, p.table_row = table.row;
+    p.entries = to_int(table.entries, "the columns of page_table");
+  } else {
+    require(p.pages >= sequences, "without page_table the cache has a page for each of ", sequences, " sequences, got ",
+            p.pages);
+  }
   for (const int64_t step : {p.k.page, p.k.token, p.k.head, p.v.page, p.v.token, p.v.head, p.k_token.page,
                              p.k_token.token, p.k_token.head, p.v_token.page, p.v_token.head, p.table_row})
     require(step >= 0 && step < int64_t{1} << 32, "a tensor of the call has a stride of ", step, ", which is too far");

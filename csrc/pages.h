@@ -49,15 +49,18 @@ Table table_of(const View& table, int64_t sequences, const View& like);
 
 // A cache that attention reads, as an operator receives it.
 struct PagedViews {
-  View k, v;                    // (pages, page_size, Hkv, D) uint8, any strides of whole 16 bytes
-  std::optional<View> k_token;  // (pages, page_size, Hkv) float32, any strides
-  std::optional<View> v_page;   // (pages, Hkv) float32, any strides
-  View k_descale, v_descale;    // (1,), (Hkv,) or (sequences, Hkv) float32
-  View page_table;              // (sequences, entries) int32
+  View k, v;                                 // (pages, page_size, Hkv, D) FP8 or uint8, any strides of whole 16 bytes
+  std::optional<View> k_token;               // (pages, page_size, Hkv) float32, any strides
+  std::optional<View> v_page;                // (pages, Hkv) float32, any strides
+  std::optional<View> k_descale, v_descale;  // (1,), (Hkv,) or (sequences, Hkv) float32, any strides
+  double k_value, v_value;                   // where there is none
+  std::optional<View> page_table;            // (sequences, entries) int32; none: a page for each sequence
 };
 
-// The same for kernels. `most_keys` is what a row of the table must have room for.
-decode::Paged paged_of(const PagedViews& views, int64_t sequences, int64_t kv_heads, int64_t head_dim,
-                       int64_t most_keys, const View& like);
+// The same for kernels.
+decode::Paged paged_of(const PagedViews& views, int64_t sequences, int64_t head_dim, const View& like);
+
+// Keys that a row of the table has room for.
+inline int64_t room_of(const decode::Paged& p) { return int64_t{p.entries} * p.by_page_size.by; }
 
 }  // namespace fp8cutlass

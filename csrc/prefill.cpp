@@ -57,10 +57,16 @@ void launch_gather(const PackEntry& pack, const prefill::GatherParams& p, int64_
 
 }  // namespace
 
-void prefill_pages(const VariantEntry& variant, const DecodeBatch& b, const PrefillArguments& a) {
+void prefill_pages(const VariantEntry& variant, const DecodeNumbers& n, const PrefillArguments& a) {
+  const int64_t sequences = a.lengths.numel(), head_dim = variant.head_dim;
+  require(a.q.dim() == 3, "q must have 3 dimensions, got shape ", shape_text(a.q));
+  prefill::GatherParams gather{};
+  static_cast<decode::Paged&>(gather) = paged_of(a.pages, sequences, head_dim, a.q);
+  const int64_t tokens = a.q.size(0), heads = a.q.size(1);
+  const DecodeBatch b{a.lengths, a.cu_q, tokens, room_of(gather), heads, a.pages.k.size(2)};
   prefill::RouteParams route{};
-  route.batch = batch_of(b);
-  const int64_t sequences = b.lengths.numel(), head_dim = variant.head_dim, heads = b.heads, tokens = b.total_q;
+  route.batch = batch_of(b, n);
+  route.batch.routed = 0;  // it is chosen here what is
   require(variant.ragged && variant.key_block == prefill::kBlock, "variant ", variant.id,
           " takes no ragged batch whose blocks have ", prefill::kBlock, " keys");
   require(a.q.scalar_type() == ScalarType::BFloat16 || a.q.scalar_type() == ScalarType::Half,
@@ -90,8 +96,6 @@ void prefill_pages(const VariantEntry& variant, const DecodeBatch& b, const Pref
   route.members = {ints(room.count),  ints(room.sequence), ints(room.first), ints(room.cu_q),
                    ints(room.used_q), ints(room.cu_k),     int(a.most)};
   route.lengths = int_pointer(a.rest, "rest", a.q, {sequences});
-  prefill::GatherParams gather{};
-  static_cast<decode::Paged&>(gather) = paged_of(a.pages, sequences, b.kv_heads, head_dim, b.most_keys, a.q);
   gather.members = route.members, gather.lengths = route.lengths;
   gather.kv_heads = route.batch.kv_heads, gather.columns = to_int(room.columns, "the keys of all blocks");
   gather.k_out = base + room.k, gather.v_out = base + room.v;
@@ -102,14 +106,14 @@ void prefill_pages(const VariantEntry& variant, const DecodeBatch& b, const Pref
   std::optional<QuerySource> source;
   View q = a.q;
   if (leave_q) {
-    source = QuerySource{a.score_amax, a.scale < 0, true};  // it is the plan, launched in order
+    source = QuerySource{a.score_amax, n.scale < 0, true};  // it is the plan, launched in order
   } else {
     const View q_made = view(room.q, ScalarType::Byte, {heads, tokens, head_dim});
     q = q_made.permuted({1, 0, 2}), q_descale = view(room.q_scales, ScalarType::Float, {1, heads, tokens});
     packing.key_block = variant.key_block;
     packing.q = q_rows, packing.q8 = q_made.permuted({View::kNew, 0, 1, 2}), packing.q_descale = q_descale;
     packing.q_granularity = static_cast<int64_t>(Granularity::token);
-    packing.score_amax = a.score_amax, packing.negate_q = a.scale < 0;
+    packing.score_amax = a.score_amax, packing.negate_q = n.scale < 0;
   }
   ForwardParams params = ragged_params(
       {q, view(room.k, ScalarType::Byte, {b.kv_heads, room.columns, head_dim}).permuted({1, 0, 2}),
@@ -118,7 +122,7 @@ void prefill_pages(const VariantEntry& variant, const DecodeBatch& b, const Pref
        view(room.v_scales, ScalarType::Float, {1, b.kv_heads, room.blocks}),
        view(room.cu_q, ScalarType::Int, {a.most + 1}), view(room.cu_k, ScalarType::Int, {a.most + 1}),
        view(room.used_q, ScalarType::Int, {a.most}), std::nullopt, view(room.plan, ScalarType::Int, {words}), a.out,
-       a.lse, std::abs(a.scale), b.left, b.right, true, true, source},
+       a.lse, std::abs(n.scale), n.left, n.right, true, true, source},
       variant);
   params.ragged.key_tokens = route.capacity;
 

@@ -14,16 +14,17 @@ namespace fp8cutlass {
 struct PrefillArguments {
   View q;  // (T, H, D) bf16 or fp16, D the variant's head_dim; 16-byte aligned rows
   PagedViews pages;
-  View out;                 // (T, H, D), the rows of the sequences that are chosen are written
-  std::optional<View> lse;  // (H, T), likewise
-  View rest;                // (sequences,) int32, is written: the lengths for kernels of decode, which are `routed`
-  double score_amax;        // what the largest |q| of a row becomes
-  double scale;             // of any sign
-  int64_t least;            // queries of a sequence that is chosen
-  int64_t most, capacity;   // sequences that are chosen at most, and keys of all of them
+  View lengths;              // (sequences,) int32
+  std::optional<View> cu_q;  // (sequences + 1,) int32; none: all have as many queries
+  View out;                  // (T, H, D), the rows of the sequences that are chosen are written
+  std::optional<View> lse;   // (H, T), likewise
+  View rest;                 // (sequences,) int32, is written: the lengths for kernels of decode, which are `routed`
+  double score_amax;         // what the largest |q| of a row becomes
+  int64_t least;             // queries of a sequence that is chosen
+  int64_t most, capacity;    // sequences that are chosen at most, and keys of all of them
 };
 
 // Launches on the current stream. Throws std::runtime_error naming the argument.
-void prefill_pages(const VariantEntry& variant, const DecodeBatch& batch, const PrefillArguments& arguments);
+void prefill_pages(const VariantEntry& variant, const DecodeNumbers& numbers, const PrefillArguments& arguments);
 
 }  // namespace fp8cutlass

@@ -66,6 +66,18 @@ View View::permuted(std::initializer_list<int> order) const {
   return view;
 }
 
+View View::joined(const char* name) const {
+  const bool steady = size_[0] == 1 || size_[1] == 1 || stride_[0] == size_[1] * stride_[1];
+  require(steady, name, " must have one stride over its first two dimensions");
+  View view = *this;
+  view.size_[0] = size_[0] * size_[1];
+  view.stride_[0] = size_[1] == 1 ? stride_[0] : stride_[1];
+  std::copy(size_.begin() + 2, size_.end(), view.size_.begin() + 1);
+  std::copy(stride_.begin() + 2, stride_.end(), view.stride_.begin() + 1);
+  --view.dim_;
+  return view;
+}
+
 View View::as_bytes(const char* name) const {
   const bool fp8 = type_ == ScalarType::Float8_e4m3fn || type_ == ScalarType::Float8_e5m2;
   require(fp8 || type_ == ScalarType::Byte, name, " must be FP8, or a uint8 view of it");

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <string>
 
 #include "fp8cutlass/params.h"
@@ -26,7 +27,8 @@ class View {
 
   static constexpr int kNew = -1;                         // in `permuted`: a dimension of size 1 that there was not
   View permuted(std::initializer_list<int> order) const;  // its dimensions in another order
-  View as_bytes(const char* name) const;                  // FP8 as uint8; throws where it is neither
+  View joined(const char* name) const;    // its first two dimensions as one; throws where strides do not allow it
+  View as_bytes(const char* name) const;  // FP8 as uint8; throws where it is neither
 
   int64_t dim() const { return dim_; }
   int64_t size(int64_t dim) const { return size_[dim]; }
@@ -46,6 +48,10 @@ class View {
   bool cuda_;
   std::array<int64_t, kMaxDim> size_{}, stride_{};
 };
+
+inline std::optional<View> view_of(const std::optional<torch::stable::Tensor>& x) {
+  return x ? std::optional<View>(*x) : std::nullopt;
+}
 
 constexpr int64_t kKeyBlock = 128;  // V^T is padded to this many keys (`key_block` of the manifest)
 constexpr int64_t kAlignment = 16;  // bytes of one vector access

@@ -793,6 +793,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "92d6077d3b0756bfa10657675d38cef58869d4664a6039fcf7991be90d02b569";
+const char kManifest[] = "a23359f74affce7ca9927b4948e47c47a96c48a584c49e9ab43d924026a9b9e3";
 
 }  // namespace fp8cutlass

@@ -27,10 +27,10 @@ def _struct(name: str, **fields: Any) -> Any:
 
 _Divisor = _struct("Divisor", by=_I, factor=ctypes.c_uint32, shift=_I)
 _Places = _struct("Places", base=_P, page=_L, token=_L, head=_L)
-_HeadDescale = _struct("HeadDescale", base=_P, sequence=_I, head=_I)
+_HeadDescale = _struct("HeadDescale", base=_P, sequence=_I, head=_I, value=ctypes.c_float)
 _Batch = _struct(
     "Batch", lengths=_P, cu_q=_P, total_q=_I, sequences=_I, most_keys=_I, heads=_I, kv_heads=_I, by_group=_Divisor,
-    by_kv_heads=_Divisor, left=_I, right=_I, routed=_I,
+    by_kv_heads=_Divisor, left=_I, right=_I, each=_I, routed=_I,
 )  # fmt: skip
 _Members = _struct("Members", count=_P, sequence=_P, first=_P, cu_q=_P, used_q=_P, cu_k=_P, most=_I)
 _Route = _struct("RouteParams", batch=_Batch, least=_I, capacity=_I, members=_Members, lengths=_P)
@@ -88,17 +88,19 @@ class Kernels:
             raise AssertionError("parameters of route or gather have changed")
 
     def run(self, a: dict[str, Any], *, ctas: int = 5, seed: int = 0) -> Made:
-        """By the arguments of the operator, by name."""
-        q, k, v, table = a["q"], a["k"], a["v"], a["page_table"]
+        """By the arguments of the operator, by name; ``left``, ``right``, ``k_value`` and ``v_value`` of its numbers."""
+        q, k, v, table, ends = a["q"], a["k"], a["v"], a["page_table"], a["cu_seqlens_q"]
         pages, size, kv_heads, _ = k.shape
         sequences, most, capacity = len(a["lengths"]), a["most"], a["capacity"]
+        entries = 1 if table is None else table.shape[1]
         columns = (-(-capacity // BLOCK) + most) * BLOCK
         words = {"count": 1, "sequence": most, "first": most, "cu_q": most + 1, "used_q": most, "cu_k": most + 1}
         tables = {name: torch.full((n,), -77, dtype=torch.int32) for name, n in words.items()}
         members = _Members(*(x.data_ptr() for x in tables.values()), most)
         batch = _Batch(
-            a["lengths"].data_ptr(), a["cu_seqlens_q"].data_ptr(), q.shape[0], sequences, table.shape[1] * size,
-            q.shape[1], kv_heads, _divisor(q.shape[1] // kv_heads), _divisor(kv_heads), a["left"], a["right"], 0,
+            a["lengths"].data_ptr(), None if ends is None else ends.data_ptr(), q.shape[0], sequences, entries * size,
+            q.shape[1], kv_heads, _divisor(q.shape[1] // kv_heads), _divisor(kv_heads), a["left"], a["right"],
+            q.shape[0] // sequences, 0,
         )  # fmt: skip
         rest = a["rest"]
         route = _Route(batch, a["least"], capacity, members, rest.data_ptr())
@@ -115,11 +117,14 @@ class Kernels:
             _Places() if page is None else _Places(page.data_ptr(), 4 * page.stride(0), 0, 4 * page.stride(1))
         )
         heads = []
-        for d in (a["k_descale"], a["v_descale"]):
-            step = 0 if d.numel() == 1 else 1
-            heads.append(_HeadDescale(d.data_ptr(), kv_heads if d.dim() == 2 and step else 0, step))
+        for d, value in ((a["k_descale"], a["k_value"]), (a["v_descale"], a["v_value"])):
+            if d is None or d.numel() == 1:
+                heads.append(_HeadDescale(None if d is None else d.data_ptr(), 0, 0, value))
+            else:
+                heads.append(_HeadDescale(d.data_ptr(), *([0] * (2 - d.dim())), *d.stride(), 0.0))
         gather = _Gather(
-            *places, *heads, table.data_ptr(), table.stride(0), _divisor(size), table.shape[1], pages, members,
+            *places, *heads, *((None, 0) if table is None else (table.data_ptr(), table.stride(0))), _divisor(size),
+            entries, pages, members,
             rest.data_ptr(), kv_heads, columns, made.k.data_ptr(), made.v.data_ptr(), made.k_scales.data_ptr(),
             made.v_scales.data_ptr(),
         )  # fmt: skip

@@ -69,8 +69,18 @@ class Softmax(Axis):
 
     @property
     def by_code(self) -> bool:
-        """Whether P comes from f16 scores by its e4m3 code, without an exponential."""
+        """Whether P comes from scores by its e4m3 code, without an exponential."""
         return self.score == "f16"
+
+    @property
+    def narrow(self) -> bool:
+        """Whether scores are f16, which operands of any range would overflow."""
+        return self.score == "f16"
+
+    @property
+    def score_registers(self) -> int:
+        """Of four scores."""
+        return 2 if self.narrow else 4
 
 
 class Precision(Axis):

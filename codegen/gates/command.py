@@ -31,6 +31,9 @@ DEFAULT_OUT = Path(__file__).resolve().parent.parent.parent / "build" / "gates"
 )
 @click.option("--report", default=None, help="Default for whole profiles: generated/gates/{arch}_{profile}.txt.")
 @click.option(
+    "--decodes", "decodes_only", is_flag=True, help="Only the kernels of decode, and their part of the report."
+)
+@click.option(
     "--packs", "packs_only", is_flag=True, help="Only the kernels that quantise and pack, and their part of the report."
 )
 @click.option("--check", "check_only", is_flag=True, help="Compare with the committed report instead of writing it.")
@@ -45,6 +48,7 @@ def gates(
     build_dir: Path | None,
     report: str | None,
     packs_only: bool,
+    decodes_only: bool,
     check_only: bool,
 ) -> None:
     """Compile the kernels, or read those of a build, and hold their registers, memory and instruction mix to what was
@@ -60,11 +64,16 @@ def gates(
     if report is not None and len(request.archs) > 1 and "{arch}" not in report:
         raise click.ClickException(f"--report {report} must contain {{arch}}: there are {len(request.archs)} targets")
     # What a build for this target alone would hold, so that a report does not depend on the other targets.
+    part = packs_only or decodes_only
+    if decodes_only and (not whole or packs_only):
+        raise click.ClickException("--decodes goes with whole profiles, and without --packs")
     chosen = {a: built(request.variants, (a,), emulated or not whole) for a in request.archs}
     try:
         good = run(
-            {} if packs_only else chosen,
-            packs={a: packs_of(variants) for a, variants in chosen.items()} if packs_only or whole else {},
+            {} if part else chosen,
+            packs={a: packs_of(variants) for a, variants in chosen.items()}
+            if packs_only or (whole and not decodes_only)
+            else {},
             decodes={a: decodes_of(profile, (a,)) for a in request.archs} if whole and not packs_only else {},
             profile=request.profile,
             jobs=jobs or job_count(),

@@ -412,10 +412,11 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     const int local = seen_row(), row = item.row + local;
     constexpr float* column_descale = nullptr;
     // All that is seldom behind one jump; the vote keeps it uniform.
-    if (__any_sync(~0u, want_lse || p.amax != nullptr || sum[0] == 0.f || sum[1] == 0.f)) {
+    if (__any_sync(~0u, p.lse != nullptr || p.amax != nullptr || sum[0] == 0.f || sum[1] == 0.f)) {
       clear_dead_rows(o, sum);
-      if (want_lse) {
-        const float2 exact = exact_sums().item;
+      if (p.lse != nullptr) {
+        // Each lane of a quad has the whole sum of P, and of the unquantised ones its part.
+        const float2 exact = want_lse ? exact_sums().item : make_float2(0.25f * sum[0], 0.25f * sum[1]);
         const auto place = [&](int i) { return Walk::lse(p, item)(i) + second * p.seqlen_q; };
         store_lse(p, place, Walk::rows(p, item), row, {exact.x, exact.y}, ref);
       }

@@ -90,6 +90,7 @@ struct ForwardParams {
   unsigned* ready;
   int ready_blocks;
   int window_offset;  // key j is visible to row i when j >= i + window_offset; read where the mask is a window
+  int merge_lse;      // the LSE is that of the quantised P, whose sums are there anyway
   RaggedBatch ragged;
 };
 

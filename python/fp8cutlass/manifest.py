@@ -106,6 +106,7 @@ class Manifest:
     capability: dict[str, tuple[int, int]]  # of the devices that run each architecture's code
     key_block: int
     scaling: dict[str, dict[str, str]]
+    operands: dict[str, dict[str, str]]  # of each dtype of a variant, the numbers of Q and K ("qk"), of P and of V
     head_dims: dict[str, tuple[int, ...]]  # of each architecture, ascending: a caller's is padded up to the next
     variants: tuple[Variant, ...]
     decodes: tuple[Decode, ...]
@@ -212,6 +213,7 @@ def load_manifest(directory: Path) -> Manifest:
         capability={arch: (major, minor) for arch, (major, minor) in data["capability"].items()},
         key_block=data["key_block"],
         scaling=data["scaling"],
+        operands=data["operands"],
         head_dims={arch: tuple(dims) for arch, dims in data["head_dims"].items()},
         variants=variants,
         decodes=decodes,

@@ -193,7 +193,10 @@ def test_a_hundred_times_the_same_bits() -> None:
 
 
 def test_in_a_graph() -> None:
-    """A capture of a known call replays with new operands and new descales."""
+    """A capture of a known call replays with new operands and new descales.
+
+    Operands are 7.5 at most, so that scores fit f16, which kernels of codes keep them in (docs/design/numerics.md).
+    """
     variant = next(v for v in VARIANTS if v.scaling == "block" and v.dtype == "e4m3" and v.out == "bf16")
     plan, t = fp8_call(variant, SHAPES[0], variant.head_dim - 16, "block", 0.125)
     descales = (t.q_descale, t.k_descale, t.v_descale)
@@ -206,9 +209,10 @@ def test_in_a_graph() -> None:
     for seed in range(3):
         torch.manual_seed(seed)
         for x in (t.q, t.k, t.v):
-            x.view(torch.uint8).copy_(torch.randint(0, 0x70, x.shape, dtype=torch.uint8))
+            x.view(torch.uint8).copy_(torch.randint(0, 0x50, x.shape, dtype=torch.uint8))
         for x in descales:
             assert x is not None
             x.copy_(torch.rand_like(x) + 0.1)
         graph.replay()
+        assert out.isfinite().all()
         assert torch.equal(out, by_torch(plan, t).out)

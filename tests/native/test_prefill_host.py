@@ -35,12 +35,12 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def arguments(call: KVCall, *, least: int = 30, most: int = 9, capacity: int = 4096) -> dict[str, Any]:
     """Of the operator, for a call."""
-    one, inline = torch.ones(1), call.inline
-    static = (one, one) if inline else (call.k_descale.contiguous(), call.v_descale.contiguous())
+    inline = call.inline
+    static = (None, None) if inline else (call.k_descale, call.v_descale)
     return {
         "q": call.q, "k": call.k, "v": call.v, "k_token_descale": call.k_descale if inline else None,
         "v_page_descale": call.v_descale if inline else None, "k_descale": static[0], "v_descale": static[1],
-        "page_table": call.page_table, "lengths": call.used, "cu_seqlens_q": call.cu_q,
+        "k_value": 1.0, "v_value": 1.0, "page_table": call.page_table, "lengths": call.used, "cu_seqlens_q": call.cu_q,
         "rest": torch.full_like(call.used, -99), "left": FAR if call.left < 0 else call.left,
         "right": FAR if call.right < 0 else call.right, "least": least, "most": min(most, len(call.used)),
         "capacity": capacity,
@@ -48,7 +48,7 @@ def arguments(call: KVCall, *, least: int = 30, most: int = 9, capacity: int = 4
 
 
 def copied(call: KVCall, s: int, first: int = 0) -> Copied:
-    keys = gathered(call, s, int(call.used[s]))
+    keys = gathered(call, s, call.page_table[s], int(call.used[s]))  # type: ignore[index]
     return operands(keys.k.to(E4M3), keys.v.to(E4M3), keys.k_descale, keys.v_descale, first)
 
 
@@ -195,20 +195,27 @@ def test_descales_that_are_no_numbers(kernels: Any) -> None:
     a = arguments(call)
     assert wrong(call, a, kernels(SIZE).run(a)) == []
     assert a["rest"].tolist()[2] == 129 and a["rest"].tolist()[0] == -1
-    call = call_of(batch_of(SIZE, format="nhd"))
-    for descale, value in ((call.k_descale, torch.nan), (call.v_descale, -1.0)):
-        changed = descale.clone()
-        changed[2, 1] = value
-        a = arguments(call)
-        a["k_descale" if descale is call.k_descale else "v_descale"] = changed
-        kernels(SIZE).run(a)
-        assert a["rest"].tolist()[2] == 129
+
+
+def test_without_a_table_and_ends_and_tensors_of_descales(kernels: Any) -> None:
+    """Page s is all of sequence s, all have as many queries, and numbers are limited as in decode."""
+    batch = make([300, 40, 129], [40, 40, 40], HEADS, SIZE, format="nhd", page_size=304, spare=0)
+    order = batch.table[:, 0].long()
+    call = call_of(batch)
+    a = arguments(call) | {"k": call.k[order], "v": call.v[order], "page_table": None, "cu_seqlens_q": None}
+    made = kernels(SIZE).run(a)
+    assert wrong(call, a | {"page_table": call.page_table, "cu_seqlens_q": call.cu_q}, made) == []
+    for value, limited in ((0.3, 0.3), (1e-45, 2.0**-126), (3e38, 2.0**126)):
+        made = kernels(SIZE).run(a | {"k_descale": None, "v_descale": None, "k_value": value, "v_value": 1.0})
+        assert torch.equal(made.k_scales[:, :3], torch.full((2, 3), limited))
+    made = kernels(SIZE).run(a | {"k_descale": torch.full((1,), torch.nan)})
+    assert torch.equal(made.k_scales[:, :3], torch.full((2, 3), 2.0**-126))
 
 
 MUTANTS = {
     "a page too many": ("gather", "table[min(entry, ", "table[min(entry + 1, "),
     "a descale of another page": ("gather", "steps(page, token_descale.page)", "steps(0, token_descale.page)"),
-    "a descale of another head": ("gather", "source.head * head_descale.head]", "0 * head_descale.head]"),
+    "a descale of another head": ("gather", "source.head * head_descale.head]", "0]"),
     "keys behind the end": ("gather", "if (key >= source.keys) continue;", "if (key >= source.keys + 1) continue;"),
     "a block of another member": ("gather", "block_at(key, i, kBlock)) *", "block_at(key, 0, kBlock)) *"),
     "bytes are kept": ("gather", "if (factor == 1.f) continue;", "continue;"),

@@ -44,6 +44,10 @@ class Both(OnHost):
 
     def prefill(self, *given: Any) -> None:
         a = dict(zip(names("prefill"), given, strict=True))
+        n = self.numbers(a)
+        a |= {name: n[name] for name in ("left", "right", "scale")}
+        a |= {"k_value": n["k_descale"], "v_value": n["v_descale"]}
+        self.made.append("prefill")
         variant = load_manifest(generated_dir()).variants[a["variant"]]
         assert a["score_amax"] == score_amax(variant) and a["left"] >= 0 and a["right"] >= 0
         made = self.kernels(variant.head_dim).run(a)
@@ -110,12 +114,12 @@ def test_outputs(host: Both, arguments: dict[str, Any], window: tuple[int, int])
     batch = make(KEYS, ROWS, (4, 2), 64, **arguments)
     call = call_of(batch, left=window[0], right=window[1])
     out, lse = kvcache.on_card(call, AT)
-    assert host.taken == [[0, 4]] and host.given["routed"]
+    assert host.taken == [[0, 4]] and host.numbers_given["routed"]
     errors = far(out, lse, batch, batch.references(window_size=window, causal=False))
     assert all(error <= (LIMIT if s in (0, 4) else 6e-4) for s, error in enumerate(errors)), errors
     assert errors[0] > 2e-3 and errors[4] > 2e-3  # what only e4m3 does
     plain, _ = kvcache.on_card(replace(call, splits=1), AT)
-    assert len(host.taken) == 1 and not host.given["routed"]
+    assert len(host.taken) == 1 and not host.numbers_given["routed"]
     assert torch.equal(plain[161:163], out[161:163])  # of no key
 
 

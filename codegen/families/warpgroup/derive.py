@@ -98,7 +98,7 @@ def estimate_registers(v: Variant) -> int:
     """Registers a thread that computes needs in the main loop."""
     output = v.head_dim // 2
     product = (v.head_dim // parts(v) + ONES) // 2
-    scores = v.tile_n // (4 if v.softmax.by_code else 2)
+    scores = v.tile_n // 8 * v.softmax.score_registers
     prob = v.tile_n // 8 * v.terms
     token = STATE_TOKEN if v.scaling.per_key else 0
     if halves(v) > 1:  # P and a part of P V lie where the scores were

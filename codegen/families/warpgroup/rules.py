@@ -49,7 +49,7 @@ def _split_refused(v: Variant) -> bool:
 
 
 def _columns_offered(v: Variant) -> bool:
-    room = v.softmax.by_code and (not v.softmax.bent or v.head_dim < QUADRATIC_COLUMNS)
+    room = v.softmax.narrow and (not v.softmax.bent or v.head_dim < QUADRATIC_COLUMNS)
     return v.head_dim > WIDE_HEAD_DIM and room and v.warpgroups == 2
 
 

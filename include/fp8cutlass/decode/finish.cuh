@@ -114,6 +114,12 @@ __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& ex
   }
 }
 
+__device__ __forceinline__ float sink_of(const DecodeParams& p, int head, int token) {
+  const int64_t at = head * p.sink_head + token * p.sink_token;
+  if (p.sink_type == kSinkFp32) return static_cast<const float*>(p.sinks)[at];
+  return from_half_bits(static_cast<const uint16_t*>(p.sinks)[at], p.sink_type == kSinkBf16);
+}
+
 // Writes the rows of a unit: `o` (row, column) is relative to exchange.row_most, as is exchange.row_sum.
 template <int kHeadDim, int kRows, int kWarps>
 __device__ __forceinline__ void store_rows(const DecodeParams& p, const Share& share,
@@ -129,8 +135,7 @@ __device__ __forceinline__ void store_rows(const DecodeParams& p, const Share& s
     float most = exchange.row_most[row], sum = exchange.row_sum[row], shrink = 1.f;
     const bool none = most == -INFINITY && sum == 0.f;  // a NaN is no largest score, but in the sum
     if (p.sinks != nullptr) {
-      const float sink = p.sinks[head * p.sink_head + token * p.sink_token] * 1.4426950408889634f,
-                  larger = fmaxf(most, sink);
+      const float sink = sink_of(p, head, token) * 1.4426950408889634f, larger = fmaxf(most, sink);
       shrink = weight(most, larger);
       sum = sum * shrink + weight(sink, larger) * exp2_approx(kBias);
       most = larger;

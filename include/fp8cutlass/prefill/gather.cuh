@@ -27,6 +27,9 @@ __device__ __forceinline__ bool find_source(const Members& m, int count, int blo
   return source.begin >= 0 && source.begin < source.keys && source.begin + kBlock > m.first[i];
 }
 
+// Limits of a descale that a head has for itself, as the kernels of decode have them.
+constexpr float kLeastDescale = 0x1p-126f, kMostDescale = 0x1p126f;
+
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7fffffff) < 0x7f800000; }
 
 // Of four e4m3 bytes.
@@ -79,8 +82,13 @@ __device__ __forceinline__ void gather_blocks(const GatherParams& p, uint8_t* st
     const decode::TokenDescale& token_descale = is_v ? p.v_token : p.k_token;
     const decode::HeadDescale& head_descale = is_v ? p.v_descale : p.k_descale;
     const uint8_t* const head = cache.base + decode::steps(source.head, cache.head);
-    const int* const table = p.page_table + decode::steps(source.sequence, p.table_row);
-    float descale = head_descale.base[source.sequence * head_descale.sequence + source.head * head_descale.head];
+    // Without a table page s is all of sequence s.
+    const int* const table =
+        p.page_table == nullptr ? &source.sequence : p.page_table + decode::steps(source.sequence, p.table_row);
+    float descale = head_descale.value;
+    if (head_descale.base != nullptr)
+      descale = head_descale.base[source.sequence * head_descale.sequence + source.head * head_descale.head];
+    descale = fminf(fmaxf(descale, kLeastDescale), kMostDescale);
     uint4 x[kPasses][kChunks];
     float of_row[kPasses], largest = 0.f;
 #pragma unroll
@@ -115,8 +123,6 @@ __device__ __forceinline__ void gather_blocks(const GatherParams& p, uint8_t* st
           c = uint4{times(c.x, factor), times(c.y, factor), times(c.z, factor), times(c.w, factor)};
         }
       }
-    } else if (!is_finite(descale) || descale < 0.f) {
-      nan = 1;
     }
     if (threadIdx.x == 0) (is_v ? p.v_scales : p.k_scales)[source.head * (p.columns / kBlock) + block] = descale;
     if (is_v) {

@@ -19,7 +19,7 @@ __device__ __forceinline__ void choose_members(const RouteParams& p, int64_t* me
   if (thread < 3) taken[thread] = 0;
   __syncthreads();
   for (int s = thread; s < sequences; s += kRouteThreads)
-    if (p.batch.cu_q[s + 1] < p.batch.cu_q[s]) taken[2] = 1;
+    if (decode::query_at(p.batch, s + 1) < decode::query_at(p.batch, s)) taken[2] = 1;
   __syncthreads();
   delay_point(29);
   const bool rises = taken[2] == 0;

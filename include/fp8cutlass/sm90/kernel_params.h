@@ -15,7 +15,7 @@ struct KernelParams {
   ForwardParams p;
   Order order;
   int q_head_step, q_batch_step, k_head_step, k_batch_step;
-  int want_lse;  // p.lse is there: asked for every tile, and one word takes fewer instructions than a pointer
+  int want_lse;  // of unquantised P: asked for every tile, and one word takes fewer instructions than a pointer
 };
 
 constexpr int kDelivered = 2;  // operands that are handed over: V and K, the first of PackOrder

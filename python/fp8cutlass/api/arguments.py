@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..cache.packed import PackedKV
+    from ..masks.block_mask import BlockMask
 
 Descale = torch.Tensor | float | None
 Layout = Literal["bhsd", "bshd"]
@@ -34,6 +35,7 @@ class Keywords(TypedDict, total=False):
     out_dtype: torch.dtype | None
     out_descale: Descale
     causal_alignment: Alignment
+    causal_offset: int | None
     window_size: tuple[int, int]
     out: torch.Tensor | None
     kernel: str | None
@@ -47,7 +49,7 @@ class Positional(TypedDict, total=False):
     query: torch.Tensor
     key: torch.Tensor | PackedKV
     value: torch.Tensor | None
-    attn_mask: torch.Tensor | None
+    attn_mask: torch.Tensor | BlockMask | None
     dropout_p: float
     is_causal: bool
     scale: float | None
@@ -57,7 +59,7 @@ class Positional(TypedDict, total=False):
 class Arguments(Positional, Keywords, total=False):
     """All of them."""
 
-    return_lse: bool
+    return_lse: bool | Literal["merge"]
     return_amax: bool
 
 

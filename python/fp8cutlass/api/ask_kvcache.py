@@ -8,7 +8,7 @@ from typing import Any
 from ..call.kvexplain import KVProblem, answer, describe
 from ..dtypes import OUT_NAMES
 from ..errors import UnsupportedError
-from .kvcache import attention_with_kvcache, settled
+from .kvcache import attention_with_kvcache, bound_of, settled
 from .kvcache_checks import Given, Settled
 
 _SIGNATURE = inspect.signature(attention_with_kvcache)
@@ -54,10 +54,9 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
 def _problem(given: Given, at: Settled) -> KVProblem:
     left, right = given.window_size
     heads, head_dim = given.q.shape[-2:]
-    most_q = given.q.shape[1] if given.q.dim() == 4 and given.max_seqlen_q is None else given.max_seqlen_q
+    most_q = bound_of(given.q, given.max_seqlen_q if given.plan is None else given.plan.max_seqlen_q)
     return KVProblem(
         at.lengths.shape[0], at.tokens, heads, at.cache.kv_heads, head_dim, at.cache.page_size, most_q, left,
-        0 if given.causal else right, given.num_splits, at.cache.format == "native",
-        at.page_table.shape[1] * at.cache.page_size, OUT_NAMES[given.q.dtype], given.softcap > 0,
-        given.sinks is not None,
+        0 if given.causal else right, given.num_splits, at.cache.format == "native", given.plan is not None,
+        at.columns * at.cache.page_size, OUT_NAMES[given.q.dtype], given.softcap > 0, given.sinks is not None,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from ..call.options import Options
 from ..call.request import TENSORS, Request
 from ..call.settle import settle
 from ..errors import NoKernelError
+from ..masks.block_mask import BlockMask
 from . import jagged
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor | PackedKV,
     value: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -45,13 +46,13 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor | PackedKV,
     value: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    return_lse: Literal[True],
+    return_lse: Literal[True, "merge"],
     return_amax: Literal[False] = False,
     **options: Unpack[Keywords],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -62,7 +63,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor | PackedKV,
     value: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -79,13 +80,13 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor | PackedKV,
     value: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    return_lse: Literal[True],
+    return_lse: Literal[True, "merge"],
     return_amax: Literal[True],
     **options: Unpack[Keywords],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
@@ -96,13 +97,13 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor | PackedKV,
     value: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    return_lse: bool = False,
+    return_lse: bool | Literal["merge"] = False,
     return_amax: bool = False,
     **options: Unpack[Keywords],
 ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...
@@ -112,7 +113,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor | PackedKV,
     value: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -128,7 +129,7 @@ def attention(
     hadamard: bool = False,
     out_dtype: torch.dtype | None = None,
     out_descale: torch.Tensor | float | None = None,
-    return_lse: bool = False,
+    return_lse: bool | Literal["merge"] = False,
     return_amax: bool = False,
     causal_alignment: str = "top_left",
     window_size: tuple[int, int] = (-1, -1),
@@ -136,6 +137,7 @@ def attention(
     kernel: str | None = None,
     fallback: str = "error",
     backward: str = "none",
+    causal_offset: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Softmax(query key^T * scale) value in FP8; the positional part is that of ``scaled_dot_product_attention``.
 
@@ -155,8 +157,14 @@ def attention(
             An infinity in key makes every row of its head that sees it NaN; it is no mask.
             ``key`` may be what ``pack_kv`` made of both, without a value: scaling, precision, smooth_k and hadamard are
             then those of the packing, and query is bf16 or fp16 as they were.
-        attn_mask, dropout_p: not supported; anything but None and 0.0 is refused, except ``causal_upper_left`` and
-            ``causal_lower_right`` of ``torch.nn.attention.bias``.
+        attn_mask: boolean, True where a row sees a key; a ``BlockMask``, which is such a mask packed once for many
+            calls; or additive, float32, bf16 or fp16, which is added to the scaled score, and -inf hides. It broadcasts
+            to (B, H, Sq, Sk) whatever the layout. A row without keys is 0, its LSE -inf. A NaN of an additive mask
+            makes its own row NaN, in every head that shares it; below -2.3e38 hides like -inf. An additive mask may
+            stand beside ``is_causal`` and a window, a boolean one may not (``BlockMask.window`` joins with it), and has
+            ``precision`` be at least ``accurate``. ``causal_upper_left`` and ``causal_lower_right`` of
+            ``torch.nn.attention.bias`` are ``is_causal``. CPU tensors only: no kernel reads masks yet.
+        dropout_p: not supported; anything but 0.0 is refused.
         is_causal: hide from row i every key past ``i`` (``causal_alignment="top_left"``, as SDPA has it) or past
             ``i + Sk - Sq`` (``"bottom_right"``, as FlashAttention has it, refused without a mask). A row without keys
             is 0, its LSE -inf.
@@ -184,7 +192,8 @@ def attention(
         out_dtype: bf16, fp16 or float8_e4m3fn; default the dtype of query, bf16 for FP8 operands.
         out_descale: for float8_e4m3fn output: a float in [2^-126, 2^126] or one float32; stored = result /
             out_descale, saturating.
-        return_lse: also return the natural-log sum of exponentials, (B, H, Sq) float32.
+        return_lse: also return the natural-log sum of exponentials, (B, H, Sq) float32. ``"merge"`` gives that of the
+            quantised exponentials, which costs next to nothing and is for ``merge_attention`` alone.
         return_amax: also return the largest |result| before ``out_descale``, (1,) float32.
         window_size: (left, right): row i sees ``left`` keys before its own and ``right`` after it; -1 for all.
             ``is_causal`` sets right to 0. Which key is row i's own, ``causal_alignment`` says: key i, or with
@@ -201,6 +210,8 @@ def attention(
         backward: ``flash`` gives operands with ``requires_grad`` a gradient: torch's flash attention computes it from
             this forward's result and LSE, in the dtype of query. For bf16 and fp16 operands, without a window, causal
             with Sq = Sk, the result alone. By default such operands are refused while gradients are enabled.
+        causal_offset: which key is row i's own: ``i + causal_offset``, for a shard of the rows. With is_causal or a
+            window_size, instead of causal_alignment. May be negative: rows without keys are 0, their LSE -inf.
 
     Returns:
         The result in the shape of query, with value's D, and in query's memory order, then lse and amax as asked for.
@@ -226,6 +237,7 @@ def attention(
         kernel,
         fallback,
         backward,
+        causal_offset,
     )
     signed = None
     if not torch.compiler.is_compiling() and attn_mask is None and out is None and out_descale is None:

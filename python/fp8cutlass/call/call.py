@@ -10,15 +10,15 @@ import torch
 
 from ..dtypes import OUT_DTYPES, OUT_NAMES
 from ..manifest import KEY_BLOCK
-
-FAR = 1 << 30  # keys before or after a row's own, of a window without an end there
+from .options import FAR
 
 
 class Tensors(NamedTuple):
     """The tensors of a call: q (B, H, Sq, D), k and v (B, Hkv, Sk, D), any strides, or packed K and V.
 
     bf16 or fp16 operands have no descales, FP8 ones canonical ones (docs/design/numerics.md). ``k_mean`` is what was
-    subtracted from packed keys.
+    subtracted from packed keys. ``seen`` is a boolean mask; or ``tiles``, ``counts`` and ``bits`` are a packed one
+    (``BlockMask``); ``bias`` is added to the scaled scores. All broadcast to (B, H, Sq, Sk), packed ones in tiles.
     """
 
     q: torch.Tensor
@@ -29,6 +29,11 @@ class Tensors(NamedTuple):
     v_descale: torch.Tensor | None = None
     out_descale: torch.Tensor | None = None
     k_mean: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    tiles: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    bits: torch.Tensor | None = None
 
     @property
     def empty(self) -> bool:
@@ -51,11 +56,13 @@ class Call:
     Attributes:
         kind: "half" (bf16 or fp16 operands), "fp8" (with descales), or "packed" (bf16 or fp16 Q, packed K and V).
         left, right: row i sees the keys from ``i - left`` to ``i + right``; None is no such end.
+        merge_lse: the LSE is that of the quantised P.
         bottom_right: i counts from ``keys - rows`` on, not from 0.
         scale: of softmax, of any sign.
         kernel: the id of a variant, "" for the choice of the table.
         precision: "fast" and "balanced" assert of FP8 operands that the scores fit f16, which holds when Q and K were
             quantised with amax 14.
+        masked, biased: whether the tensors have a boolean mask, packed or not, and a bias.
         key_block, amax: of packed K: keys that share a descale, and what K was quantised to.
     """
 
@@ -68,10 +75,13 @@ class Call:
     right: int | None = None
     bottom_right: bool = False
     return_lse: bool = False
+    merge_lse: bool = False
     return_amax: bool = False
     kernel: str = ""
     smooth_k: bool = False
     hadamard: bool = False
+    masked: bool = False
+    biased: bool = False
     key_block: int = KEY_BLOCK
     amax: float = 0.0
 

@@ -45,6 +45,7 @@ def prepared_call(plan: Plan, t: Tensors, *, way: Way | None = None, numbers: Se
         causal_offset=causal_offset,
         window_offset=window_offset,
         return_lse=call.return_lse,
+        merge_lse=call.merge_lse,
         return_amax=call.return_amax,
         way=way,
         descales=numbers,

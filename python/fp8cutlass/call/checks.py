@@ -11,7 +11,7 @@ import torch
 from ..dtypes import DTYPE_NAMES, HALF_DTYPES, OUT_NAMES
 from ..errors import NoKernelError, UnsupportedError
 from ..quant import descale
-from . import backward
+from . import backward, masks
 from .options import TRANSFORMS
 from .reasons import (
     BHSD,
@@ -78,7 +78,7 @@ def check_shapes(request: Request) -> None:
 
 
 def check_types(request: Request) -> None:
-    """Dtypes and devices of the tensors, and what the output type needs."""
+    """Dtypes and devices of the tensors, what the output type needs, and the mask."""
     q = request.query
     wrong = wrong_dtypes(_named(request, OPERANDS), ACCEPTED, WIDE_DTYPES)
     if q.dtype in DTYPE_NAMES:
@@ -94,6 +94,7 @@ def check_types(request: Request) -> None:
             wrong += descale.refuse("out_descale", request.out_descale, "tensor", (1, 1, 1, 1), q.device)
     elif request.out_descale is not None:
         wrong.append(f"out_descale is for out_dtype=torch.float8_e4m3fn, got out_dtype={out_dtype}")
+    wrong += masks.refused(request.attn_mask, request.options, *request.bhsd()[:2])
     if wrong:
         raise UnsupportedError(*wrong)
 
@@ -118,8 +119,6 @@ def check_descales(request: Request, granularity: Sequence[str]) -> None:
 def check_features(request: Request) -> None:
     """Well-formed arguments that no kernel serves, but torch's attention does."""
     wrong = []
-    if request.attn_mask is not None:
-        wrong.append("attn_mask is not supported; accepted are None and is_causal=True")
     if request.key.shape != request.value.shape:
         k, v = request.bhsd()[1:]
         wrong += differing("key", "value", [("heads", k.shape[1], v.shape[1])])
@@ -134,6 +133,7 @@ def check_features(request: Request) -> None:
     else:
         wrong += [f"{name} has {NO_BACKWARD}{FLASH}" for name in differentiable]
     wrong += no_derivatives(_named(request, (*DESCALES, "out_descale")))
+    wrong += masks.wants_gradient(request.attn_mask)
     if wrong:
         raise NoKernelError(*wrong)
 

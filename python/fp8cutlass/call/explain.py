@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..choose.target import target
 from ..errors import UnsupportedError
 from ..manifest import KEY_BLOCK
+from ..masks.bits import TILE
 from ..native.attend import faster_way
 from .backward import asked
 from .call import Call, Tensors
+from .masks import packed
 from .options import TRANSFORMS
 from .plan import Plan, resolve, score_amax
 from .request import Request
@@ -34,6 +38,7 @@ def describe(request: Request) -> str:
     if call.kind == "packed":
         holder = "" if request.key is None else f" for {request.key.kernel}"
         lines.append(f"keys:      packed with amax {call.amax:g}{holder}")
+    lines += _mask(call, tensors)
     if call.mask == "window":
         lines.append(f"window:    {_end(call.left)} keys before and {_end(call.right)} after a row's own")
     if asked(request.options.backward, tensors):
@@ -45,6 +50,22 @@ def describe(request: Request) -> str:
     if variant.head_dim != tensors.q.shape[3]:
         lines.append(f"padding:   head_dim {tensors.q.shape[3]} to {variant.head_dim}")
     return "\n".join([*lines, built])
+
+
+def _mask(call: Call, t: Tensors) -> list[str]:
+    lines = []
+    if call.masked and not t.empty:
+        mask = packed(t.seen, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, t.q.shape[2], t.k.shape[2])
+        text = "known when it runs"
+        if mask is not None and type(mask.tiles) is torch.Tensor and not mask.tiles.is_meta:
+            skipped, part, whole = mask.counted()
+            text = f"{skipped} skipped, {part} seen in part, {whole} whole"
+            shared = "" if mask.rows == t.q.shape[2] else " for all rows"
+            text += f", of {skipped + part + whole}{shared} (batches x heads {mask.shape[0]} x {mask.shape[1]})"
+        lines.append(f"mask:      tiles of {TILE} rows and keys: {text}")
+    if call.biased and t.bias is not None:
+        lines.append(f"bias:      {tuple(t.bias.shape)} {t.bias.dtype}, added to the scaled scores in float32")
+    return lines
 
 
 def _end(keys: int | None) -> str:

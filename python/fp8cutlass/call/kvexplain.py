@@ -29,7 +29,8 @@ class KVProblem:
     right: int = 0
     splits: int = 0
     inline: bool = True  # whether descales are in the pages
-    most_keys: int | None = None  # that a row of the page table has room for
+    planned: bool = False  # whether plan_attention has cut the work
+    room: int | None = None  # keys that a row of the page table has room for
     dtype: str = "bf16"  # of q
     softcap: bool = False
     sinks: bool = False
@@ -47,8 +48,8 @@ class KVProblem:
     @property
     def chunks(self) -> Chunks:
         return Chunks(
-            self.tokens, self.sequences, self.most_q, self.most_keys, self.kv_heads, self.head_dim, self.dtype,
-            self.left, self.right, self.softcap, self.sinks, self.splits,
+            self.tokens, self.sequences, self.most_q, self.room, self.kv_heads, self.head_dim, self.dtype, self.left,
+            self.right, self.softcap, self.sinks, self.splits,
         )  # fmt: skip
 
 
@@ -142,9 +143,14 @@ def _work(problem: KVProblem, kernel: Decode, at: Target, routed: bool) -> str:
     times = 1 if routed else -(-problem.rows // kernel.rows)
     read = "once" if times == 1 else f"{times} times"
     read = f"{read} for each token" if routed else read
+    by = (
+        "before, by its plan"
+        if problem.planned and not routed
+        else "first, by a kernel of its own; plan_attention does it once a step"
+    )
     if problem.splits == 1:
-        return f"{ctas} CTAs take whole units (num_splits=1); keys are read {read}"
-    return f"{ctas} CTAs take equal shares of all units, cut on the device; keys are read {read}"
+        return f"{ctas} CTAs take whole units (num_splits=1), dealt {by}; keys are read {read}"
+    return f"{ctas} CTAs take equal shares of all units, cut on the device {by}; keys are read {read}"
 
 
 def _call(problem: KVProblem) -> list[str]:
@@ -158,4 +164,5 @@ def _call(problem: KVProblem) -> list[str]:
 
 def _parts(problem: KVProblem) -> list[str]:
     parts = max(problem.splits, 1)
-    return [f"work:      sequence by sequence, keys in {parts} part{'s' if parts > 1 else ''}"]
+    by = ", by its plan" if problem.planned else ""
+    return [f"work:      sequence by sequence, keys in {parts} part{'s' if parts > 1 else ''}{by}"]

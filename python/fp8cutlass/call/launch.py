@@ -21,6 +21,7 @@ from ..quant.smooth import key_mean, restore_lse
 from ..quant.v_layout import pack_v, pad_token_descale, unpack_v
 from .call import Call, Outputs, Tensors
 from .card import run_on_card
+from .masks import for_emulator, packed
 from .plan import Plan, score_amax
 
 E4M3 = torch.float8_e4m3fn
@@ -200,6 +201,7 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
     keys, dtype = o.k.shape[2], torch.float8_e5m2 if variant.dtype == "e5m2" else E4M3
     k_descale = o.k_descale[:, :, :keys] if call.scaling == "token" else o.k_descale
     causal_offset, window_offset = call.offsets(o.q.shape[2], keys)
+    mask = packed(t.seen, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, o.q.shape[2], keys)
     result = emulate(
         o.q.view(dtype),
         o.k.view(dtype),
@@ -212,8 +214,11 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         scaling=call.scaling,
         causal_offset=causal_offset,
         window_offset=window_offset if call.mask == "window" else None,
+        mask=for_emulator(mask),
+        bias=t.bias,
         out_descale=t.out_descale,
         return_lse=call.return_lse,
+        merge_lse=call.merge_lse,
     )
     outputs.out.copy_(result.out[..., : outputs.out.shape[3]])
     if outputs.lse is not None:
@@ -242,6 +247,7 @@ def _forward(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         abs(plan.call.scale),
         causal_offset,
         window_offset,
+        plan.call.merge_lse,
     )
     if wide is not out:
         as_bytes(out).copy_(as_bytes(wide)[..., : out.shape[3]])

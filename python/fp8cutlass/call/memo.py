@@ -21,7 +21,17 @@ from .options import Options
 from .plan import resolve
 
 LIMIT = 4096  # calls that are kept; then all are forgotten, as a program with ever new shapes gains nothing
-_NUMBERS = ("dropout_p", "is_causal", "scale", "enable_gqa", "smooth_k", "hadamard", "return_lse", "return_amax")
+_NUMBERS = (
+    "dropout_p",
+    "is_causal",
+    "scale",
+    "enable_gqa",
+    "smooth_k",
+    "hadamard",
+    "return_lse",
+    "return_amax",
+    "causal_offset",
+)
 _numbers = itemgetter(*map(Options._fields.index, _NUMBERS))  # their types count as well: 1 is not True
 
 Signature = tuple[Any, ...]

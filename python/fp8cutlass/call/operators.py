@@ -21,7 +21,8 @@ from ..quant.descale import canonical_shape
 from ..quant.smooth import key_mean
 from .call import Call, Outputs, Tensors, parse
 from .launch import empty_outputs, packed_keys, run
-from .options import wrong_scale
+from .masks import wrong_parts
+from .options import F16_SCORES, wrong_scale
 from .plan import resolve, score_amax
 
 REST = Tensors._fields[3:]  # the tensors that `attend` takes as a list
@@ -112,6 +113,13 @@ def _check(call: Call, t: Tensors, modes: dict[str, dict[str, str]]) -> None:
         wrong.append("out_descale must be given with out_dtype=torch.float8_e4m3fn, and must be None otherwise")
     if (reason := wrong_scale("scale", call.scale)) is not None:
         wrong.append(reason)
+    given = {name: getattr(t, name) for name in ("seen", "bias", "tiles", "counts", "bits")}
+    wrong += wrong_parts(given, (batch, heads, q.shape[2], k.shape[2]), q.device)
+    there = given["seen"] is not None or given["tiles"] is not None, given["bias"] is not None
+    if (call.masked, call.biased) != there:
+        wrong.append(f"masked={call.masked} and biased={call.biased} must say whether there is a mask and a bias")
+    if call.biased and call.precision in F16_SCORES:
+        wrong.append(f"a bias is added to float32 scores, which precision={call.precision!r} may not have")
     expected = _packed_shapes(call, t, modes) if call.kind == "packed" else _descale_shapes(call, t, modes)
     for name, (shape, dtype) in expected.items():
         x = getattr(t, name)

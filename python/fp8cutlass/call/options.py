@@ -10,6 +10,9 @@ import torch
 from ..errors import UnsupportedError
 from ..quant.descale import SCALE_MAX
 
+FAR = 1 << 30  # keys before or after a row's own, of a window without an end there
+MERGE = "merge"  # of return_lse: from the sums of P that a kernel makes anyway
+
 
 class Options(NamedTuple):
     """``attention`` documents them. In a signature they stand in this order."""
@@ -24,13 +27,14 @@ class Options(NamedTuple):
     smooth_k: bool = False
     hadamard: bool = False
     out_dtype: torch.dtype | None = None
-    return_lse: bool = False
+    return_lse: bool | str = False
     return_amax: bool = False
     causal_alignment: str = "top_left"
     window_size: tuple[int, int] = (-1, -1)
     kernel: str | None = None
     fallback: str = "error"
     backward: str = "none"
+    causal_offset: int | None = None
 
 
 CHOICES = {
@@ -93,6 +97,18 @@ def wrong_window(name: str, given: Any) -> str | None:
     return f"{name} must be (left, right), two integers from -1 up, got {given!r}"
 
 
+def _lse(name: str, given: Any) -> str | None:
+    if isinstance(given, bool) or (isinstance(given, str) and given == MERGE):
+        return None
+    return f"{name} must be True, False or {MERGE!r}, got {given!r}"
+
+
+def _offset(name: str, given: Any) -> str | None:
+    if given is None or (isinstance(given, (int, torch.SymInt)) and not isinstance(given, bool) and -FAR < given < FAR):
+        return None
+    return f"{name} must be an integer between -{FAR} and {FAR}, or None, got {given!r}"
+
+
 # Of each option what is wrong with a value by itself. What needs the tensors is in :mod:`.checks`.
 RULES: dict[str, Callable[[str, Any], str | None]] = {
     "layout": _choice,
@@ -105,20 +121,23 @@ RULES: dict[str, Callable[[str, Any], str | None]] = {
     "enable_gqa": flag,
     "smooth_k": flag,
     "hadamard": flag,
-    "return_lse": flag,
+    "return_lse": _lse,
     "return_amax": flag,
     "kernel": wrong_kernel,
     "scale": wrong_scale,
     "window_size": wrong_window,
+    "causal_offset": _offset,
 }
 
 
 def visible(options: Options) -> tuple[int | None, int | None]:
-    """How many keys a row sees before and after its own; None for all. ``is_causal`` ends a window at the row's own."""
+    """How many keys a row i sees before and after key i, or key ``i + Sk - Sq`` with bottom_right; None for all.
+    ``is_causal`` ends a window at the row's own key, and ``causal_offset`` says which one that is."""
     left, right = options.window_size
     if options.is_causal:
         right = 0
-    return (None if left < 0 else left), (None if right < 0 else right)
+    own = 0 if options.causal_offset is None else options.causal_offset
+    return (None if left < 0 else left - own), (None if right < 0 else right + own)
 
 
 def check_options(options: Options) -> None:
@@ -133,5 +152,12 @@ def check_options(options: Options) -> None:
         wrong.append(
             "causal_alignment='bottom_right' goes with is_causal=True or a window_size, got is_causal=False and none"
         )
+    if options.causal_offset is not None and no_window:
+        wrong.append(
+            f"causal_offset={options.causal_offset} goes with is_causal=True or a window_size, got is_causal=False and "
+            "none"
+        )
+    if options.causal_offset is not None and options.causal_alignment == "bottom_right":
+        wrong.append(f"causal_offset={options.causal_offset} excludes causal_alignment='bottom_right'")
     if wrong:
         raise UnsupportedError(*wrong)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..choose.dispatch import decide
+from ..choose.dispatch import decide, refusal
 from ..choose.problem import Decision, Problem
 from ..choose.reuse import KVForm
+from ..choose.special import no_mask_kernel
 from ..choose.target import Target, target
 from ..dtypes import DTYPE_NAMES, OUT_NAMES
-from ..errors import UnsupportedError
+from ..errors import NoKernelError, UnsupportedError
 from ..manifest import SCORE_AMAX, Variant, load_manifest
 from ..quant.quantize import FP8_MAX
 from .call import Call
@@ -53,6 +54,9 @@ def resolve_for(
 ) -> Plan:
     """:func:`resolve` of sizes, and the name of the dtype that the kernel reads."""
     at = target(device, shipped=shipped)
+    if device.type == "cuda" and (call.masked or call.biased):
+        reason = no_mask_kernel("blocks" if call.masked else "bias")
+        raise NoKernelError(refusal(at.arch, load_manifest(at.directory).profile, reason))
     form = KVForm(k_shape[3], call.key_block, call.amax) if call.kind == "packed" else None
     problem = problem_of(call, at, device, q_shape, k_shape, dtype)
     variant, number, decision = decide(at.directory, problem, call.kernel, form)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from ..manifest import Manifest, Variant
 from .problem import Decision, Problem
 
+NEW_MASKS = ("blocks", "bias")  # which no kernel has yet
+
 # The softmaxes that a precision is content with, the fastest first.
 PRECISE_ENOUGH = {
     "fast": ("linear", "quadratic", "exp2", "exp2x2"),
@@ -37,6 +39,12 @@ def no_window_kernel(dtype: str, out: str, scaling: str, precision: str) -> str:
         f"head and block and precision fast, balanced and accurate on sm90a; the call has {dtype} to {out}, scaling "
         f"{scaling}, {precision}"
     )
+
+
+def no_mask_kernel(mask: str) -> str:
+    """The reason why a call with one of NEW_MASKS has no kernel on a card."""
+    kind = "an additive one" if mask == "bias" else "boolean ones and BlockMask"
+    return f"attn_mask has no kernel yet, only the emulator of CPU tensors serves {kind}"
 
 
 def for_window(problem: Problem, served: list[Variant]) -> Decision:

@@ -20,7 +20,7 @@ from ..native import extension
 from ..tracing import constant
 from .dispatch import load_table, refusal
 from .problem import CPU_ARCH, CPU_SM_COUNT
-from .special import no_window_kernel, window_kernels
+from .special import NEW_MASKS, no_mask_kernel, no_window_kernel, window_kernels
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,8 @@ def _unserved(
         axes = (dtype, out, scaling, precision)
         served = window_kernels(manifest, at.arch, head_dim, *axes)
         return () if served else (refusal(at.arch, manifest.profile, no_window_kernel(*axes)),)
+    if mask in NEW_MASKS and on_card:
+        return (refusal(at.arch, manifest.profile, no_mask_kernel(mask)),)
     causal = mask == "causal"
     decisions = load_table(at.directory).over_lengths(
         arch=at.arch, head_dim=head_dim, dtype=dtype, out=out, scaling=scaling, causal=causal, precision=precision

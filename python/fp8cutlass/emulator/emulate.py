@@ -16,6 +16,7 @@ import torch
 from ..dtypes import OUT_DTYPES
 from ..manifest import Variant, generated_dir, load_manifest
 from .softmax import E4M3_MAX, MAX_SLOPE, MIN_SLOPE, SOFTMAXES
+from .visible import Heads, Mask, Visible
 
 MMA_K = 32  # products of one FP8 matrix instruction
 # A tile that outweighs the reference by more than 2^16 becomes the reference. O holds up to V * 2^16 * P * keys, with P
@@ -62,7 +63,6 @@ class _Chunk:
     k_descale: torch.Tensor  # (G, tiles), or (G, Sk) where each token has its own
     v_tile: torch.Tensor | None  # (G, tiles), of a kernel of scaling `block`
     v_column: torch.Tensor  # (G, 1, 1) or (G, 1, D)
-    row: torch.Tensor  # (R, 1) position of each row in its sequence
     shared_by: dict[str, str]  # granularity of the descales of q, k and v
 
 
@@ -79,9 +79,12 @@ def emulate(
     scaling: str | None = None,
     causal_offset: int = 0,
     window_offset: int | None = None,
+    mask: Mask | None = None,
+    bias: torch.Tensor | None = None,
     out_descale: torch.Tensor | None = None,
     emulated_mma: bool = False,
     return_lse: bool = True,
+    merge_lse: bool = False,
     diagnostics: bool = False,
 ) -> Emulation:
     """Run one variant.
@@ -96,9 +99,12 @@ def emulate(
         causal_offset: key j is visible to row i when ``j <= i + causal_offset``; read by causal variants, and with a
             window.
         window_offset: where there is a window, whatever the variant's mask: ``j >= i + window_offset``, too.
+        mask: which keys rows see and which tiles they visit, whatever the variant's mask, beside the band.
+        bias: (B, H, Sq, Sk) or sizes of 1, floating point: added to the scaled score; for variants with f32 scores.
         out_descale: (1,), e4m3 output only: stored = o / out_descale.
         emulated_mma: round f16 scores as the compiler's emulation of FP8 ``mma.sync`` does (sm_90a).
         return_lse: False saves the sum of unquantised exponentials; ``lse`` is then meaningless.
+        merge_lse: ``lse`` is that of the quantised exponentials.
         diagnostics: also return the intermediate values; they take several times the memory of the scores.
 
     The KV tiles of one chunk of heads are visited in order; a chunk is bounded to about 1 GiB of temporaries.
@@ -110,16 +116,14 @@ def emulate(
     step = max(1, CHUNK_BYTES // per_group)
     groups = batch * kv_heads
     parts = []
+    offsets = causal_offset if variant.causal or window_offset is not None else None, window_offset
     for start in range(0, groups, step):
-        chunk = _chunk(
-            (q, k, v, q_descale, k_descale, v_descale),
-            variant,
-            scaling or variant.scaling,
-            scale,
-            slice(start, min(start + step, groups)),
-        )
-        offsets = causal_offset if variant.causal or window_offset is not None else None, window_offset
-        parts.append(_attend(chunk, variant, seqlen_q, offsets, emulated_mma, return_lse, diagnostics))
+        part = slice(start, min(start + step, groups))
+        tensors = (q, k, v, q_descale, k_descale, v_descale)
+        chunk = _chunk(tensors, variant, scaling or variant.scaling, scale, part)
+        sizes = Heads(batch, heads, kv_heads, seqlen_q, k.shape[2], part)
+        seen = Visible(sizes, variant.tile_m, variant.tile_n, offsets, mask, bias, q.device)
+        parts.append(_attend(chunk, variant, seen, emulated_mma, return_lse, merge_lse, diagnostics))
     o, lse, *extra = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
     o = o.view(batch, heads, seqlen_q, head_dim)
     amax = o.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax().reshape(1)
@@ -179,7 +183,6 @@ def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, sc
         k_descale=k_tiles[part],
         v_tile=v_tile,
         v_column=v_column[part],
-        row=torch.arange(seqlen_q, device=device).repeat(group)[:, None],
         shared_by=shared_by,
     )
 
@@ -213,32 +216,21 @@ def _values(p: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 def _attend(
     chunk: _Chunk,
     variant: Variant,
-    seqlen_q: int,
-    offsets: tuple[int | None, int | None],
+    seen: Visible,
     emulated_mma: bool,
     return_lse: bool,
+    merge_lse: bool,
     diagnostics: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """``offsets``: row i sees keys up to i plus the first, and from i plus the second on; None is no such end.
-
-    Return o (G, R, D) float32 and lse (G, R), then with ``diagnostics`` scores and p (G, R, keys), weight
+    """Return o (G, R, D) float32 and lse (G, R), then with ``diagnostics`` scores and p (G, R, keys), weight
     (G, R, tiles) and tile_o (G, R, tiles, D)."""
-    device, tile_n, seqlen_k = chunk.q.device, variant.tile_n, chunk.k.shape[1]
+    tile_n = variant.tile_n
     k_per_token = chunk.shared_by["k"] == "token"
     v_per_channel = chunk.shared_by["v"] == "channel"
     o = torch.zeros_like(chunk.q)
     row_sum = torch.zeros_like(chunk.q_slope)
     exact_sum, ref = torch.zeros_like(row_sum), torch.zeros_like(row_sum)
-    last, first = offsets
-    # One past the last key that the kernel's query tile, not only the row, looks at; and the tile that it begins with.
-    seen, begin = torch.full_like(chunk.row, seqlen_k), torch.zeros_like(chunk.row)
-    tile_row = chunk.row // variant.tile_m * variant.tile_m
-    if last is not None:
-        seen = ((tile_row + variant.tile_m).clamp(max=seqlen_q) + last).clamp(0, seqlen_k)
-    if first is not None:
-        last_tile = (seen - 1).clamp(min=0) // tile_n
-        begin = torch.minimum((tile_row + first).clamp(min=0) // tile_n, last_tile)
-    keys = seqlen_k if diagnostics else int(seen.max())
+    keys = chunk.k.shape[1] if diagnostics else seen.end
     kept: list[tuple[torch.Tensor, ...]] = []
     for tile, start in enumerate(range(0, keys, tile_n)):
         part = slice(start, start + tile_n)
@@ -246,32 +238,30 @@ def _attend(
         k_descale = chunk.k_descale[:, None, part] if k_per_token else chunk.k_descale[:, tile, None, None]
         if k_per_token:
             s = s * k_descale
-        key = torch.arange(start, start + s.shape[2], device=device)
-        if last is not None:
-            s = s.masked_fill(key > chunk.row + last, -torch.inf)
-        if first is not None:
-            s = s.masked_fill(key < chunk.row + first, -torch.inf)
         unit = chunk.q_slope * 8.0 if variant.score == "f16" else chunk.q_slope
         slope = (unit if k_per_token else unit * k_descale).clamp(MIN_SLOPE[variant.score], MAX_SLOPE)
-        p, p_bytes, weight, exact = SOFTMAXES[variant.softmax](s, slope, return_lse)
+        s, slope = seen.biased(s, slope, start)
+        s = seen.hide(s, start)
+        p, p_bytes, weight, exact = SOFTMAXES[variant.softmax](s, slope, return_lse and not merge_lse)
         tile_o, tile_sum = _values(p, chunk.v[:, part])
         if diagnostics:
             kept.append((s, p_bytes, weight, tile_o[:, :, None]))
-        ref = torch.where(begin == tile, weight, ref)
+        ref = torch.where(seen.begin == tile, weight, ref)
         rise = weight - ref
         shrink = torch.where(rise > MAX_RISE, torch.exp2(-rise), 1.0)
         ref = torch.where(rise > MAX_RISE, weight, ref)
         beta = torch.exp2(weight - ref)
         factor = beta if chunk.v_tile is None else beta * chunk.v_tile[:, tile, None, None]
-        visited = (start < seen) & (begin <= tile)  # an unvisited tile adds nothing, not even the NaN of 0 * NaN
+        visited = seen.visited(tile)
         o = o * shrink + torch.where(visited, factor * tile_o, 0.0)
         row_sum = row_sum * shrink + torch.where(visited, beta * tile_sum, 0.0)
         exact_sum = exact_sum * shrink + torch.where(visited, beta * exact, 0.0)
+    total = row_sum if merge_lse else exact_sum
     # A row that saw no key is 0, even where a NaN in V met its zeros.
     o = torch.where(row_sum == 0, 0.0, o * ((1.0 if v_per_channel else chunk.v_column) / row_sum))
     if v_per_channel:
         o = o * chunk.v_column
-    lse = torch.where(exact_sum == 0, -torch.inf, LN2 * (ref + torch.log2(exact_sum)))
+    lse = torch.where(total == 0, -torch.inf, LN2 * (ref + torch.log2(total)))
     return o, lse.squeeze(-1), *_joined(kept, tile_n)
 
 

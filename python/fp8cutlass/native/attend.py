@@ -9,18 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import UnsupportedError
 from ..manifest import Variant
 from ..memory import as_bytes, empty_rows
 from ..quant.quantize import GRANULARITIES, V_AMAX
 from ..quant.smooth import restore_lse
 from . import extension
-from .extension import BUILD_HINT
+from .numbers import constants
 
 # There is no backward, and `attention` says so: the dispatcher passes over autograd, whose fallback would look at every
 # argument, and on to whatever else a tensor asks for, such as a lazy negation.
@@ -37,24 +35,6 @@ HAND_OVER_HEADS = 2048  # of K, of all sequences, at most: kReadyHeads in csrc/c
 HANDED_OVER = (64, 128)  # head_dims whose pack kernels can overlap: Pack.delivers of the generator
 
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, lse, amax; the last two where wanted
-
-
-@lru_cache(maxsize=4096)
-def _constants(*numbers: float) -> torch.Tensor:
-    """The operator's first argument: all numbers in one tensor, as each argument costs the host 0.2 us between Python
-    and the extension."""
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
-
-
-def _in_order(values: Mapping[str, float]) -> tuple[float, ...]:
-    """The numbers of a call in the order of csrc/call.def; UnsupportedError where the library wants others."""
-    fields = extension.call_fields()
-    if set(fields) != set(values):
-        other = ", ".join(sorted(set(fields) ^ set(values)))
-        raise UnsupportedError(
-            f"the built library and this package differ in the numbers of a call: {other}", BUILD_HINT
-        )
-    return tuple(values[name] for name in fields)
 
 
 @dataclass(frozen=True)
@@ -177,6 +157,7 @@ def prepare(
     hadamard: bool,
     return_lse: bool,
     return_amax: bool,
+    merge_lse: bool = False,
     way: Way = PACKED_BEFORE,
     descales: Sequence[float] = (0.0, 0.0, 0.0),
 ) -> Attend:
@@ -202,11 +183,12 @@ def prepare(
         "window_offset": window_offset,
         "leave_q": leave_q,
         "hand_over": hand_over,
+        "merge_lse": merge_lse,
         **{f"{name}_descale": x for name, x in zip("qkv", descales, strict=True)},
     }
     return Attend(
         operator=getattr(torch.ops.fp8cutlass_C, OPERATORS[kind]).default._op,  # the overload's own frame costs 0.2 us
-        constants=_constants(*_in_order(numbers)),
+        constants=constants(extension.call_fields(), **numbers),
         head_dim=head_dim,
         kernel_head_dim=variant.head_dim,
         scale=scale,

@@ -165,8 +165,18 @@ def call_fields() -> tuple[str, ...]:
     :func:`load` comes first.
     Raises UnsupportedError where the library does not say.
     """
+    return _fields("fp8cutlass_call_fields")
+
+
+@cache
+def decode_fields() -> tuple[str, ...]:
+    """The same of ``fp8cutlass_C.cut`` and ``decode`` (csrc/decode.def)."""
+    return _fields("fp8cutlass_decode_fields")
+
+
+def _fields(function: str) -> tuple[str, ...]:
     try:
-        names = ctypes.CDLL(str(_registered)).fp8cutlass_call_fields
+        names = getattr(ctypes.CDLL(str(_registered)), function)
     except AttributeError as error:
         raise UnsupportedError(f"{_registered} does not name the fields of a call: {error}", BUILD_HINT) from error
     names.restype = ctypes.c_char_p

@@ -88,7 +88,7 @@ class Kernels:
             raise AssertionError("parameters of route or gather have changed")
 
     def run(self, a: dict[str, Any], *, ctas: int = 5, seed: int = 0) -> Made:
-        """By the arguments of the operator, by name; ``left``, ``right``, ``k_value`` and ``v_value`` of its numbers."""
+        """By the operator's arguments, by name, and ``left``, ``right``, ``k_value``, ``v_value`` of its numbers."""
         q, k, v, table, ends = a["q"], a["k"], a["v"], a["page_table"], a["cu_seqlens_q"]
         pages, size, kv_heads, _ = k.shape
         sequences, most, capacity = len(a["lengths"]), a["most"], a["capacity"]

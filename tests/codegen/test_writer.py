@@ -253,10 +253,11 @@ def test_the_registry_names_its_manifest_and_targets(generated: tuple[Path, Path
 
 def test_the_plan_is_compiled_once_where_there_are_ragged_batches(generated: tuple[Path, Path]) -> None:
     manifest = json.loads((generated[0] / "manifest.json").read_text())
-    plan, cut, append = manifest["plans"]
+    plan, cut, append, route = manifest["plans"]
     assert (plan["id"], plan["file"], plan["targets"]) == ("plan", "plan.cu", ["sm90a"])
     assert (cut["id"], cut["file"], cut["targets"]) == ("cut", "cut.cu", ["sm89", "sm90a"])
     assert (append["id"], append["file"], append["targets"]) == ("append", "append.cu", ["sm89", "sm90a"])
+    assert (route["id"], route["file"], route["targets"]) == ("route", "route.cu", ["sm90a"])
     holds = [p.name for p in generated[0].rglob("*.cu") if "walk/plan.cuh" in p.read_text()]
     assert holds == ["plan.cu"]
 

@@ -74,8 +74,8 @@ ATTEND_RAGGED_FP8 = (
 )
 
 CUT = (
-    "int decode, Tensor lengths, Tensor cu_seqlens_q, int total_q, int most_keys, int heads, int kv_heads, int left, "
-    "int right, int overhead, bool share, Tensor(a!) cuts, Tensor(b!) arrived, bool routed=False"
+    "Tensor numbers, Tensor lengths, Tensor? cu_seqlens_q, int total_q, int most_keys, int heads, int kv_heads, "
+    "Tensor(a!) work"
 )
 APPEND = (
     "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_token_descale, "
@@ -84,15 +84,16 @@ APPEND = (
     "Tensor? rotary_sin, bool interleaved, Tensor? k_mean, bool hadamard"
 )
 DECODE = (
-    "int decode, Tensor q, Tensor k, Tensor v, Tensor? k_token_descale, Tensor? v_page_descale, Tensor k_descale, "
-    "Tensor v_descale, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, Tensor? sinks, Tensor(a!) out, "
-    "Tensor(b!)? lse, Tensor cuts, Tensor(c!) arrived, Tensor(d!) parts, float scale, float softcap, int left, "
-    "int right, bool routed=False"
+    "Tensor numbers, Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor lengths, "
+    "Tensor? cu_seqlens_q=None, Tensor? k_descale=None, Tensor? v_descale=None, Tensor? k_token_descale=None, "
+    "Tensor? v_page_descale=None, Tensor? sinks=None, Tensor(a!)? work=None, Tensor(b!)? out=None, "
+    "Tensor(c!)? lse=None"
 )
 PREFILL = (
-    "int variant, Tensor q, Tensor k, Tensor v, Tensor? k_token_descale, Tensor? v_page_descale, Tensor k_descale, "
-    "Tensor v_descale, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, Tensor(a!) out, Tensor(b!)? lse, "
-    "Tensor(c!) rest, float score_amax, float scale, int left, int right, int least, int most, int capacity"
+    "Tensor numbers, int variant, Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor lengths, "
+    "Tensor? cu_seqlens_q, Tensor? k_descale, Tensor? v_descale, Tensor? k_token_descale, "
+    "Tensor? v_page_descale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) rest, float score_amax, int least, "
+    "int most, int capacity"
 )
 
 # Run in its own process: the operators can be registered once, and the package may have loaded another copy.
@@ -191,7 +192,7 @@ def test_schemas(answers: dict[str, Any]) -> None:
         "fp8cutlass_C::load(int variant, int device, int source=-1) -> ()",
         f"fp8cutlass_C::append({APPEND}) -> ()",
         f"fp8cutlass_C::cut({CUT}) -> ()",
-        f"fp8cutlass_C::decode({DECODE}) -> ()",
+        f"fp8cutlass_C::decode({DECODE}) -> Tensor",
         f"fp8cutlass_C::prefill({PREFILL}) -> ()",
         "fp8cutlass_C::load_decode(int decode, int device) -> ()",
     ]

@@ -18,7 +18,7 @@ from decode_host import Kernel
 from paged_cases import Batch, make
 from prefill_host import BLOCK, Kernels
 from test_kvcache import call_of
-from test_kvcache_launch import AT, OnHost, names
+from test_kvcache_launch import AT, FIELDS, OnHost, names
 
 from fp8cutlass.call import kvcache, kvprefill
 from fp8cutlass.call.kvprefill import Chunks, Copied, emulate_chunk, members, operands, prefill_for
@@ -83,6 +83,7 @@ def host(built: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Both:
     made = Both(*built)
     monkeypatch.setattr(torch.ops, "fp8cutlass_C", made, raising=False)
     monkeypatch.setattr(extension, "load", lambda: None)
+    monkeypatch.setattr(extension, "decode_fields", lambda: FIELDS)
     return made
 
 

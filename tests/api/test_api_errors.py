@@ -59,7 +59,7 @@ REFUSED = [
     (call(return_lse="yes"), ["return_lse", "'yes'"]),
     (call(return_amax=2), ["return_amax", "2"]),
     (call(smooth_k=1), ["smooth_k", "True or False", "1"]),
-    (call(hadamard=None), ["hadamard", "None"]),
+    (call(hadamard="on"), ["hadamard", "'on'"]),
     (call(kernel=3), ["kernel", "3"]),
     (call(kernel=""), ["kernel", "''"]),
     # scale

@@ -110,7 +110,7 @@ CHANGES: dict[str, Any] = {
     ),
     "layout": among("bhsd", "bshd", "sbhd"),
     "scaling": among("tensor", "token", "row"),
-    "precision": among("fast", "balanced", "accurate", "best"),
+    "precision": among("fast", "balanced", "accurate", "int8", "int8_full", "best"),
     "out_dtype": among(*DTYPES),
     "causal_alignment": among("top_left", "bottom_right"),
     "kernel": among("", "sm89_fwd"),
@@ -191,8 +191,13 @@ def objections(call: dict[str, Any]) -> list[str]:
     if result_shape(call) is None:
         wrong.append("batches or heads")
     for name in FLAGS:
-        wrong += [name] * (not isinstance(get(name, False), bool))
-    wrong += ["precision"] * (not is_one_of(get("precision", "fast"), "fast", "balanced", "accurate"))
+        unsaid = name in ("smooth_k", "hadamard") and get(name) is None  # as the precision has it
+        wrong += [name] * (not unsaid and not isinstance(get(name, False), bool))
+    integers = is_one_of(get("precision", "fast"), "int8", "int8_full")
+    wrong += ["precision"] * (not integers and not is_one_of(get("precision", "fast"), "fast", "balanced", "accurate"))
+    mask = get("attn_mask")
+    biased = isinstance(mask, torch.Tensor) and mask.dtype != torch.bool
+    wrong += ["precision"] * (integers and (q.dtype in FP8 or get("scaling", "block") != "block" or biased))
     wrong += ["causal_alignment"] * (not is_one_of(get("causal_alignment", "top_left"), "top_left", "bottom_right"))
     wrong += ["bottom_right"] * (get("causal_alignment") == "bottom_right" and get("is_causal") is not True)
     scale = get("scale")

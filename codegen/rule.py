@@ -111,6 +111,14 @@ INTEGER_SCALING = Rule(
     of_choice=True,
 )
 
+INTEGER_OUT = Rule(
+    name="INTEGER-OUT",
+    why="an e4m3 output rounds by 2^-4 what integers gain",
+    refuses=lambda v, d: v.dtype.qk.integer and v.out.scaled,
+    explain=lambda v, d: refused(f"{v.out} output of {v.dtype} operands is", (o for o in Out if not o.scaled)),
+    of_choice=True,
+)
+
 REGISTERS = Rule(
     name="REGISTERS",
     why="more registers than a thread can have would spill",
@@ -164,7 +172,9 @@ TWO_TERMS_E5M2 = Rule(
     name="TWO-TERMS-E5M2",
     why="e5m2 operands have lost more to their own rounding than a second term of P gains",
     refuses=lambda v, d: v.terms > 1 and not v.dtype.made,
-    explain=lambda v, d: refused(f"two terms of P with {v.dtype} operands are", (o for o in Operand if o.made)),
+    explain=lambda v, d: refused(
+        f"two terms of P with {v.dtype} operands are", (o for o in Operand if o.made and o.arrives)
+    ),
     of_choice=True,
 )
 

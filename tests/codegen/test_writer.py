@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from codegen.arch import TARGETS
-from codegen.axes import Cluster, Kind, Scaling, Walk
+from codegen.axes import Cluster, Kind, Operand, Scaling, Walk
 from codegen.decode import ALL, decodes_of
 from codegen.families import derive
 from codegen.outputs import Request, files, kernel_path
@@ -121,10 +121,11 @@ def test_the_manifest_says_what_a_kernel_reads_and_where_it_runs(generated: tupl
     for entry in manifest["variants"]:
         hopper = entry["family"] == "sm90a"
         assert entry["targets"] == (["sm90a"] if hopper else ["sm89", "sm90a"])
-        coarser = ["tensor", "head"] if entry["scaling"] == "block" else []
+        integer = entry["dtype"] == "s8"
+        coarser = ["tensor", "head"] if entry["scaling"] == "block" and not integer else []
         assert entry["scalings"] == [*coarser, entry["scaling"]]
         assert entry["key_block"] == (128 if 128 % entry["tile_n"] == 0 else entry["tile_n"])
-        assert entry["score"] == "f16" or entry["key_block"] == 128, "FP8 operands have blocks of 128 keys"
+        assert integer or entry["score"] == "f16" or entry["key_block"] == 128, "FP8 operands have blocks of 128 keys"
         assert (entry["schedule"] == "multistage") == (not hopper)
         assert entry["cluster"] == "solo" or hopper
 
@@ -132,20 +133,22 @@ def test_the_manifest_says_what_a_kernel_reads_and_where_it_runs(generated: tupl
 def test_every_variant_has_the_kernels_that_make_its_operands(generated: tuple[Path, Path]) -> None:
     """Of both 16-bit sources in its blocks of keys, and of FP8, on each of its targets, in its profile; no others."""
     manifest = json.loads((generated[0] / "manifest.json").read_text())
-    packs = {(p["head_dim"], p["key_block"], p["source"]): p for p in manifest["packs"]}
+    packs = {(p["head_dim"], p["key_block"], p["source"], p["id"].endswith("_s8")): p for p in manifest["packs"]}
     assert len(packs) == len(manifest["packs"])
     assert list(packs) == sorted(packs)
     users = defaultdict(list)
     for v in manifest["variants"]:
+        integer = v["dtype"] == "s8"
         for source in ("bf16", "fp16"):
-            users[v["head_dim"], v["key_block"], source].append(v)
-        users[v["head_dim"], 128, "fp8"].append(v)
+            users[v["head_dim"], v["key_block"], source, integer].append(v)
+        if not integer:
+            users[v["head_dim"], 128, "fp8", False].append(v)
     assert packs.keys() == users.keys()
     for key, pack in packs.items():
         assert set(pack["targets"]) == {target for v in users[key] for target in v["targets"]}
         assert PROFILES.index(pack["profile"]) == min(PROFILES.index(v["profile"]) for v in users[key])
-        head_dim, key_block, source = key
-        assert pack["id"] == f"pack_d{head_dim}_n{key_block}_{source}"
+        head_dim, key_block, source, integer = key
+        assert pack["id"] == f"pack_d{head_dim}_n{key_block}_{source}" + ("_s8" if integer else "")
 
 
 def table_of(registry: str, name: str) -> tuple[list[str], list[str]]:
@@ -179,10 +182,10 @@ def test_the_registry_has_the_packs_in_the_manifest_s_order(generated: tuple[Pat
     _, rows = table_of(registry, "kPacks")
     for p, row in zip(packs, rows, strict=True):
         assert row.startswith(f'{{"{p["id"]}", {p["head_dim"]}, {p["key_block"]}, SourceType::{p["source"]}, ')
-        copies = p["source"] == "fp8"
-        delivers = p["head_dim"] in (64, 128) and not copies
-        ragged = p["head_dim"] != 32 and not copies  # sm89 alone has heads of 32
-        end = f", {str(ragged).lower()}}},"
+        copies, integer = p["source"] == "fp8", p["id"].endswith("_s8")
+        delivers = p["head_dim"] in (64, 128) and not copies and not integer
+        ragged = p["head_dim"] != 32 and not copies and not integer  # sm89 alone has heads of 32
+        end = f", {str(ragged).lower()}, {str(integer).lower()}}},"
         text = (generated[0] / p["file"]).read_text()
         stated = dict(re.findall(r"constexpr int (k\w+) = (\d+);", text))
         stage = re.search(r"static_assert\(Stage::kBytes == (\d+)\)", text)
@@ -220,11 +223,11 @@ def test_the_registry_has_the_manifest_s_order(generated: tuple[Path, Path]) -> 
                 "mask": f"Mask::{v.mask}",
                 "out": f"OutType::{v.out}",
                 "q": f"Granularity::{v.scaling.grain.q}",
-                "k": f"Granularity::{v.scaling.grain.k}",
+                "k": "Granularity::group" if v.dtype is Operand.S8 else f"Granularity::{v.scaling.grain.k}",
                 "v": f"Granularity::{v.scaling.grain.v}",
                 "diagnostic": str(v.kind is Kind.DIAG).lower(),
                 "key_block": str(key_block(v)),
-                "coarse": str(v.scaling is Scaling.BLOCK).lower(),
+                "coarse": str(v.scaling is Scaling.BLOCK and v.dtype is not Operand.S8).lower(),
                 "draws": str(v.family == "sm90a" and v.cluster is Cluster.SOLO).lower(),
                 "quantises_q": str(d.quantises_q).lower(),
                 "ragged": str(v.walk is Walk.RAGGED).lower(),

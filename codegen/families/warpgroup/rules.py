@@ -14,6 +14,7 @@ from codegen.rule import (
     E5M2_OUT,
     E5M2_TOKEN,
     EXACT_SCORES,
+    INTEGER_OUT,
     INTEGER_SCALING,
     LINEAR_E5M2,
     LINEAR_RANGE,
@@ -55,9 +56,20 @@ def _columns_offered(v: Variant) -> bool:
     return v.head_dim > WIDE_HEAD_DIM and room and v.warpgroups == 2
 
 
+INTEGER_HEAD_DIMS = (64, 128)
+INTEGER_HEAD_DIM = Rule(
+    name="INTEGER-HEAD-DIM",
+    why="s32 scores take twice the registers of f16 ones, and for wider heads O takes half of them",
+    refuses=lambda v, d: v.dtype.qk.integer and v.head_dim not in INTEGER_HEAD_DIMS,
+    explain=lambda v, d: f"{v.dtype} operands are offered for head_dim {' and '.join(map(str, INTEGER_HEAD_DIMS))}",
+    of_choice=True,
+)
+
 RULES: tuple[Rule, ...] = (
     EXACT_SCORES,
     INTEGER_SCALING,
+    INTEGER_OUT,
+    INTEGER_HEAD_DIM,
     LINEAR_RANGE,
     LINEAR_E5M2,
     LINEAR_TOKEN,

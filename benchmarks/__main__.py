@@ -20,6 +20,7 @@ from .decode_commands import decode
 from .families_commands import families
 from .model_commands import model
 from .options import Wanted, commit_option, need_card, out_option, read_csv, results_folder, shape_options, stop
+from .parallel_commands import parallel
 from .pictures import pictures
 from .results import FAILED, WRONG
 from .walk_commands import varlen, windows
@@ -180,18 +181,19 @@ def machine() -> None:
 
 for command in (
     accuracy,
-    append,
     regret,
     overhead,
     pack,
+    parallel,
     pictures,
     tune,
     decode,
-    families,
     model,
     varlen,
     ways,
     windows,
+    append,
+    families,
 ):
     cli.add_command(command)
 

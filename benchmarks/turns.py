@@ -86,6 +86,30 @@ def in_turns(running: Sequence[tuple[Row, Other, Capture]], settings: Settings) 
         yield replace(row, **timed(timing, monitor)), other, timing.median_us
 
 
+Launch = Callable[[], torch.Tensor]
+ErrorOf = Callable[[torch.Tensor], float]
+
+
+def all_timed(
+    contenders: Sequence[tuple[Row, Launch, ErrorOf]],
+    device: torch.device,
+    settings: Settings,
+    limits: Mapping[str, float] = ERROR_LIMIT,
+) -> list[Row]:
+    """The rows of all, those without a time first: on a card as graphs that take turns, on the CPU one by one."""
+    if device.type != "cuda":
+        return [on_host(row, launch, error_of, limits) for row, launch, error_of in contenders]
+    rows: list[Row] = []
+    running: list[tuple[Row, None, Capture]] = []
+    for row, launch, error_of in contenders:
+        row, recorded = checked(row, launch, error_of, settings, limits)
+        if recorded is None:
+            rows.append(row)
+        else:
+            running.append((row, None, recorded))
+    return rows + [row for row, _, _ in in_turns(running, settings)] if running else rows
+
+
 def record(
     path: Path,
     stamp: Mapping[str, str],

@@ -16,12 +16,11 @@ from fp8cutlass.integrations.dense import attend
 from fp8cutlass.integrations.refusal import Refusal
 from fp8cutlass.integrations.transformers.band import Band, padded
 from fp8cutlass.integrations.transformers.serve import Features, refusal, serve
-from fp8cutlass.timing import Capture
 
 from ..decode import or_infinite
 from ..grid import Settings
 from ..results import FAILED, OK, Timed, first_line
-from ..turns import checked, in_turns, on_host
+from ..turns import all_timed
 from .cases import TRANSFORMERS, Case
 
 SDPA, OURS = "sdpa", "ours"
@@ -172,31 +171,9 @@ def measure(case: Case, device: torch.device, settings: Settings) -> list[Family
         ways: list[tuple[str, str, Callable[[], torch.Tensor]]] = [(SDPA, "bf16", partial(by_sdpa, o))]
         if choice == SERVED:
             ways.append((OURS, "fp8", lambda: _served(by_adapter(o))))
-        return _timed(case, choice, why, ways, partial(_error, o, wanted), device, settings)
-
-
-def _timed(
-    case: Case,
-    choice: str,
-    why: str,
-    ways: Sequence[tuple[str, str, Callable[[], torch.Tensor]]],
-    error_of: Callable[[torch.Tensor], float],
-    device: torch.device,
-    settings: Settings,
-) -> list[FamilyTime]:
-    rows: list[FamilyTime] = []
-    running: list[tuple[FamilyTime, None, Capture]] = []
-    for name, precision, launch in ways:
-        row = _row(case, name, precision, choice, why, OK)
-        if device.type != "cuda":
-            rows.append(on_host(row, launch, error_of, LIMITS))
-            continue
-        row, recorded = checked(row, launch, error_of, settings, LIMITS)
-        if recorded is None:
-            rows.append(row)
-        else:
-            running.append((row, None, recorded))
-    return rows + [row for row, _, _ in in_turns(running, settings)] if running else rows
+        error_of = partial(_error, o, wanted)
+        contenders = [(_row(case, name, kind, choice, why, OK), launch, error_of) for name, kind, launch in ways]
+        return all_timed(contenders, device, settings, LIMITS)
 
 
 def _row(case: Case, name: str, precision: str, choice: str, why: str, status: str, reason: str = "") -> FamilyTime:

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-from fp8cutlass.timing import Capture
-
 from ..decode import or_infinite
 from ..grid import Settings
 from ..peers.base import Refused
 from ..results import FAILED, OK, UNAVAILABLE, Timed, first_line
-from ..turns import checked, in_turns, on_host
+from ..turns import ErrorOf, Launch, all_timed
 from . import cached, dense
 from .dense import BACKENDS, FA3, HOST_SDPA, OURS, WITHOUT, Source, Way
 from .layers import Attend
@@ -104,7 +102,7 @@ def _rows(
     settings: Settings,
 ) -> list[ModelTime]:
     rows: list[ModelTime] = []
-    running: list[tuple[ModelTime, None, Capture]] = []
+    contenders: list[tuple[ModelTime, Launch, ErrorOf]] = []
     for name, source in sources.items():
         try:
             way = source()
@@ -115,17 +113,9 @@ def _rows(
         except Exception as failure:  # one that breaks must not end the run
             rows.append(row_of(problem, name, "", FAILED, first_line(failure)))
             continue
-        row, launch = row_of(problem, name, way.precision, OK), partial(forward, way.attend)
-        error_of = (lambda out: 0.0) if name == WITHOUT else partial(_error, wanted)
-        if device.type != "cuda":
-            rows.append(on_host(row, launch, error_of, LIMITS))
-            continue
-        row, recorded = checked(row, launch, error_of, settings, LIMITS)
-        if recorded is None:
-            rows.append(row)
-        else:
-            running.append((row, None, recorded))
-    return rows + [row for row, _, _ in in_turns(running, settings)] if running else rows
+        error_of: ErrorOf = (lambda out: 0.0) if name == WITHOUT else partial(_error, wanted)
+        contenders.append((row_of(problem, name, way.precision, OK), partial(forward, way.attend), error_of))
+    return rows + all_timed(contenders, device, settings, LIMITS)
 
 
 def _error(wanted: torch.Tensor, out: torch.Tensor) -> float:

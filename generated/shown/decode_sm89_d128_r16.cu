@@ -97,7 +97,11 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) decode_sm89_d128_r16(con
       slot = slot == kStages - 1 ? 0 : slot + 1;
     }
     if (!ahead) {
-      decode::join_warps<kHeadDim, kRows, kWarps>(shared.exchange, state);
+      bool joined = false;
+      if constexpr (decode::kHoldsResult<kHeadDim, kRows, decltype(shared.slots[0])>) {
+        if (!more) decode::join_last(shared.exchange, shared.slots, state), joined = true;
+      }
+      if (!joined) decode::join_warps<kHeadDim, kRows, kWarps>(shared.exchange, state);
 
       bool whole = true;
       if (share.tile > 0 || share.end < share.all) {

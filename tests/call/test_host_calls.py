@@ -83,7 +83,7 @@ def test_a_known_call_does_no_operation_of_torch(calls: dict[str, Callable[[], o
 
 def test_fp8_and_packed_calls_enter_the_functions_of_a_bf16_call(calls: dict[str, Callable[[], object]]) -> None:
     bf16 = functions(calls["bf16"])
-    once = ("attention", "signature", "look_up", "run", "_deliver")
+    once = ("attention", "signature", "look_up", "run", "deliver")
     assert bf16 == Counter(once) + Counter({"<lambda>": 3})  # Options, Outputs, and what is kept of a call
     for what, call in calls.items():
         more = functions(call) - bf16

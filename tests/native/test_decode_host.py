@@ -204,6 +204,9 @@ FAULTS = {
     "the sink of another head": ("sinks", True, ("finish.cuh", "at = head * p.sink_head", "at = 0 * p.sink_head")),
     "V's descale of a page is ignored": (
         "descales of tokens and pages", True, ("softmax.cuh", "slot.v_descale[16 * m + g + i / 2 * 8] * per", "per")),
+    "V's descale of another warp": (
+        "descales of tokens and pages", True, ("finish.cuh", "* exchange.v_descale[w];", "* exchange.v_descale[0];")),
+    "O of another warp": ("plain", True, ("finish.cuh", "w = (set + kWarps - round) % kWarps", "w = set")),
     "K's descale of a token is that of another": (
         "descales of tokens and pages", True,
         ("softmax.cuh", "slot.k_descale[16 * m + g + i / 2 * 8]", "slot.k_descale[16 * m + g]")),

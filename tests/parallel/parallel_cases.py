@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fp8cutlass import attention, parallel
 from fp8cutlass.parallel import agree, exchange
+from fp8cutlass.parallel.attend import groups_of
 
 GATHERED = ("gather", "ulysses")  # whose bits are those of one process
 WIDE = "sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo"  # blocks of 192 keys
@@ -97,7 +98,7 @@ def _run(rank: int, case: Case) -> dict[str, Any]:
     if case.dtensor:
         assert out.placements == mine[0].placements and out.shape == q.shape and lse.shape == q.shape[:3]
         out, lse = out.to_local(), lse.to_local()
-    [plan] = next(iter(agree._settled.values())).values()
+    [plan] = agree.known(groups_of(group if not case.dtensor else mine[0].device_mesh))
     out = out.transpose(1, 2) if case.layout == "bshd" else out
     return {
         "out": out,

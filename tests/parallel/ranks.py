@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=20)
-LIMIT = 110.0  # seconds after which a rank is taken to hang
+TIMEOUT = timedelta(seconds=60)
+LIMIT = 400.0  # seconds after which a rank is taken to hang
 
 
 def run(ranks: int, work: Callable[..., Any], folder: Path, *args: Any, timeout: timedelta = TIMEOUT) -> list[Any]:

@@ -17,6 +17,7 @@ struct Exchange {
   alignas(16) float o[kRows * kResultPitch<kHeadDim>];
   float most[kWarps][kRows], sum[kWarps][kRows];
   float row_most[kRows], row_sum[kRows];
+  float v_descale[kWarps];
   int is_last;
 };
 
@@ -28,11 +29,10 @@ __device__ __forceinline__ float weight(float most, float of_all) {
   return most == -INFINITY ? 0.f : exp2_approx(most - of_all);
 }
 
-// Adds up the warps: afterwards exchange.o, row_most and row_sum have the share's result. O is relative to row_most.
+// Tells the other warps the largest scores and the sums of this one.
 template <int kHeadDim, int kRows, int kWarps>
-__device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& exchange,
-                                           const State<kHeadDim, kRows>& state) {
-  constexpr int kPitch = kResultPitch<kHeadDim>;
+__device__ __forceinline__ void tell_sums(Exchange<kHeadDim, kRows, kWarps>& exchange,
+                                          const State<kHeadDim, kRows>& state) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int n = 0; n < kRows / 8; ++n)
@@ -46,6 +46,33 @@ __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& ex
         exchange.sum[warp][8 * n + 2 * t + c] = sum;
       }
     }
+}
+
+// The largest score of a row in any warp.
+template <int kHeadDim, int kRows, int kWarps>
+__device__ __forceinline__ float most_of(const Exchange<kHeadDim, kRows, kWarps>& exchange, int row) {
+  float most = exchange.most[0][row];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) most = fmaxf(most, exchange.most[w][row]);
+  return most;
+}
+
+// What it and the row's sum are in all warps together.
+template <int kHeadDim, int kRows, int kWarps>
+__device__ __forceinline__ void set_sum(Exchange<kHeadDim, kRows, kWarps>& exchange, int row, float most) {
+  float sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) sum += exchange.sum[w][row] * weight(exchange.most[w][row], most);
+  exchange.row_most[row] = most, exchange.row_sum[row] = sum;
+}
+
+// Adds up the warps: afterwards exchange.o, row_most and row_sum have the share's result. O is relative to row_most.
+template <int kHeadDim, int kRows, int kWarps>
+__device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& exchange,
+                                           const State<kHeadDim, kRows>& state) {
+  constexpr int kPitch = kResultPitch<kHeadDim>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  tell_sums(exchange, state);
   __syncthreads();
   delay_point(21);
   float factor[kRows / 8][2];
@@ -54,16 +81,9 @@ __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& ex
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int row = 8 * n + 2 * t + c;
-      float most = exchange.most[0][row];
-#pragma unroll
-      for (int w = 1; w < kWarps; ++w) most = fmaxf(most, exchange.most[w][row]);
+      const float most = most_of(exchange, row);
       factor[n][c] = weight(state.most[n][c], most) * state.v_descale;
-      if (warp == 0 && g == 0) {
-        float sum = 0.f;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum += exchange.sum[w][row] * weight(exchange.most[w][row], most);
-        exchange.row_most[row] = most, exchange.row_sum[row] = sum;
-      }
+      if (warp == 0 && g == 0) set_sum(exchange, row, most);
     }
   // Columns are cut into as many sets as there are warps. In each round a warp adds to another set.
   constexpr int kColumns = kHeadDim / 16;
@@ -118,6 +138,50 @@ __device__ __forceinline__ float sink_of(const DecodeParams& p, int head, int to
   const int64_t at = head * p.sink_head + token * p.sink_token;
   if (p.sink_type == kSinkFp32) return static_cast<const float*>(p.sinks)[at];
   return from_half_bits(static_cast<const uint16_t*>(p.sinks)[at], p.sink_type == kSinkBf16);
+}
+
+// Whether a warp's slots have room for its O, and registers for the code: with more of O there is a spill.
+template <int kHeadDim, int kRows, typename Slots>
+constexpr bool kHoldsResult =
+    kRows * kHeadDim <= 2048 && sizeof(Slots) >= sizeof(float) * kRows * kResultPitch<kHeadDim>;
+
+// The same after the last share of a CTA. Nothing is copied any more, so that O of every warp goes where its keys were,
+// and each thread adds up what all warps have of some columns: two barriers instead of one a warp and one more. The
+// order of additions is that of `join_warps`, and so are the bits.
+template <int kHeadDim, int kRows, int kWarps, typename Slots>
+__device__ __forceinline__ void join_last(Exchange<kHeadDim, kRows, kWarps>& exchange, Slots (&slots)[kWarps],
+                                          const State<kHeadDim, kRows>& state) {
+  constexpr int kPitch = kResultPitch<kHeadDim>, kColumns = kHeadDim / 16;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const auto result_of = [&](int w) { return reinterpret_cast<float*>(&slots[w]); };
+  tell_sums(exchange, state);
+  __syncwarp();  // all lanes are done with the keys
+#pragma unroll
+  for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+        *reinterpret_cast<float2*>(result_of(warp) + (8 * n + 2 * t + c) * kPitch + 16 * j + 2 * g) =
+            make_float2(state.o[j][n][c], state.o[j][n][2 + c]);
+  if (lane == 0) exchange.v_descale[warp] = state.v_descale;
+  __syncthreads();
+  delay_point(21);
+  for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += 32 * kWarps) {
+    const int row = i / (kHeadDim / 4), column = 4 * (i % (kHeadDim / 4)), set = column / 16 * kWarps / kColumns;
+    const float most = most_of(exchange, row);
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int round = 0; round < kWarps; ++round) {
+      const int w = (set + kWarps - round) % kWarps;
+      const float factor = weight(exchange.most[w][row], most) * exchange.v_descale[w];
+      const float4 o = *reinterpret_cast<const float4*>(result_of(w) + row * kPitch + column);
+      x.x += factor * o.x, x.y += factor * o.y, x.z += factor * o.z, x.w += factor * o.w;
+    }
+    *reinterpret_cast<float4*>(exchange.o + row * kPitch + column) = x;
+    if (column == 0) set_sum(exchange, row, most);
+  }
+  __syncthreads();
 }
 
 // Writes the rows of a unit: `o` (row, column) is relative to exchange.row_most, as is exchange.row_sum.

@@ -9,7 +9,6 @@ import torch
 from ..cache.packed import PackedKV
 from ..call import memo
 from ..call.backward import asked, differentiable
-from ..call.call import Outputs
 from ..call.enter import Form, reshaped
 from ..call.fallback import sdpa
 from ..call.operators import execute
@@ -19,6 +18,7 @@ from ..call.settle import settle
 from ..errors import NoKernelError
 from ..masks.block_mask import BlockMask
 from . import jagged
+from .deliver import deliver
 
 if TYPE_CHECKING:
     from .arguments import Keywords, Unpack
@@ -249,7 +249,7 @@ def attention(
             if layout == "bshd":
                 operands = tuple(x.transpose(1, 2) if isinstance(x, torch.Tensor) else x for x in operands)
             try:
-                return _deliver(known(*operands, *descales), layout, out)
+                return deliver(known(*operands, *descales), layout, out)
             except RuntimeError as error:
                 if not memo.refused(error, descales):
                     raise
@@ -258,7 +258,7 @@ def attention(
     entered = reshaped(request)
     try:
         if jagged.is_jagged(query):
-            return _deliver(jagged.attention(request), "bhsd", None)
+            return deliver(jagged.attention(request), "bhsd", None)
         if entered is not None:
             if out is not None:
                 settle(request)  # checks `out`, too
@@ -270,23 +270,11 @@ def attention(
         result = sdpa(request, error)
         return result if out is None else out.copy_(result)
     if asked(backward, tensors):
-        return _deliver(differentiable(call, tensors), layout, out)
+        return deliver(differentiable(call, tensors), layout, out)
     outputs = execute(call, tensors)
     if signed is not None and memo.taken_as_given(tensors, query, key, value, scale):
         memo.remember(signed, call, tensors, descales)
-    return _deliver(outputs, layout, out)
-
-
-def _deliver(outputs: Outputs, layout: str, out: torch.Tensor | None) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """What was asked for, the result in the layout of query."""
-    result, lse, amax = outputs
-    if layout == "bshd":
-        result = result.transpose(1, 2)
-    if out is not None:
-        result = out.copy_(result)
-    if lse is not None:
-        return (result, lse) if amax is None else (result, lse, amax)
-    return result if amax is None else (result, amax)
+    return deliver(outputs, layout, out)
 
 
 def _deliver_reshaped(

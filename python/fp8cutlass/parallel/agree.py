@@ -18,7 +18,7 @@ from .exchange import Group
 
 T = TypeVar("T")
 
-_settled: WeakKeyDictionary[Group, dict[Hashable, Any]] = WeakKeyDictionary()
+_settled: WeakKeyDictionary[Group, dict[tuple[Group | None, Hashable], Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,17 @@ class Groups:
 
 def settled(groups: Groups, signature: Hashable, ask: Callable[[], T], *, anew: bool = False) -> T:
     """What ``ask`` gave when a call of this signature first ran on these groups; with ``anew`` it is asked again."""
-    known = _settled.setdefault(groups.inner, {})
+    held = _settled.setdefault(groups.inner, {})
     key = (groups.outer, signature)
-    if anew or key not in known:
-        known[key] = ask()
-    found: T = known[key]
+    if anew or key not in held:
+        held[key] = ask()
+    found: T = held[key]
     return found
+
+
+def known(groups: Groups) -> list[Any]:
+    """What was settled on these groups, the oldest first."""
+    return [found for (outer, _), found in _settled.get(groups.inner, {}).items() if outer == groups.outer]
 
 
 def compare(groups: Groups, facts: Mapping[str, object], wrong: Sequence[str]) -> list[Mapping[str, object]]:

@@ -1,15 +1,18 @@
-"""DTensors in and out."""
+"""DTensors in and out. Their module takes seconds to import, and is only where a program has some."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ..errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,15 @@ class Opened:
 
     def closed_lse(self, lse: torch.Tensor) -> torch.Tensor:
         """(B, H, S), sharded along S."""
+        from torch.distributed.tensor import Shard
+
         batch, heads = (self.shape[0], self.shape[2 if self.tokens == 1 else 1])
         shape = torch.Size((batch, heads, self.shape[self.tokens]))
         return self._of(lse, shape, tuple(Shard(2) for _ in self.placements))
 
     def _of(self, local: torch.Tensor, shape: torch.Size, placements: tuple[Placement, ...]) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor
+
         local = local.contiguous()
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -44,6 +51,10 @@ def opened(query: Any, key: Any, value: Any, layout: Any, group: Any) -> Opened 
     Raises:
         UnsupportedError: some are, or their placements are no shards of tokens on one mesh, which is the group.
     """
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    from torch.distributed.tensor import DTensor, Shard
+
     operands = {"query": query, "key": key, "value": value}
     if not any(isinstance(x, DTensor) for x in operands.values()):
         return None

@@ -832,6 +832,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "70525d449042271948e5795dd1c90f4b8c7199dc09fe71897dfd74953248eab3";
+const char kManifest[] = "661f51f39dca8c7ada48731e0069cae8ea2ac03171b99b926e5b0d9f3cb804ac";
 
 }  // namespace fp8cutlass

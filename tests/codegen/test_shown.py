@@ -38,7 +38,7 @@ from codegen.variant import Variant, parse_id
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = sorted((ROOT / "generated" / "shown").glob("*.cu"))
-MOST = 49  # kernels, 6 of them of 8-bit integers; about 30 are read in a review, 700 are not
+MOST = 52  # kernels, 6 of them of 8-bit integers, 3 that keep K and V; about 30 are read in a review, 700 are not
 
 
 @cache

@@ -181,7 +181,7 @@ def test_the_registry_has_the_packs_in_the_manifest_s_order(generated: tuple[Pat
         assert row.startswith(f'{{"{p["id"]}", {p["head_dim"]}, {p["key_block"]}, SourceType::{p["source"]}, ')
         copies = p["source"] == "fp8"
         delivers = p["head_dim"] in (64, 128) and not copies
-        ragged = p["head_dim"] != 32 and not copies  # sm89 alone has heads of 32
+        ragged = p["head_dim"] != 32  # sm89 alone has heads of 32
         end = f", {str(ragged).lower()}}},"
         text = (generated[0] / p["file"]).read_text()
         stated = dict(re.findall(r"constexpr int (k\w+) = (\d+);", text))
@@ -195,8 +195,9 @@ def test_the_registry_has_the_packs_in_the_manifest_s_order(generated: tuple[Pat
         else:
             numbers += ["0"] * 3
         assert row.endswith(", ".join(numbers) + end)
-        assert (f"\n    {p['id']}_ragged(const __grid_constant__ PackParams p, " in text) == ragged
         params = "Fp8PackParams" if copies else "PackParams"
+        assert (f"\n    {p['id']}_ragged(const __grid_constant__ {params} p, " in text) == ragged
+        assert (f"\n    {p['id']}_gather(" in text) == (ragged and copies)
         assert text.startswith(f"// {p['id']}\n") and f"\n    {p['id']}(const __grid_constant__ {params} p)" in text
 
 

@@ -195,7 +195,7 @@ def test_a_hundred_times_the_same_bits() -> None:
 def test_in_a_graph() -> None:
     """A capture of a known call replays with new operands and new descales.
 
-    Operands are 7.5 at most, so that scores fit f16, which kernels of codes keep them in (docs/design/numerics.md).
+    Operands are 7.5 at most, so that every score fits f16 (docs/design/numerics.md).
     """
     variant = next(v for v in VARIANTS if v.scaling == "block" and v.dtype == "e4m3" and v.out == "bf16")
     plan, t = fp8_call(variant, SHAPES[0], variant.head_dim - 16, "block", 0.125)

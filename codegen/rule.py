@@ -107,7 +107,7 @@ INTEGER_SCALING = Rule(
     name="INTEGER-SCALING",
     why="integers of one step need a descale for few numbers; one for a lane's columns of a block costs nothing",
     refuses=lambda v, d: v.dtype.groups > 1 and v.scaling is not Scaling.BLOCK,
-    explain=lambda v, d: refused(f"{v.scaling} scaling of {v.dtype} operands is", (Scaling.BLOCK,)),
+    explain=lambda v, d: refused(f"{v.scaling} descales of {v.dtype} operands are", (Scaling.BLOCK,)),
     of_choice=True,
 )
 

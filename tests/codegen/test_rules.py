@@ -179,7 +179,7 @@ CASES: list[tuple[str, Variant, str]] = [
     (
         "INTEGER-SCALING",
         replace(INTEGERS, scaling=Scaling.TOKEN),
-        "token scaling of s8 operands is not offered (block is)",
+        "token descales of s8 operands are not offered (block are)",
     ),
     ("INTEGER-OUT", replace(INTEGERS, out=Out.E4M3), "e4m3 output of s8 operands is not offered (bf16 and fp16 are)"),
     ("INTEGER-HEAD-DIM", replace(INTEGERS, head_dim=96), "s8 operands are offered for head_dim 64 and 128"),

@@ -66,6 +66,7 @@ def variant_row(v: Variant) -> Row:
             "quantises_q": _flag(d.quantises_q),
             "ragged": _flag(v.walk.tables),
             "unrolled": "{" + ", ".join(f"{{{u.least_keys}, {u.most_keys}}}" for u in d.unrolled) + "}",
+            "capped": _flag(v.cap.capped),
         }
     )
 

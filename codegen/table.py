@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from codegen.axes import Cluster, Kind, Operand, Out, Scaling, Walk
+from codegen.axes import Cap, Cluster, Kind, Operand, Out, Scaling, Walk
 from codegen.families import FAMILIES, derive, families_of
 from codegen.keys import SOFTMAXES, Key, axes
 from codegen.legal import served
@@ -65,6 +65,7 @@ def candidates_of(key: Key, emitted: tuple[Variant, ...]) -> list[Variant]:
             and v.family == family.name
             and (v.head_dim, v.dtype, v.out, v.mask) == (key.head_dim, key.dtype, key.out, key.mask)
             and v.walk is Walk.DENSE
+            and not v.cap.capped
             and key.scaling in served(v)
         ]
         for softmax in SOFTMAXES[key.precision]:
@@ -148,6 +149,7 @@ def _refusal(key: Key, family: str) -> str | None:
         schedule=matrix.schedule[0],
         cluster=Cluster.SOLO,
         walk=Walk.DENSE,
+        cap=Cap.NONE,
     )
     serving = (replace(probe, scaling=scaling) for scaling in matrix.scaling)
     probe = next((v for v in serving if key.scaling in served(v)), probe)

@@ -101,7 +101,7 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
   ForwardParams params =
       forward_params({leave_q ? q : *q8_view, *packing.k8, *packing.v8, q_descale_view, *packing.k_descale,
                       *packing.v_descale, tensors.out_descale, out, tensors.lse, tensors.amax, std::abs(c.scale),
-                      c.causal_offset, c.window_offset, source, c.merge_lse},
+                      c.causal_offset, c.window_offset, source, c.merge_lse, tensors.sinks, c.softcap},
                      variant);
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);

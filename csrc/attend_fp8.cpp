@@ -144,11 +144,12 @@ Tensor attend_fp8(const AttendConstants& c, const Fp8Tensors& tensors, const Var
     return View(base + at, ScalarType::Byte, device, {batch, of_heads, third, fourth});
   };
   const Tensor out = empty_result(q, c.seq_major, variant);
-  ForwardParams params = forward_params(
-      {copy_q ? bytes(q8, heads, rows, head_dim) : q, copy_k ? bytes(k8, kv_heads, keys, head_dim) : k,
-       bytes(v8, kv_heads, head_dim, padded), q_descale, k_descale, v_descale, tensors.out_descale, out, tensors.lse,
-       tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, std::nullopt, c.merge_lse},
-      variant);
+  ForwardParams params =
+      forward_params({copy_q ? bytes(q8, heads, rows, head_dim) : q, copy_k ? bytes(k8, kv_heads, keys, head_dim) : k,
+                      bytes(v8, kv_heads, head_dim, padded), q_descale, k_descale, v_descale, tensors.out_descale, out,
+                      tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, std::nullopt,
+                      c.merge_lse, tensors.sinks, c.softcap},
+                     variant);
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   launch_fp8(pack, packing, device, stream);
@@ -184,10 +185,11 @@ Tensor attend_packed(const AttendConstants& c, const PackedTensors& tensors, con
   const PackEntry& pack = find_pack(packing);
   const PackParams pack_launch = pack_params(packing);
   const Tensor out = empty_result(q, c.seq_major, variant);
-  ForwardParams params = forward_params(
-      {q_made, k, tensors.v, q_descale, tensors.k_descale, tensors.v_descale, tensors.out_descale, out, tensors.lse,
-       tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, std::nullopt, c.merge_lse},
-      variant);
+  ForwardParams params =
+      forward_params({q_made, k, tensors.v, q_descale, tensors.k_descale, tensors.v_descale, tensors.out_descale, out,
+                      tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, std::nullopt,
+                      c.merge_lse, tensors.sinks, c.softcap},
+                     variant);
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   if (groups > 0) check_launch(cudaMemsetAsync(base + maxima, 0, groups * kFloat, stream), pack.id, device);

@@ -43,10 +43,11 @@ void launch_here(const VariantEntry& variant, ForwardParams& params, const Tenso
 void forward(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
              const Tensor& k_descale, const Tensor& v_descale, const std::optional<Tensor>& out_descale,
              const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& amax, double scale,
-             int64_t causal_offset, int64_t window_offset, bool merge_lse) {
+             int64_t causal_offset, int64_t window_offset, bool merge_lse, double softcap,
+             const std::optional<Tensor>& sinks) {
   const VariantEntry& entry = find_variant(variant, false);
   ForwardParams params = forward_params({q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale,
-                                         causal_offset, window_offset, std::nullopt, merge_lse},
+                                         causal_offset, window_offset, std::nullopt, merge_lse, sinks, softcap},
                                         entry);
   launch_here(entry, params, q);
 }
@@ -84,12 +85,13 @@ void forward_ragged(int64_t variant, const Tensor& q, const Tensor& k, const Ten
                     const Tensor& k_descale, const Tensor& v_descale, const Tensor& cu_q, const Tensor& cu_k,
                     const std::optional<Tensor>& used_q, const std::optional<Tensor>& used_k, const Tensor& plan,
                     const Tensor& out, const std::optional<Tensor>& lse, double scale, int64_t window_left,
-                    int64_t window_right, bool bottom_right, bool keys_in_blocks) {
+                    int64_t window_right, bool bottom_right, bool keys_in_blocks, double softcap,
+                    const std::optional<Tensor>& sinks) {
   const VariantEntry& entry = find_variant(variant, false);
-  ForwardParams params =
-      ragged_params({q, k, v, q_descale, k_descale, v_descale, cu_q, cu_k, used_q, used_k, plan, out, lse, scale,
-                     window_left, window_right, bottom_right, keys_in_blocks, std::nullopt},
-                    entry);
+  ForwardParams params = ragged_params(
+      {q,   k,   v,     q_descale,   k_descale,    v_descale,    cu_q,           cu_k,         used_q, used_k, plan,
+       out, lse, scale, window_left, window_right, bottom_right, keys_in_blocks, std::nullopt, sinks,  softcap},
+      entry);
   launch_here(entry, params, q);
 }
 
@@ -164,34 +166,37 @@ void load_decode(int64_t decode, int64_t device) {
 
 Tensor attend_half(const Tensor& constants, const Tensor& q, const Tensor& k, const Tensor& v,
                    const std::optional<Tensor>& out_descale, const std::optional<Tensor>& lse,
-                   const std::optional<Tensor>& amax, const std::optional<Tensor>& k_mean) {
+                   const std::optional<Tensor>& amax, const std::optional<Tensor>& sinks,
+                   const std::optional<Tensor>& k_mean) {
   const AttendConstants c = attend_constants(constants);
-  return attend(c, {q, k, v, k_mean, out_descale, lse, amax}, find_variant(c.variant, false));
+  return attend(c, {q, k, v, k_mean, out_descale, lse, amax, sinks}, find_variant(c.variant, false));
 }
 
 Tensor attend_quantised(const Tensor& constants, const Tensor& q, const Tensor& k, const Tensor& v,
                         const std::optional<Tensor>& q_descale, const std::optional<Tensor>& k_descale,
                         const std::optional<Tensor>& v_descale, const std::optional<Tensor>& out_descale,
-                        const std::optional<Tensor>& lse, const std::optional<Tensor>& amax) {
+                        const std::optional<Tensor>& lse, const std::optional<Tensor>& amax,
+                        const std::optional<Tensor>& sinks) {
   const AttendConstants c = attend_constants(constants);
-  return attend_fp8(c, {q, k, v, q_descale, k_descale, v_descale, out_descale, lse, amax},
+  return attend_fp8(c, {q, k, v, q_descale, k_descale, v_descale, out_descale, lse, amax, sinks},
                     find_variant(c.variant, false));
 }
 
 Tensor attend_kept(const Tensor& constants, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_descale,
                    const Tensor& v_descale, const std::optional<Tensor>& out_descale, const std::optional<Tensor>& lse,
-                   const std::optional<Tensor>& amax) {
+                   const std::optional<Tensor>& amax, const std::optional<Tensor>& sinks) {
   const AttendConstants c = attend_constants(constants);
-  return attend_packed(c, {q, k, v, k_descale, v_descale, out_descale, lse, amax}, find_variant(c.variant, false));
+  return attend_packed(c, {q, k, v, k_descale, v_descale, out_descale, lse, amax, sinks},
+                       find_variant(c.variant, false));
 }
 
 Tensor attend_batch(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_q,
                     const Tensor& cu_k, const std::optional<Tensor>& used_q, const std::optional<Tensor>& used_k,
                     const std::optional<Tensor>& lse, double score_amax, double v_amax, double scale,
                     int64_t window_left, int64_t window_right, bool bottom_right, bool leave_q,
-                    const std::optional<Tensor>& workspace) {
-  return attend_ragged({score_amax, v_amax, scale, window_left, window_right, bottom_right, leave_q},
-                       {q, k, v, cu_q, cu_k, used_q, used_k, lse, workspace}, find_variant(variant, false));
+                    const std::optional<Tensor>& workspace, double softcap, const std::optional<Tensor>& sinks) {
+  return attend_ragged({score_amax, v_amax, scale, window_left, window_right, bottom_right, leave_q, softcap},
+                       {q, k, v, cu_q, cu_k, used_q, used_k, lse, workspace, sinks}, find_variant(variant, false));
 }
 
 }  // namespace
@@ -207,7 +212,9 @@ Tensor attend_batch(int64_t variant, const Tensor& q, const Tensor& k, const Ten
 #define FP8CUTLASS_IMPL(library, key, m) STABLE_TORCH_LIBRARY_IMPL(library, key, m)
 
 FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
-  m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS ", int window_offset=0, bool merge_lse=False) -> ()");
+  m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS
+        ", int window_offset=0, bool merge_lse=False, float softcap=0.0, "
+        "Tensor? sinks=None) -> ()");
   m.def("diagnose(" FP8CUTLASS_COMMON_ARGUMENTS
         ", Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o) -> ()");
   m.def(
@@ -219,7 +226,7 @@ FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
       "forward_ragged(int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
       "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor(a!) plan, "
       "Tensor(b!) out, Tensor(c!)? lse, float scale, int window_left, int window_right, bool bottom_right, "
-      "bool keys_in_blocks) -> ()");
+      "bool keys_in_blocks, float softcap=0.0, Tensor? sinks=None) -> ()");
   m.def("ragged_plan_words(int variant, int tokens, int sequences) -> int");
   m.def(
       "cut(Tensor numbers, Tensor lengths, Tensor? cu_seqlens_q, int total_q, int most_keys, int heads, int kv_heads, "
@@ -240,16 +247,20 @@ FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
   m.def(
       "attend_ragged(int variant, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
       "Tensor? seqused_q, Tensor? seqused_k, Tensor(a!)? lse, float score_amax, float v_amax, float scale, "
-      "int window_left, int window_right, bool bottom_right, bool leave_q, Tensor(b!)? workspace=None) -> Tensor");
+      "int window_left, int window_right, bool bottom_right, bool leave_q, Tensor(b!)? workspace=None, float "
+      "softcap=0.0, "
+      "Tensor? sinks=None) -> Tensor");
   m.def(
       "attend(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? out_descale=None, Tensor(a!)? lse=None, "
-      "Tensor(b!)? amax=None, Tensor(c!)? k_mean=None) -> Tensor");
+      "Tensor(b!)? amax=None, Tensor? sinks=None, Tensor(c!)? k_mean=None) -> Tensor");
   m.def(
       "attend_fp8(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, "
-      "Tensor? v_descale, Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None) -> Tensor");
+      "Tensor? v_descale, Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None, "
+      "Tensor? sinks=None) -> Tensor");
   m.def(
       "attend_packed(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor k_descale, Tensor v_descale, "
-      "Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None) -> Tensor");
+      "Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None, "
+      "Tensor? sinks=None) -> Tensor");
 }
 
 FP8CUTLASS_IMPL(FP8CUTLASS_LIBRARY, CompositeExplicitAutograd, m) {

@@ -36,6 +36,7 @@ struct VariantEntry {
   bool quantises_q;                  // takes Q in bf16 and fp16, too
   bool ragged;                       // walks a ragged batch, and no other
   KeyRange unrolled[kMostUnrolled];  // those that there are; the rest zeros
+  bool capped;                       // bends scores by a tanh
 };
 
 enum class SourceType { bf16, fp16, fp8 };

@@ -100,8 +100,9 @@ Tensor attend_resident(const AttendConstants& c, const AttendTensors& tensors, c
   p.query = query_scaling(q, q.size(3), {c.score_amax, c.scale < 0, false}, variant);
   params.v_limit = fp8_limit(c.v_amax, "v_amax");
   params.v_limit_reciprocal = static_cast<float>(1.0 / c.v_amax);
-  p.scale = static_cast<float>(std::abs(c.scale));
-  require(std::isfinite(p.scale), "scale must be a finite float32, got ", c.scale);
+  std::optional<View> sinks;
+  if (tensors.sinks) sinks = *tensors.sinks;
+  set_scores(p, variant, std::abs(c.scale), c.softcap, sinks, q);
   p.causal_offset = static_cast<int>(std::clamp<int64_t>(c.causal_offset, -int64_t{p.seqlen_q}, int64_t{p.seqlen_k}));
   const Tensor out = empty_result(q, c.seq_major, variant);
   set_outputs(p, out, tensors, q);

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from fuzz_cases import Case, arguments, draw, inputs_of
+from fuzz_cases import Case, arguments, draw, inputs_of, sinks_of
 from fuzz_check import operands_for
 from fuzz_judge import Verdict, raised
 from kernel_gates import lse_limit
@@ -111,19 +111,28 @@ def mask_of(case: MaskedCase, device: str) -> tuple[Any, torch.Tensor | None, to
 
 
 def masked_reference(
-    operands: tuple[torch.Tensor, ...], scale: float, seen: torch.Tensor | None, bias: torch.Tensor | None
+    operands: tuple[torch.Tensor, ...],
+    scale: float,
+    seen: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> Reference:
     """``attention64`` with the scores of a case."""
     q, k, v = operands
     k64, v64 = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     q64 = scale * q.double()
     logits = q64 @ k64.transpose(-1, -2)
+    if softcap:  # before the bias
+        logits = softcap * torch.tanh(logits / softcap)
     if bias is not None:
         logits = logits + bias.double()
     if seen is not None:
         logits = logits.masked_fill(~seen, -torch.inf)
     finite = logits.masked_fill(logits == -torch.inf, 0.0).abs()
     lse = logits.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.where(lse == -torch.inf, lse, torch.logaddexp(lse, sinks.to(lse)[:, None]))
     probabilities = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
     return Reference(
         probabilities @ v64, lse, probabilities, v64, float(finite.max()) if finite.numel() else 0.0, q64, k64
@@ -162,7 +171,7 @@ def _run(case: MaskedCase, device: str) -> Verdict:
     operands, mean = operands_for(call, inputs, variant)
     real = tuple(x.to(device) for x in operands.real)
     on = tuple(None if x is None else x.to(device) for x in (seen, bias))
-    reference = masked_reference(real, call.softmax_scale, *on)
+    reference = masked_reference(real, call.softmax_scale, *on, call.softcap, sinks_of(call))
     out, lse, amax = results[0]
     out = (out if call.layout == "bhsd" else out.transpose(1, 2)).double()
     if mean is not None:  # the LSE is that of the keys as they were given

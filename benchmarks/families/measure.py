@@ -126,7 +126,7 @@ def by_adapter(o: Operands) -> torch.Tensor | Refusal:
         bias = o.mask if case.bias else None
         if (found := refusal(o.q, o.k, o.v, Features(softcap=case.softcap, position_bias=bias))) is not None:
             return found
-        out = serve(o.q, o.k, o.v, o.band, None, o.sinks)
+        out = serve(o.q, o.k, o.v, o.band, None, case.softcap, o.sinks)
         return out if isinstance(out, Refusal) else out.transpose(1, 2)
     shared = case.heads != case.kv_heads
     with stats.collect() as seen:

@@ -42,7 +42,7 @@ class Variant:
 
     id: str
     family: str
-    kind: str  # "fwd", "diag", or what has no cell of the table: "window" and "ragged"
+    kind: str  # "fwd", "diag", or what has no cell of the table: "window", "ragged" and "capped", of any mask and walk
     head_dim: int
     tile_m: int
     tile_n: int

@@ -212,7 +212,7 @@ def test_refused(arguments: dict[str, Any], words: list[str]) -> None:
 
 
 @pytest.mark.edge(56)
-@pytest.mark.parametrize("unknown", ["softcap", "window", "smooth", "rotate", "mask"])
+@pytest.mark.parametrize("unknown", ["cap", "window", "smooth", "rotate", "mask"])
 @pytest.mark.parametrize("function", [attention, supports, explain])
 def test_unknown_keyword(function: Any, unknown: str) -> None:
     with pytest.raises(TypeError, match=unknown):

@@ -348,7 +348,7 @@ def test_the_text_of_a_call_is_read_back_and_nothing_else_is() -> None:
     """What the operator is told besides tensors: every field, or a refusal."""
     for call in (
         Call("half", torch.bfloat16, 0.1),
-        Call("packed", torch.float16, -0.5, "token", "high", 3, 0, True, True, True, "some_id", True, True, 64, 14.0),
+        Call("packed", torch.float16, -0.5, "token", "high", 3, 0, *[True] * 4, "some_id", *[True] * 4, 64, 14.0, 2.0),
     ):
         assert parse(call.text(), call.numbers()) == call
     for text in ("", "kind=half", Call("half", torch.bfloat16, 0.1).text() + " more=1", "kind=half out_dtype=int8"):
@@ -415,8 +415,12 @@ def test_what_a_launch_is_given(
     variant = plan.variant
 
     def forward(given: int, *arguments: Any) -> None:
-        q8, k8, packed, *descales, out_descale, out, lse, amax, scale, offset, window = arguments
-        assert given == plan.number and window == 0 and out.shape[3] == variant.head_dim
+        q8, k8, packed, *descales, out_descale, out, lse, amax, scale, offset, window, merge, cap, sinks = arguments
+        assert (
+            given == plan.number
+            and (window, merge, cap, sinks) == (0, False, 0.0, None)
+            and out.shape[3] == variant.head_dim
+        )
         assert all(x.dtype == torch.uint8 and aligned(x) is x for x in (q8, k8, packed))
         assert packed.is_contiguous() and packed.shape[3] == 256
         if scaling == "token":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from codegen import tuned
-from codegen.axes import Mask, Walk
+from codegen.axes import Mask
 from codegen.derived import Derived, Unrolled
 from codegen.variant import Variant
 
@@ -145,7 +145,7 @@ def _quantises_q(v: Variant) -> bool:
 
 
 def _unrolled(v: Variant) -> tuple[Unrolled, ...]:
-    plain = v.walk is Walk.DENSE and v.mask is Mask.FULL and v.cluster.ctas == 1 and not v.scaling.per_key
+    plain = not v.special and v.mask is Mask.FULL and v.cluster.ctas == 1 and not v.scaling.per_key
     if not plain or v.kind.diagnostic:
         return ()
     forms = []

@@ -263,13 +263,14 @@ __device__ __forceinline__ void attend_rows(const ResidentParams& params, typena
     }
   }
   const int row = at.row + row_in_tile();
-  if (__any_sync(~0u, want_lse || p.amax != nullptr || sum[0] == 0.f || sum[1] == 0.f)) {
+  if (__any_sync(~0u, want_lse || p.amax != nullptr || p.sinks != nullptr || sum[0] == 0.f || sum[1] == 0.f)) {
     clear_dead_rows(o, sum);
     if (want_lse) {
       const auto place = [&](int i) { return (int64_t(batch) * p.heads + at.head) * p.seqlen_q + i; };
       const float2 exact = exact_sums().item;
       store_lse(p, place, p.seqlen_q, row, {exact.x, exact.y}, ref);
     }
+    if (p.sinks != nullptr) add_sink(sum, ref, p, at.head, kExcess<Code::linear>);
     if (p.amax != nullptr) store_amax(p, p.seqlen_q, row, o, sum, 1.f, nullptr);
   }
   const int64_t begin = batch * p.o_stride_batch + at.head * p.o_stride_head + row * p.o_stride_row;

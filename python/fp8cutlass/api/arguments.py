@@ -37,6 +37,8 @@ class Keywords(TypedDict, total=False):
     causal_alignment: Alignment
     causal_offset: int | None
     window_size: tuple[int, int]
+    softcap: float
+    sinks: torch.Tensor | None
     out: torch.Tensor | None
     kernel: str | None
     fallback: Fallback

@@ -133,6 +133,8 @@ def attention(
     return_amax: bool = False,
     causal_alignment: str = "top_left",
     window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     kernel: str | None = None,
     fallback: str = "error",
@@ -198,6 +200,11 @@ def attention(
             ``is_causal`` sets right to 0. Which key is row i's own, ``causal_alignment`` says: key i, or with
             ``"bottom_right"`` key ``i + Sk - Sq``. A window with a left end has kernels on Hopper, for e4m3, bf16 and
             fp16 operands, bf16 and fp16 results, and every scaling but "token".
+        softcap: 0, or c > 0: a logit x becomes ``c * tanh(x / c)`` before the mask. It has kernels on Hopper, for e4m3,
+            bf16 and fp16 operands, bf16 and fp16 results, every scaling but "token" and every precision but "high"; on
+            Ada without a window. ``fast`` and ``balanced`` are then ``accurate``.
+        sinks: (H,) bf16, fp16 or float32: a logit for each head without a value, which joins the denominator once, and
+            the LSE. A row without keys stays 0, its LSE -inf. Neither softcap nor sinks go with smooth_k.
         out: the result is copied into it: shape and device of query, dtype of the result, any strides with which
             no two elements are one, no gradient, no element shared with an input (not checked while torch.compile
             traces).
@@ -233,6 +240,7 @@ def attention(
         return_amax,
         causal_alignment,
         window_size,
+        softcap,
         kernel,
         fallback,
         backward,
@@ -242,19 +250,20 @@ def attention(
     if not torch.compiler.is_compiling() and attn_mask is None and out is None and out_descale is None:
         plain = q_descale is None and k_descale is None and v_descale is None
         descales = () if plain else (q_descale, k_descale, v_descale)
-        signed = memo.signature(query, key, value, descales, options)
+        signed = memo.signature(query, key, value, descales, options, sinks)
         known = None if signed is None else memo.look_up(signed)
         if known is not None:
             operands: tuple[Any, ...] = (query, key, value)
             if layout == "bshd":
                 operands = tuple(x.transpose(1, 2) if isinstance(x, torch.Tensor) else x for x in operands)
             try:
-                return deliver(known(*operands, *descales), layout, out)
+                more = descales if sinks is None else (*descales, sinks)
+                return deliver(known(*operands, *more), layout, out)
             except RuntimeError as error:
                 if not memo.refused(error, descales):
                     raise
     given = (q_descale, k_descale, v_descale, out_descale)
-    request = Request(query, key, value, attn_mask, *given, out, options)
+    request = Request(query, key, value, attn_mask, *given, out, options, sinks=sinks)
     entered = reshaped(request)
     try:
         if jagged.is_jagged(query):
@@ -285,6 +294,4 @@ def _deliver_reshaped(
     result = form.leave(attention(**tensors, **request.options._asdict()))
     if out is None:
         return result
-    if isinstance(result, torch.Tensor):
-        return out.copy_(result)
-    return (out.copy_(result[0]), *result[1:])
+    return out.copy_(result) if isinstance(result, torch.Tensor) else (out.copy_(result[0]), *result[1:])

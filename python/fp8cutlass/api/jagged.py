@@ -114,6 +114,8 @@ def arguments(request: Request) -> dict[str, Any]:
         "causal": options.is_causal,
         "window_size": tuple(options.window_size),
         "causal_alignment": options.causal_alignment,
+        "softcap": options.softcap,
+        "sinks": request.sinks,
         **{name: getattr(request, name) for name in ("q_descale", "k_descale", "v_descale")},
         "precision": options.precision,
         "out_dtype": options.out_dtype,

@@ -10,10 +10,9 @@ import torch
 from ..cache.checks import known_descale, static_descale, wrong_numbers, wrong_rotary, wrong_tokens
 from ..cache.engines import source_of
 from ..cache.paged import PagedKVCache
-from ..call.options import wrong_scale, wrong_window
+from ..call.options import wrong_scale, wrong_sinks, wrong_softcap, wrong_window
 from ..dtypes import HALF_DTYPES
 from ..errors import UnsupportedError
-from ..quant.descale import SMALLEST
 
 MOST_SPLITS = 256
 INT32 = (torch.int32,)
@@ -206,13 +205,14 @@ def _wrong_values(given: Given) -> list[str]:
         for name in ("causal", "return_lse")
         if not isinstance(getattr(given, name), bool)
     ]
-    reasons = wrong_scale("softmax_scale", given.softmax_scale), wrong_window("window_size", given.window_size)
+    softcap, q = given.softcap, given.q
+    reasons = (
+        wrong_scale("softmax_scale", given.softmax_scale),
+        wrong_window("window_size", given.window_size),
+        wrong_softcap("softcap", softcap),
+        wrong_sinks("sinks", given.sinks, q.shape[-2], q.device),
+    )
     wrong += [reason for reason in reasons if reason is not None]
-    softcap = given.softcap
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 <= softcap <= 2.0**64:
-        wrong.append(f"softcap must be 0 or a positive number up to 2^64, got {softcap!r}")
-    elif softcap and softcap < SMALLEST**0.5:
-        wrong.append(f"softcap must be 0 or at least 2^-63, got {softcap!r}")
     if isinstance(softcap, (int, float)) and softcap and getattr(given.cache, "k_mean", None) is not None:
         wrong.append("softcap bends logits, and the cache's k_mean moves them: the two do not go together")
     splits = given.num_splits
@@ -220,15 +220,6 @@ def _wrong_values(given: Given) -> list[str]:
         wrong.append(f"num_splits must be 0 to {MOST_SPLITS}, got {splits!r}")
     if given.max_seqlen_q is not None and not isinstance(given.max_seqlen_q, (int, torch.SymInt)):
         wrong.append(f"max_seqlen_q must be an integer or None, got {given.max_seqlen_q!r}")
-    sinks, q = given.sinks, given.q
-    kinds = (*HALF_DTYPES, torch.float32)
-    if sinks is not None and (
-        not isinstance(sinks, torch.Tensor)
-        or tuple(sinks.shape) != (q.shape[-2],)
-        or sinks.dtype not in kinds
-        or sinks.device != q.device
-    ):
-        wrong.append(f"sinks must be ({q.shape[-2]},) on {q.device}, bfloat16, float16 or float32")
     wrong += wrong_rotary(given.rotary_cos, given.rotary_sin, given.rotary_interleaved, q.shape[-1], q.device)
     if given.rotary_cos is not None and given.k is None:
         wrong.append("rotary_cos turns q and the keys that are appended: k and v are missing")

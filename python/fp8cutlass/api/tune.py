@@ -109,6 +109,8 @@ def tune(*args: Any, save: bool = True, **kwargs: Any) -> Tuning:
         raise UnsupportedError("tune takes tensors: a PackedKV was made for certain kernels already")
     if call.mask == "window":
         raise UnsupportedError("tune compares kernels, and windows have one for each class: leave window_size out")
+    if call.softcap:
+        raise UnsupportedError("tune compares kernels, and caps have one for each class: leave softcap out")
     if not q.is_cuda:
         raise UnsupportedError(
             f"tune times kernels on a card, and query is on {q.device}, where the emulator runs: pass CUDA tensors"

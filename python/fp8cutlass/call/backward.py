@@ -35,6 +35,10 @@ def refused(request: Request) -> list[str]:
     left, right = visible(options)
     if left is not None or right:
         wrong.append(f"window_size={options.window_size}" + _own(options.causal_offset))
+    if options.softcap:
+        wrong.append(f"softcap={options.softcap}")
+    if request.sinks is not None:
+        wrong.append("sinks")
     rows, keys = (x.shape[1 if options.layout == "bshd" else 2] for x in (q, request.key))
     if right == 0 and rows != keys:  # flash attention aligns the end, its emulation on the CPU the beginning
         wrong.append(f"is_causal=True with {rows} rows and {keys} keys")

@@ -19,6 +19,7 @@ class Tensors(NamedTuple):
     bf16 or fp16 operands have no descales, FP8 ones canonical ones (docs/design/numerics.md). ``k_mean`` is what was
     subtracted from packed keys. ``seen`` is a boolean mask; or ``tiles``, ``counts`` and ``bits`` are a packed one
     (``BlockMask``); ``bias`` is added to the scaled scores. All broadcast to (B, H, Sq, Sk), packed ones in tiles.
+    ``sinks`` are (H,) float32.
     """
 
     q: torch.Tensor
@@ -34,6 +35,7 @@ class Tensors(NamedTuple):
     tiles: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     bits: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def empty(self) -> bool:
@@ -63,6 +65,7 @@ class Call:
         precision: "fast" and "balanced" assert of FP8 operands that the scores fit f16, which holds when Q and K were
             quantised with amax 14.
         masked, biased: whether the tensors have a boolean mask, packed or not, and a bias.
+        softcap: a logit x becomes ``softcap * tanh(x / softcap)``; 0 leaves it.
         key_block, amax: of packed K: keys that share a descale, and what K was quantised to.
     """
 
@@ -84,6 +87,7 @@ class Call:
     biased: bool = False
     key_block: int = KEY_BLOCK
     amax: float = 0.0
+    softcap: float = 0.0
 
     @property
     def mask(self) -> str:
@@ -102,7 +106,7 @@ class Call:
 
     def numbers(self) -> tuple[Any, ...]:
         """What may have no value while torch.compile traces: the fields of NUMBERS."""
-        return self.left, self.right, self.key_block, self.scale, self.amax
+        return self.left, self.right, self.key_block, self.scale, self.amax, self.softcap
 
     def text(self) -> str:
         """All but the ``numbers``, as one word a field: what is a constant where torch.compile traces."""
@@ -118,14 +122,14 @@ def mask_of(left: int | None, right: int | None) -> str:
     return "full" if right is None else "causal"
 
 
-NUMBERS = ("left", "right", "key_block", "scale", "amax")
+NUMBERS = ("left", "right", "key_block", "scale", "amax", "softcap")
 _IN_TEXT = tuple(f.name for f in fields(Call) if f.name not in NUMBERS)
 _READ: dict[str, Any] = {"bool": lambda text: text == "True", "int": int, "float": float, "str": str}
 _TYPES = {f.name: str(f.type) for f in fields(Call)}
 
 
 @lru_cache(maxsize=4096)
-def parse(text: str, numbers: tuple[Any, ...] = (None, None, KEY_BLOCK, 1.0, 0.0)) -> Call:
+def parse(text: str, numbers: tuple[Any, ...] = (None, None, KEY_BLOCK, 1.0, 0.0, 0.0)) -> Call:
     """Undo :meth:`Call.text` and :meth:`Call.numbers`; ValueError for a text that is none."""
     words = dict(word.partition("=")[::2] for word in text.split(" "))
     if set(words) != set(_IN_TEXT) or words["out_dtype"] not in OUT_DTYPES:

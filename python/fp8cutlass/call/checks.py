@@ -12,7 +12,7 @@ from ..dtypes import DTYPE_NAMES, HALF_DTYPES, INTEGER, OUT_NAMES
 from ..errors import NoKernelError, UnsupportedError
 from ..quant import descale
 from . import backward, masks
-from .options import TRANSFORMS
+from .options import TRANSFORMS, wrong_sinks
 from .reasons import (
     BHSD,
     NO_BACKWARD,
@@ -86,6 +86,11 @@ def check_types(request: Request) -> None:
         wrong += [f"{name} is for bf16 and fp16 operands; {q.dtype} ones are quantised already" for name in on]
         if (precision := request.options.precision) in INTEGER:
             wrong.append(f"precision={precision!r} is for bf16 and fp16 operands; {q.dtype} ones are quantised already")
+    heads = request.bhsd()[0].shape[1]
+    if (reason := wrong_sinks("sinks", request.sinks, heads, q.device)) is not None:
+        wrong.append(reason)
+    elif request.sinks is not None and request.options.smooth_k:
+        wrong.append("sinks stand beside logits, and smooth_k moves these: the two do not go together")
     out_dtype = request.options.out_dtype
     if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in OUT_NAMES):
         wrong.append(f"out_dtype must be one of {', '.join(map(str, OUT_NAMES))}, got {out_dtype}")
@@ -134,7 +139,7 @@ def check_features(request: Request) -> None:
         wrong += backward.refused(request)
     else:
         wrong += [f"{name} has {NO_BACKWARD}{FLASH}" for name in differentiable]
-    wrong += no_derivatives(_named(request, (*DESCALES, "out_descale")))
+    wrong += no_derivatives(_named(request, (*DESCALES, "out_descale", "sinks")))
     wrong += masks.wants_gradient(request.attn_mask)
     if wrong:
         raise NoKernelError(*wrong)

@@ -41,6 +41,10 @@ def describe(request: Request) -> str:
     lines += _mask(call, tensors)
     if call.mask == "window":
         lines.append(f"window:    {_end(call.left)} keys before and {_end(call.right)} after a row's own")
+    if call.softcap:
+        lines.append(f"softcap:   {call.softcap:g}")
+    if tensors.sinks is not None:
+        lines.append("sinks:     one a head, added by the attention kernel")
     if asked(request.options.backward, tensors):
         lines.append("gradient:  torch's flash attention, from the result and the LSE of this call")
     if variant.schedule != "multistage":

@@ -30,6 +30,10 @@ def sdpa(request: Request, cause: UnsupportedError) -> torch.Tensor:
     beyond = [name for name in ("return_lse", "return_amax") if getattr(request.options, name)]
     if options.out_dtype == torch.float8_e4m3fn:
         beyond.append("out_dtype=torch.float8_e4m3fn")
+    if options.softcap:
+        beyond.append(f"softcap={options.softcap}")
+    if request.sinks is not None:
+        beyond.append("sinks")
     if request.packed is not None:
         beyond.append("a PackedKV, which does not hold key and value any more")
     if beyond:

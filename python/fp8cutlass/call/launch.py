@@ -18,6 +18,7 @@ from ..native import extension
 from ..native.fused import Operands, quantise_and_pack
 from ..quant.prepare import prepared
 from ..quant.quantize import quantize
+from ..quant.sinks import join_lse
 from ..quant.smooth import key_mean, restore_lse
 from ..quant.v_layout import pack_v, pad_token_descale, unpack_v
 from .call import Call, Outputs, Tensors
@@ -118,7 +119,7 @@ def quantised(call: Call, variant: Variant, granularity: Mapping[str, str], t: T
     """bf16 or fp16 operands as the e4m3 operands and descales that the kernel reads."""
     q, q_descale = quantised_query(call, variant, granularity, t.q)
     k, v, k_descale, v_descale = quantised_keys(call, variant, granularity, t.k, t.v)
-    return Tensors(q, k, v, q_descale, k_descale, v_descale, t.out_descale)
+    return Tensors(q, k, v, q_descale, k_descale, v_descale, t.out_descale, sinks=t.sinks)
 
 
 def quantised_query(
@@ -224,6 +225,8 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         mask=for_emulator(mask),
         bias=t.bias,
         out_descale=t.out_descale,
+        softcap=call.softcap,
+        sinks=t.sinks,
         return_lse=call.return_lse,
         merge_lse=call.merge_lse,
     )
@@ -255,6 +258,10 @@ def _forward(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         causal_offset,
         window_offset,
         plan.call.merge_lse,
+        plan.call.softcap,
+        t.sinks,
     )
+    if lse is not None and t.sinks is not None:
+        join_lse(lse, t.sinks)
     if wide is not out:
         as_bytes(out).copy_(as_bytes(wide)[..., : out.shape[3]])

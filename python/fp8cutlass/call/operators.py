@@ -23,10 +23,11 @@ from ..quant.smooth import key_mean
 from .call import Call, Outputs, Tensors, parse
 from .launch import empty_outputs, packed_keys, run
 from .masks import wrong_parts
-from .options import F16_SCORES, wrong_scale
+from .options import F16_SCORES, wrong_scale, wrong_softcap
 from .plan import resolve, score_amax
 
 REST = Tensors._fields[3:]  # the tensors that `attend` takes as a list
+OPTIONAL = ("out_descale", "k_mean", "sinks")
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 
@@ -82,7 +83,7 @@ def _fake_attend(
 
 attend = register(
     "attend(Tensor q, Tensor k, Tensor v, Tensor?[] rest, str call, SymInt? left, SymInt? right, SymInt key_block, "
-    "float scale, float amax) -> Tensor[]",
+    "float scale, float amax, float softcap) -> Tensor[]",
     _attend,
     _fake_attend,
 )
@@ -112,8 +113,8 @@ def _check(call: Call, t: Tensors, modes: dict[str, dict[str, str]]) -> None:
         wrong.append(f"q must be ({batch}, H, Sq, 1..{k.shape[3]}), got {tuple(q.shape)}")
     if (call.out_dtype == torch.float8_e4m3fn) != (t.out_descale is not None):
         wrong.append("out_descale must be given with out_dtype=torch.float8_e4m3fn, and must be None otherwise")
-    if (reason := wrong_scale("scale", call.scale)) is not None:
-        wrong.append(reason)
+    for reason in (wrong_scale("scale", call.scale), wrong_softcap("softcap", call.softcap)):
+        wrong += [] if reason is None else [reason]
     given = {name: getattr(t, name) for name in ("seen", "bias", "tiles", "counts", "bits")}
     wrong += wrong_parts(given, (batch, heads, q.shape[2], k.shape[2]), q.device)
     there = given["seen"] is not None or given["tiles"] is not None, given["bias"] is not None
@@ -122,9 +123,10 @@ def _check(call: Call, t: Tensors, modes: dict[str, dict[str, str]]) -> None:
     if call.biased and call.precision in F16_SCORES:
         wrong.append(f"a bias is added to float32 scores, which precision={call.precision!r} may not have")
     expected = _packed_shapes(call, t, modes) if call.kind == "packed" else _descale_shapes(call, t, modes)
+    expected["sinks"] = ((heads,), torch.float32)
     for name, (shape, dtype) in expected.items():
         x = getattr(t, name)
-        if x is None and name in ("out_descale", "k_mean"):
+        if x is None and name in OPTIONAL:
             continue
         if x is None or x.shape != shape or x.dtype != dtype or x.device != q.device:
             got = "none" if x is None else f"{x.dtype}, {tuple(x.shape)} on {x.device}"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dtypes import INTEGER, INTEGER_SCALING
+from ..dtypes import HALF_DTYPES, INTEGER, INTEGER_SCALING
 from ..errors import UnsupportedError
 from ..quant.descale import SCALE_MAX
 
@@ -32,6 +32,7 @@ class Options(NamedTuple):
     return_amax: bool = False
     causal_alignment: str = "top_left"
     window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
     kernel: str | None = None
     fallback: str = "error"
     backward: str = "none"
@@ -49,6 +50,7 @@ TRANSFORMS = {  # of operands that are quantised inside, in the order in which t
     "smooth_k": "the mean of some keys of a head subtracted from all (smooth_k)",
     "hadamard": "Q and K rotated by a Hadamard matrix (hadamard)",
 }
+SMALLEST_CAP = 2.0**-63
 F16_SCORES = ("fast", "balanced")  # precisions whose kernels want operands in the range of f16 scores
 
 
@@ -102,6 +104,26 @@ def wrong_scale(name: str, given: Any) -> str | None:
     return None
 
 
+def wrong_softcap(name: str, given: Any) -> str | None:
+    """Why ``given`` is no cap of logits; None if it is one."""
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 2.0**64:
+        return f"{name} must be 0 or a positive number up to 2^64, got {given!r}"
+    if given and given < SMALLEST_CAP:
+        return f"{name} must be 0 or at least 2^-63, got {given!r}"
+    return None
+
+
+def wrong_sinks(name: str, given: Any, heads: int, device: torch.device) -> str | None:
+    """Why ``given`` has no logit for each of ``heads``; None if it has, or is None."""
+    if given is None:
+        return None
+    kinds = (*HALF_DTYPES, torch.float32)
+    fits = isinstance(given, torch.Tensor) and tuple(given.shape) == (heads,)
+    if fits and given.dtype in kinds and given.device == device:
+        return None
+    return f"{name} must be ({heads},) on {device}, bfloat16, float16 or float32"
+
+
 def wrong_window(name: str, given: Any) -> str | None:
     """Why ``given`` is no window; None if it is one."""
     ends = given if isinstance(given, (tuple, list)) else ()
@@ -140,6 +162,7 @@ RULES: dict[str, Callable[[str, Any], str | None]] = {
     "scale": wrong_scale,
     "window_size": wrong_window,
     "causal_offset": _offset,
+    "softcap": wrong_softcap,
 }
 
 
@@ -176,5 +199,7 @@ def check_options(options: Options) -> None:
         wrong.append(
             f"precision={options.precision!r} has scaling={INTEGER_SCALING!r} alone, got scaling={options.scaling!r}"
         )
+    if options.smooth_k is True and options.softcap:
+        wrong.append("softcap bends logits, and smooth_k moves them: the two do not go together")
     if wrong:
         raise UnsupportedError(*wrong)

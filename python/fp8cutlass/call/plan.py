@@ -105,8 +105,9 @@ def problem_of(
 ) -> Problem:
     """What the choice depends on."""
     batch, heads, seqlen_q, head_dim = q_shape
-    # On the CPU any kernel stands for a window: the emulator masks what it is told to.
-    window = call.mask == "window" and (device.type == "cuda" or bool(call.kernel))
+    # On the CPU any kernel stands for a window, and one of exponentials for a cap: the emulator does what it is told.
+    on_kernel = device.type == "cuda" or bool(call.kernel)
+    window = call.mask == "window" and on_kernel
     return Problem(
         arch=at.arch,
         head_dim=head_dim,
@@ -124,4 +125,5 @@ def problem_of(
         kv_heads=k_shape[1],
         card=at.card,
         window=window,
+        capped=bool(call.softcap) and on_kernel,
     )

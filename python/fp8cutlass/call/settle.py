@@ -44,9 +44,11 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
     # FP8 operands may hold anything up to 448, which f16 scores do not: whoever pins a kernel has seen to it.
     fits = half or options.kernel or options.precision not in F16_SCORES
     biased = masks.is_bias(request.attn_mask)
-    if biased and options.precision in INTEGER:  # whose scores are integers
-        raise NoKernelError(f"attn_mask that is added to scores is not served with precision={options.precision!r}")
-    if biased:  # it is added to float32 scores
+    capped = bool(options.softcap)
+    if (biased or capped) and options.precision in INTEGER:  # whose scores are integers
+        what = "attn_mask that is added to scores" if biased else "softcap"
+        raise NoKernelError(f"{what} is not served with precision={options.precision!r}")
+    if biased or (capped and not options.kernel):  # a bias is added to float32 scores, caps have exponentials alone
         fits = options.precision not in F16_SCORES
     precision = options.precision if fits else "accurate"
     left, right = visible(options)
@@ -72,29 +74,32 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
         biased=biased,
         key_block=KEY_BLOCK if packed is None else packed.key_block,
         amax=0.0 if packed is None else packed.amax,
+        softcap=float(options.softcap),
     )
     out_descale = None
     if request.out_descale is not None:
         out_descale = to_canonical(request.out_descale, "tensor", (1, 1, 1, 1), q.device)
-    seen = masks.parts(request.attn_mask)
+    more = masks.parts(request.attn_mask)
+    more["sinks"] = None if request.sinks is None else request.sinks.float().contiguous()
     if packed is not None:
         held = (None, packed.k_descale, packed.v_descale, out_descale, packed.k_mean)
-        return call, Tensors(q, packed.k, packed.v, *held, **seen)
+        return call, Tensors(q, packed.k, packed.v, *held, **more)
     if half:
-        return call, Tensors(q, k, v, out_descale=out_descale, **seen)
+        return call, Tensors(q, k, v, out_descale=out_descale, **more)
     descales = (request.q_descale, request.k_descale, request.v_descale)
     q_descale, k_descale, v_descale = all_canonical(descales, granularity, (q, k, v))
-    return call, Tensors(q, k, v, q_descale, k_descale, v_descale, out_descale, **seen)
+    return call, Tensors(q, k, v, q_descale, k_descale, v_descale, out_descale, **more)
 
 
 def _check_served(options: Options, q: torch.Tensor, out: str, mask: str, precision: str, shipped: bool) -> None:
     """NoKernelError where the device has no kernel for such a call, whatever its lengths."""
     device = (q.device.type, q.device.index, shipped)
+    capped = 1 if options.softcap else 0  # a plain number where torch.compile traces
     available, refusals = head_dims(*device)
     if not refusals:
         head_dim = padded_head_dim(q.shape[3], available)
         if options.kernel is None or mask in NEW_MASKS:
             dtype = operand_name(q.dtype, precision)
-            refusals = unserved(*device, head_dim, dtype, out, options.scaling, mask, precision)
+            refusals = unserved(*device, head_dim, dtype, out, options.scaling, mask, precision, capped)
     if refusals:
         raise NoKernelError(*refusals)

@@ -15,6 +15,7 @@ import torch
 
 from ..dtypes import OPERANDS, OUT_DTYPES
 from ..manifest import Variant, generated_dir, load_manifest
+from .scores import add_sinks, capped, lse_of_all, of_rows, unit_slope
 from .softmax import E4M3_MAX
 from .tile import scores_of, slope_of, tile_of
 from .visible import Heads, Mask, Visible
@@ -24,7 +25,7 @@ from .visible import Heads, Mask, Visible
 MAX_RISE = 16.0
 CHUNK_BYTES = 1 << 30
 BYTES_PER_SCORE = 48  # float32 and float64 temporaries of one tile, measured peak
-LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+LN2 = math.log(2.0)
 
 
 @dataclass
@@ -59,12 +60,14 @@ class _Chunk:
     q: torch.Tensor  # (G, R, D) float32
     k: torch.Tensor  # (G, Sk, D) float32
     v: torch.Tensor  # (G, Sk, D) float32
-    q_slope: torch.Tensor  # (G, R, 1): q_descale * scale * log2(e)
+    q_slope: torch.Tensor  # (G, R, 1): q_descale * scale * log2(e); with a cap q_descale * scale / softcap
     k_descale: torch.Tensor  # (G, tiles), or (G, Sk) where each token has its own, or (G, 4 blocks) of groups
     v_tile: torch.Tensor | None  # (G, tiles), of a kernel of scaling `block`
     v_token: torch.Tensor | None  # (G, Sk)
     v_column: torch.Tensor  # (G, 1, 1) or (G, 1, D)
     shared_by: dict[str, str]  # granularity of the descales of q, k and v
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None  # (G, R, 1), in octaves
 
 
 def emulate(
@@ -82,6 +85,8 @@ def emulate(
     window_offset: int | None = None,
     mask: Mask | None = None,
     bias: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     out_descale: torch.Tensor | None = None,
     emulated_mma: bool = False,
     return_lse: bool = True,
@@ -103,6 +108,8 @@ def emulate(
         window_offset: where there is a window, whatever the variant's mask: ``j >= i + window_offset``, too.
         mask: which keys rows see and which tiles they visit, whatever the variant's mask, beside the band.
         bias: (B, H, Sq, Sk) or sizes of 1, floating point: added to the scaled score; for variants with f32 scores.
+        softcap: a logit x becomes ``softcap * tanh(x / softcap)``; 0 leaves it. For float32 scores.
+        sinks: (H,) float32: a logit of each head without a value, which joins the sum of exponentials once.
         out_descale: (1,), e4m3 output only: stored = o / out_descale.
         emulated_mma: round f16 scores as the compiler's emulation of FP8 ``mma.sync`` does (sm_90a).
         return_lse: False saves the sum of unquantised exponentials; ``lse`` is then meaningless.
@@ -122,7 +129,9 @@ def emulate(
     for start in range(0, groups, step):
         part = slice(start, min(start + step, groups))
         tensors = (q, k, v, q_descale, k_descale, v_descale)
-        chunk = _chunk(tensors, variant, scaling or variant.scaling, scale, part)
+        chunk = _chunk(tensors, variant, scaling or variant.scaling, unit_slope(scale, softcap, q.device), part)
+        chunk.softcap = softcap
+        chunk.sinks = None if sinks is None else of_rows(sinks, batch, kv_heads, seqlen_q)[part]
         sizes = Heads(batch, heads, kv_heads, seqlen_q, k.shape[2], part)
         seen = Visible(sizes, variant.tile_m, variant.tile_n, offsets, mask, bias, q.device)
         parts.append(_attend(chunk, variant, seen, emulated_mma, return_lse, merge_lse, diagnostics))
@@ -132,7 +141,8 @@ def emulate(
     if variant.out == "e4m3":
         # The kernel multiplies by the inverse; NaN passes through clamp.
         o = (o * (1.0 / cast(torch.Tensor, out_descale))).clamp(-E4M3_MAX, E4M3_MAX)
-    result = Emulation(o.to(OUT_DTYPES[variant.out]), lse.view(batch, heads, seqlen_q), amax)
+    lse = lse_of_all(lse.view(batch, heads, seqlen_q), sinks)
+    result = Emulation(o.to(OUT_DTYPES[variant.out]), lse, amax)
     if diagnostics:
         scores, p, weight, tile_o = extra
         result.diagnostics = Diagnostics(
@@ -144,7 +154,9 @@ def emulate(
     return result
 
 
-def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, scale: float, part: slice) -> _Chunk:
+def _chunk(
+    tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, unit: torch.Tensor, part: slice
+) -> _Chunk:
     q, k, v, q_descale, k_descale, v_descale = tensors
     # Held below 2^80, an infinite descale would give a plausible result.
     q_descale, k_descale = (x.masked_fill(x.isinf(), torch.nan) for x in (q_descale, k_descale))
@@ -179,12 +191,11 @@ def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, sc
         v_tile = per_tile(v_descale, shared_by["v"])[part]
     else:
         v_column = per_tile(v_descale, shared_by["v"])[:, :1, None]
-    octaves = torch.tensor(scale, dtype=torch.float32, device=device) * LOG2E
     return _Chunk(
         q=q.reshape(groups, group * seqlen_q, head_dim)[part].float(),
         k=k.reshape(groups, seqlen_k, head_dim)[part].float(),
         v=v.reshape(groups, seqlen_k, head_dim)[part].float(),
-        q_slope=(q_rows * octaves)[part],
+        q_slope=(q_rows * unit)[part],
         k_descale=k_tiles[part],
         v_tile=v_tile,
         v_token=v_token,
@@ -218,6 +229,7 @@ def _attend(
         if k_per_token:
             s = s * chunk.k_descale[:, None, part]
         slope = slope_of(s, chunk.q_slope, chunk.k_descale, chunk.shared_by["k"], variant, tile)
+        s, slope = capped(s, slope, chunk.softcap)
         s, slope = seen.biased(s, slope, start)
         s = seen.hide(s, start)
         v_token = None if chunk.v_token is None else chunk.v_token[:, part]
@@ -236,11 +248,13 @@ def _attend(
         row_sum = row_sum * shrink + torch.where(visited, beta * made.total, 0.0)
         exact_sum = exact_sum * shrink + torch.where(visited, beta * made.exact, 0.0)
     total = row_sum if merge_lse else exact_sum
+    lse = torch.where(total == 0, -torch.inf, LN2 * (ref + torch.log2(total)))
+    if chunk.sinks is not None:
+        row_sum = add_sinks(row_sum, ref, chunk.sinks, variant.softmax)
     # A row that saw no key is 0, even where a NaN in V met its zeros.
     o = torch.where(row_sum == 0, 0.0, o * ((1.0 if v_per_channel else chunk.v_column) / row_sum))
     if v_per_channel:
         o = o * chunk.v_column
-    lse = torch.where(total == 0, -torch.inf, LN2 * (ref + torch.log2(total)))
     return o, lse.squeeze(-1), *_joined(kept, tile_n)
 
 

@@ -17,6 +17,7 @@ from .._ops import LIBRARY, compiled
 from ..manifest import Variant
 from ..memory import as_bytes, empty_rows
 from ..quant.quantize import GRANULARITIES, V_AMAX
+from ..quant.sinks import join_lse
 from ..quant.smooth import restore_lse
 from . import extension
 from .numbers import constants
@@ -53,35 +54,50 @@ class Attend:
     bare: bool  # none of the three: the operator gets its inputs alone
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_descale: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out_descale: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> Result:
         """Run a call of kind "half" on q (B, H, Sq, D), k and v (B, Hkv, Sk, D); :meth:`run` says more."""
         if not self.smooth_k:
-            return self.run((q, k, v), out_descale)
+            return self.run((q, k, v), out_descale, sinks)
         mean = k.new_empty((*k.shape[:2], self.kernel_head_dim), dtype=torch.float32)
-        result = self.run((q, k, v), out_descale, mean)
+        result = self.run((q, k, v), out_descale, sinks, mean)
         if result[1] is not None:
             restore_lse(result[1], q[..., : self.head_dim], mean[..., : self.head_dim], self.scale)
         return result
 
-    def run(self, inputs: Sequence[Any], out_descale: torch.Tensor | None = None, *more: torch.Tensor) -> Result:
+    def run(
+        self,
+        inputs: Sequence[Any],
+        out_descale: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        *more: torch.Tensor,
+    ) -> Result:
         """Give the operator its inputs: q, k and v that are ``fused.readable``, no dimension empty, and descales.
+
+        ``sinks`` are (H,) float32, contiguous.
 
         Returns out (B, H, Sq, D), dense in q's memory order; lse (B, H, Sq) and amax (1,), float32, or None.
         """
         lse = amax = None
         try:
-            if self.bare and out_descale is None:  # an argument costs more to pass than to leave out
+            if self.bare and out_descale is None and sinks is None:  # an argument costs more to pass than to leave out
                 out = self.operator(self.constants, *inputs)
             else:
                 q = inputs[0]
                 lse = q.new_empty(q.shape[:3], dtype=torch.float32) if self.return_lse else None
                 amax = q.new_zeros((1,), dtype=torch.float32) if self.return_amax else None
-                out = self.operator(self.constants, *inputs, out_descale, lse, amax, *more)
+                out = self.operator(self.constants, *inputs, out_descale, lse, amax, sinks, *more)
         except RuntimeError as error:
             if "out of memory" in str(error):  # the stable ABI has no type for it
                 raise torch.OutOfMemoryError(str(error)) from error
             raise
+        if lse is not None and sinks is not None:
+            join_lse(lse, sinks)
         if self.kernel_head_dim != self.head_dim:
             wide, out = out, empty_rows(out, self.head_dim, out.dtype)  # q may be a copy in another order
             as_bytes(out).copy_(as_bytes(wide)[..., : self.head_dim])
@@ -159,6 +175,7 @@ def prepare(
     return_lse: bool,
     return_amax: bool,
     merge_lse: bool = False,
+    softcap: float = 0.0,
     way: Way = PACKED_BEFORE,
     resident: int = -1,
     descales: Sequence[float] = (0.0, 0.0, 0.0),
@@ -183,6 +200,7 @@ def prepare(
         "hadamard": hadamard,
         "seq_major": seq_major,
         "scale": scale,
+        "softcap": softcap,
         "causal_offset": causal_offset,
         "window_offset": window_offset,
         "resident": resident,

@@ -1,0 +1,40 @@
+"""What ``attention_varlen`` has checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RaggedCall:
+    """What ``attention_varlen`` has checked. ``descales`` are those of FP8 q, k and v, (1,) or (sequences, heads)."""
+
+    q: torch.Tensor  # (tokens, H, D)
+    k: torch.Tensor  # (tokens, Hkv, D)
+    v: torch.Tensor
+    cu_q: torch.Tensor  # (sequences + 1,) int32
+    cu_k: torch.Tensor
+    used_q: torch.Tensor | None  # (sequences,) int32
+    used_k: torch.Tensor | None
+    max_q: int
+    max_k: int
+    descales: tuple[torch.Tensor, ...]
+    scale: float
+    left: int  # keys before a row's own that it sees, -1 for all
+    right: int
+    bottom_right: bool
+    out_dtype: torch.dtype
+    precision: str
+    return_lse: bool
+    kernel: str
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None  # (H,) float32
+
+    @property
+    def mask(self) -> str:
+        """The kernels' word for it."""
+        if self.left < 0 and self.right < 0:
+            return "full"
+        return "causal" if self.left < 0 and self.right == 0 else "window"

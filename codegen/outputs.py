@@ -28,6 +28,7 @@ from codegen.render import (
     render_pack,
     render_plan,
     render_resident,
+    render_route,
 )
 from codegen.resident import TARGET as RESIDENT_TARGET
 from codegen.resident import Resident
@@ -56,6 +57,8 @@ CUT = "cut"  # the kernel that cuts the work of decode
 CUT_PATH = f"{CUT}.cu"
 APPEND = "append"  # the kernel that writes tokens to pages
 APPEND_PATH = f"{APPEND}.cu"
+ROUTE = "route"  # the kernel that chooses what kernels of ragged batches do of a call over pages
+ROUTE_PATH = f"{ROUTE}.cu"
 
 
 def kernel_path(v: Variant) -> str:
@@ -74,6 +77,8 @@ def files(request: Request, selection: Selection) -> dict[str, str]:
     if request.decodes:
         kernels[CUT_PATH] = render_cut(env)
         kernels[APPEND_PATH] = render_append(env)
+    if ragged and request.decodes:
+        kernels[ROUTE_PATH] = render_route(env)
     kernels |= {r.path: render_resident(r, env) for r in request.residents}
     # The shipped table answers for every target, so that a laptop can ask about any card.
     table = build(request.variants, tuple(TARGETS))
@@ -154,10 +159,12 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
         }
         for p in packs
     ]
+    walking, decoding = {t for v in ragged for t in targets_of(v, request.archs)}, {d.target for d in request.decodes}
     planned = {  # targets of the kernels that run before others: one for all that need it
-        PLAN: {t for v in ragged for t in targets_of(v, request.archs)},
-        CUT: {d.target for d in request.decodes},
-        APPEND: {d.target for d in request.decodes},
+        PLAN: walking,
+        CUT: decoding,
+        APPEND: decoding,
+        ROUTE: walking & decoding,
     }
     plan_entries = [
         {

@@ -106,11 +106,12 @@ class Pack:
     @property
     def ragged(self) -> bool:
         """Whether there is a form for ragged batches: kernels that walk them have this head_dim."""
-        return (
-            self.quantises
-            and not self.integer
-            and any(self.head_dim in m.head_dim for m in MATRICES if Walk.RAGGED in m.walk)
-        )
+        return not self.integer and any(self.head_dim in m.head_dim for m in MATRICES if Walk.RAGGED in m.walk)
+
+    @property
+    def gather_ctas_per_sm(self) -> int:
+        """Of the form that copies keys from pages: as many as leave a thread registers for its bytes of a block."""
+        return 3 if self.passes * self.chunks > 4 else 5
 
     @property
     def delivery_threads(self) -> int:

@@ -57,6 +57,10 @@ def render_append(env: Environment) -> str:
     return env.get_template("append.cu.j2").render()
 
 
+def render_route(env: Environment) -> str:
+    return env.get_template("route.cu.j2").render()
+
+
 def render_decode(d: Decode, env: Environment) -> str:
     return env.get_template("decode.cu.j2").render(d=d)
 

@@ -1,10 +1,11 @@
 // The torch operators of the extension, through LibTorch's stable ABI: one library serves every torch from 2.10 on.
 //
 // `forward` and `diagnose` launch one variant, `pack` the kernel that makes its operands or some of them, `attend`
-// both, `attend_fp8` and `attend_packed` the same where K and V are FP8, `forward_ragged` and `attend_ragged` the same
-// of a ragged batch, `cut` and `decode` those of decode, `append` the one that writes to pages, on the current stream
-// of the tensors' device. They return without synchronising, so they can be captured into a CUDA graph. Outputs are
-// written in place, but for the results of `attend` and its sisters.
+// both, `attend_fp8` and `attend_packed` the same where K and V are FP8, `forward_ragged`, `attend_ragged` and
+// `attend_ragged_fp8` the same of a ragged batch, `cut` and `decode` those of decode, `prefill` those of long chunks
+// over pages, `append` the one that writes to pages, on the current stream of the tensors' device. They return without
+// synchronising, so they can be captured into a CUDA graph. Outputs are written in place, but for the results of
+// `attend` and its sisters.
 #include <torch/csrc/stable/library.h>
 
 #include "append.h"
@@ -12,6 +13,7 @@
 #include "attend.h"
 #include "attend_fp8.h"
 #include "attend_ragged.h"
+#include "attend_ragged_fp8.h"
 #include "check.h"
 #include "decode.h"
 #include "device.h"
@@ -19,6 +21,7 @@
 #include "launch.h"
 #include "launch_pack.h"
 #include "pack_arguments.h"
+#include "prefill.h"
 #include "ragged.h"
 #include "registry.h"
 
@@ -130,8 +133,7 @@ void load_resident(int64_t resident, int64_t device) {
 void cut(const Tensor& numbers, const Tensor& lengths, const std::optional<Tensor>& cu_q, int64_t total_q,
          int64_t most_keys, int64_t heads, int64_t kv_heads, const Tensor& work) {
   const DecodeNumbers n = decode_numbers(numbers);
-  const std::optional<View> ends = cu_q ? std::optional<View>(*cu_q) : std::nullopt;
-  cut_decode(find_decode(n.decode), n, {lengths, ends, total_q, most_keys, heads, kv_heads}, work);
+  cut_decode(find_decode(n.decode), n, {lengths, view_of(cu_q), total_q, most_keys, heads, kv_heads}, work);
 }
 
 Tensor decode_pages(const Tensor& numbers, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -145,6 +147,20 @@ Tensor decode_pages(const Tensor& numbers, const Tensor& q, const Tensor& k, con
                     {q, k, v, page_table, lengths, cu_q, k_descale, v_descale, k_token, v_page, sinks, work, out, lse});
 }
 
+void prefill_paged(const Tensor& numbers, int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const std::optional<Tensor>& page_table, const Tensor& lengths, const std::optional<Tensor>& cu_q,
+                   const std::optional<Tensor>& k_descale, const std::optional<Tensor>& v_descale,
+                   const std::optional<Tensor>& k_token, const std::optional<Tensor>& v_page, const Tensor& out,
+                   const std::optional<Tensor>& lse, const Tensor& rest, double score_amax, int64_t least, int64_t most,
+                   int64_t capacity) {
+  const DecodeNumbers n = decode_numbers(numbers);
+  const PagedViews pages{
+      k,           v,           view_of(k_token),   view_of(v_page), view_of(k_descale), view_of(v_descale),
+      n.k_descale, n.v_descale, view_of(page_table)};
+  prefill_pages(find_variant(variant, false), n,
+                {q, pages, lengths, view_of(cu_q), out, view_of(lse), rest, score_amax, least, most, capacity});
+}
+
 void append_to_pages(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
                      const std::optional<Tensor>& k_token, const std::optional<Tensor>& v_page,
                      const std::optional<Tensor>& k_descale, const std::optional<Tensor>& v_descale,
@@ -153,10 +169,9 @@ void append_to_pages(const Tensor& k, const Tensor& v, const Tensor& k_cache, co
                      const std::optional<Tensor>& page_table, const std::optional<Tensor>& used,
                      const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, bool interleaved,
                      const std::optional<Tensor>& k_mean, bool hadamard) {
-  const auto view = [](const std::optional<Tensor>& x) { return x ? std::optional<View>(*x) : std::nullopt; };
-  append_tokens({k, v, k_cache, v_cache, view(k_token), view(v_page), view(k_descale), view(v_descale), view(slots),
-                 view(positions), view(cu), view(lengths), view(page_table), view(used), view(cos), view(sin),
-                 interleaved, view(k_mean), hadamard});
+  append_tokens({k, v, k_cache, v_cache, view_of(k_token), view_of(v_page), view_of(k_descale), view_of(v_descale),
+                 view_of(slots), view_of(positions), view_of(cu), view_of(lengths), view_of(page_table), view_of(used),
+                 view_of(cos), view_of(sin), interleaved, view_of(k_mean), hadamard});
 }
 
 void load_decode(int64_t decode, int64_t device) {
@@ -199,6 +214,16 @@ Tensor attend_batch(int64_t variant, const Tensor& q, const Tensor& k, const Ten
                        {q, k, v, cu_q, cu_k, used_q, used_k, lse, workspace, sinks}, find_variant(variant, false));
 }
 
+Tensor attend_fp8_batch(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
+                        const Tensor& k_descale, const Tensor& v_descale, const Tensor& cu_q, const Tensor& cu_k,
+                        const std::optional<Tensor>& used_q, const std::optional<Tensor>& used_k,
+                        const std::optional<Tensor>& lse, double scale, int64_t window_left, int64_t window_right,
+                        bool bottom_right, double softcap, const std::optional<Tensor>& sinks) {
+  return attend_ragged_fp8({scale, window_left, window_right, bottom_right, softcap},
+                           {q, k, v, q_descale, k_descale, v_descale, cu_q, cu_k, used_q, used_k, lse, sinks},
+                           find_variant(variant, false));
+}
+
 }  // namespace
 
 }  // namespace fp8cutlass
@@ -237,6 +262,10 @@ FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
       "Tensor? v_page_descale=None, Tensor? sinks=None, Tensor(a!)? work=None, Tensor(b!)? out=None, "
       "Tensor(c!)? lse=None) -> Tensor");
   m.def(
+      "prefill(Tensor numbers, int variant, Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor lengths, "
+      "Tensor? cu_seqlens_q, Tensor? k_descale, Tensor? v_descale, Tensor? k_token_descale, Tensor? v_page_descale, "
+      "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) rest, float score_amax, int least, int most, int capacity) -> ()");
+  m.def(
       "append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_token_descale, "
       "Tensor(d!)? v_page_descale, Tensor? k_descale, Tensor? v_descale, Tensor? slots, Tensor? positions, "
       "Tensor? cu_seqlens, Tensor? lengths, Tensor? page_table, Tensor(e!)? used, Tensor? rotary_cos, "
@@ -249,6 +278,11 @@ FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
       "Tensor? seqused_q, Tensor? seqused_k, Tensor(a!)? lse, float score_amax, float v_amax, float scale, "
       "int window_left, int window_right, bool bottom_right, bool leave_q, Tensor(b!)? workspace=None, float "
       "softcap=0.0, "
+      "Tensor? sinks=None) -> Tensor");
+  m.def(
+      "attend_ragged_fp8(int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, "
+      "Tensor v_descale, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+      "Tensor(a!)? lse, float scale, int window_left, int window_right, bool bottom_right, float softcap=0.0, "
       "Tensor? sinks=None) -> Tensor");
   m.def(
       "attend(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? out_descale=None, Tensor(a!)? lse=None, "
@@ -273,12 +307,14 @@ FP8CUTLASS_IMPL(FP8CUTLASS_LIBRARY, CompositeExplicitAutograd, m) {
 FP8CUTLASS_IMPL(FP8CUTLASS_LIBRARY, CUDA, m) {
   m.impl("append", TORCH_BOX(&fp8cutlass::append_to_pages));
   m.impl("cut", TORCH_BOX(&fp8cutlass::cut));
+  m.impl("prefill", TORCH_BOX(&fp8cutlass::prefill_paged));
   m.impl("decode", TORCH_BOX(&fp8cutlass::decode_pages));
   m.impl("forward_ragged", TORCH_BOX(&fp8cutlass::forward_ragged));
   m.impl("forward", TORCH_BOX(&fp8cutlass::forward));
   m.impl("diagnose", TORCH_BOX(&fp8cutlass::diagnose));
   m.impl("pack", TORCH_BOX(&fp8cutlass::pack));
   m.impl("attend_ragged", TORCH_BOX(&fp8cutlass::attend_batch));
+  m.impl("attend_ragged_fp8", TORCH_BOX(&fp8cutlass::attend_fp8_batch));
   m.impl("attend", TORCH_BOX(&fp8cutlass::attend_half));
   m.impl("attend_fp8", TORCH_BOX(&fp8cutlass::attend_quantised));
   m.impl("attend_packed", TORCH_BOX(&fp8cutlass::attend_kept));

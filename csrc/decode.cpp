@@ -19,6 +19,8 @@ namespace {
 // A window's end, so far that adding it to any position stays within 32 bits.
 int window_end(int64_t keys) { return static_cast<int>(std::clamp<int64_t>(keys, 0, decode::kFar)); }
 
+}  // namespace
+
 decode::Batch batch_of(const DecodeBatch& b, const DecodeNumbers& n) {
   decode::Batch batch{};
   require(b.lengths.is_cuda(), "cache_seqlens is not on a card");
@@ -40,8 +42,16 @@ decode::Batch batch_of(const DecodeBatch& b, const DecodeNumbers& n) {
   batch.heads = to_int(b.heads, "the number of heads"), batch.kv_heads = to_int(b.kv_heads, "that of the cache");
   batch.by_group = decode::divisor(batch.heads / batch.kv_heads), batch.by_kv_heads = decode::divisor(batch.kv_heads);
   batch.left = window_end(n.left), batch.right = window_end(n.right);
+  batch.routed = n.routed;
   return batch;
 }
+
+View rows_of(const View& x, const char* name) {
+  require(x.dim() == 3 || x.dim() == 4, name, " must have 3 or 4 dimensions, got shape ", shape_text(x));
+  return x.dim() == 4 ? x.joined(name) : x;
+}
+
+namespace {
 
 // Pieces of the memory that both kernels share. native/decode.py allocates as many bytes.
 struct Work {
@@ -70,32 +80,6 @@ Work work_of(const DecodeEntry& entry, const DecodeNumbers& n, const View& memor
           reinterpret_cast<unsigned*>(base + at[1]), reinterpret_cast<float*>(base + at[2])};
 }
 
-decode::Cache cache_of(const View& tensor, const char* name, const View& q) {
-  check_cache(tensor, name, q);
-  return {static_cast<const uint8_t*>(tensor.data()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
-}
-
-decode::HeadDescale descale_of(const std::optional<Tensor>& given, double value, const char* name, const View& q,
-                               int64_t sequences, int64_t kv_heads) {
-  if (!given) {
-    require(std::isfinite(value) && value > 0, name, " must be a positive number, got ", value);
-    return {nullptr, 0, 0, static_cast<float>(value)};
-  }
-  const View tensor(*given);
-  const auto* const base = reinterpret_cast<const float*>(strided_floats(tensor, name, q));
-  if (tensor.numel() == 1) return {base, 0, 0, 0.f};
-  const bool of_sequences = tensor.dim() == 2;
-  if (of_sequences) {
-    require_shape(tensor, name, {sequences, kv_heads});
-  } else {
-    require_shape(tensor, name, {kv_heads});
-  }
-  const int64_t row = of_sequences ? tensor.stride(0) : 0, head = tensor.stride(of_sequences ? 1 : 0);
-  require(row >= 0 && head >= 0 && (sequences - 1) * row + (kv_heads - 1) * head < decode::kFar, name,
-          " has strides that are too far");
-  return {base, static_cast<int>(row), static_cast<int>(head), 0.f};
-}
-
 // Strides of (tokens, heads, D) in elements, for accesses of so many bytes.
 void row_steps(const View& tensor, const char* name, int64_t bytes, int64_t& row, int64_t& head) {
   require(tensor.stride(2) == 1, name, " must be contiguous in its last dimension");
@@ -103,12 +87,6 @@ void row_steps(const View& tensor, const char* name, int64_t bytes, int64_t& row
   const bool whole = row * tensor.element_size() % bytes == 0 && head * tensor.element_size() % bytes == 0;
   require(row >= 0 && head >= 0 && whole && reinterpret_cast<uintptr_t>(tensor.data()) % bytes == 0, name,
           " must have rows that begin on multiples of ", bytes, " bytes");
-}
-
-// (tokens, H, D) of q and of what has its shape.
-View rows_of(const View& x, const char* name) {
-  require(x.dim() == 3 || x.dim() == 4, name, " must have 3 or 4 dimensions, got shape ", shape_text(x));
-  return x.dim() == 4 ? x.joined(name) : x;
 }
 
 int sink_type(const View& sinks) {
@@ -133,25 +111,6 @@ void set_sinks(decode::DecodeParams& p, const View& sinks, const DecodeBatch& b,
     require_shape(sinks, "sinks", {b.heads, b.total_q});
     p.sink_head = b.total_q, p.sink_token = 1;
   }
-}
-
-// Returns the columns of the table.
-int64_t set_table(decode::DecodeParams& p, const std::optional<Tensor>& given, const View& q, int64_t sequences) {
-  if (!given) {
-    require(p.pages >= sequences, "without page_table the cache has a page for each of ", sequences, " sequences, got ",
-            p.pages);
-    return p.entries = 1;
-  }
-  const View table(*given);
-  require(table.dim() == 2, "page_table must have 2 dimensions, got shape ", shape_text(table));
-  const int64_t entries = table.size(1);
-  require_shape(table, "page_table", {sequences, entries});
-  require(table.scalar_type() == ScalarType::Int, "page_table must be int32");
-  require_same_device(table, "page_table", q);
-  require(table.stride(1) == 1 || entries == 1, "page_table must be contiguous in its last dimension");
-  require(entries > 0, "page_table has no column");
-  p.page_table = static_cast<const int*>(table.data()), p.table_row = table.stride(0);
-  return p.entries = to_int(entries, "the columns of page_table");
 }
 
 void launch_cut(const DecodeEntry& entry, const DecodeNumbers& n, const decode::Batch& batch, const Work& work,
@@ -189,16 +148,12 @@ void cut_decode(const DecodeEntry& entry, const DecodeNumbers& n, const DecodeBa
 
 Tensor run_decode(const DecodeEntry& entry, const DecodeNumbers& n, const DecodeTensors& t) {
   decode::DecodeParams p{};
-  const View given(t.q), q = rows_of(given, "q"), lengths(t.lengths);
-  const View k = View(t.k).as_bytes("k_cache"), v = View(t.v).as_bytes("v_cache");
-  require(k.dim() == 4, "k_cache must have 4 dimensions, got shape ", shape_text(k));
+  const View given(t.q), q = rows_of(given, "q"), lengths(t.lengths), k(t.k);
   const int64_t sequences = lengths.numel(), head_dim = entry.head_dim;
-  const int64_t pages = k.size(0), page_size = k.size(1), kv_heads = k.size(2);
-  require(pages > 0 && page_size > 0, "k_cache has no page");
-  p.by_page_size = decode::divisor(to_int(page_size, "the tokens of a page")), p.pages = to_int(pages, "the pages");
-  const int64_t most_keys = set_table(p, t.page_table, q, sequences) * page_size;
-  const auto view = [](const std::optional<Tensor>& x) { return x ? std::optional<View>(*x) : std::nullopt; };
-  const DecodeBatch b{lengths, view(t.cu_q), q.size(0), most_keys, q.size(1), kv_heads};
+  static_cast<decode::Paged&>(p) = paged_of({k, t.v, view_of(t.k_token), view_of(t.v_page), view_of(t.k_descale),
+                                             view_of(t.v_descale), n.k_descale, n.v_descale, view_of(t.page_table)},
+                                            sequences, head_dim, q);
+  const DecodeBatch b{lengths, view_of(t.cu_q), q.size(0), room_of(p), q.size(1), k.size(2)};
   p.batch = batch_of(b, n);
 
   const bool bf16 = q.scalar_type() == ScalarType::BFloat16;
@@ -207,27 +162,7 @@ Tensor run_decode(const DecodeEntry& entry, const DecodeNumbers& n, const Decode
   require_shape(q, "q", {b.total_q, b.heads, head_dim});
   p.q = q.data(), p.q_bf16 = bf16 ? 1 : 0;
   row_steps(q, "q", 8, p.q_row, p.q_head);
-
-  require_shape(k, "k_cache", {pages, page_size, kv_heads, head_dim});
-  require_shape(v, "v_cache", {pages, page_size, kv_heads, head_dim});
-  p.k = cache_of(k, "k_cache", q), p.v = cache_of(v, "v_cache", q);
-  constexpr int64_t kBytes = sizeof(float);
-  if (t.k_token) {
-    const View x(*t.k_token);
-    require_shape(x, "k_token_descale", {pages, page_size, kv_heads});
-    p.k_token = {strided_floats(x, "k_token_descale", q), kBytes * x.stride(0), kBytes * x.stride(1),
-                 kBytes * x.stride(2)};
-  }
-  if (t.v_page) {
-    const View x(*t.v_page);
-    require_shape(x, "v_page_descale", {pages, kv_heads});
-    p.v_token = {strided_floats(x, "v_page_descale", q), kBytes * x.stride(0), 0, kBytes * x.stride(1)};
-  }
-  p.k_descale = descale_of(t.k_descale, n.k_descale, "k_descale", q, sequences, kv_heads);
-  p.v_descale = descale_of(t.v_descale, n.v_descale, "v_descale", q, sequences, kv_heads);
-  for (const int64_t step :
-       {p.k.page, p.k.token, p.k.head, p.v.page, p.v.token, p.v.head, p.k_token.page, p.k_token.token, p.k_token.head,
-        p.v_token.page, p.v_token.head, p.table_row, p.q_row, p.q_head})
+  for (const int64_t step : {p.q_row, p.q_head})
     require(step >= 0 && step < int64_t{1} << 32, "a tensor of the call has a stride of ", step, ", which is too far");
   if (t.sinks) set_sinks(p, *t.sinks, b, q);
   p.scale = static_cast<float>(n.scale), p.softcap = static_cast<float>(n.softcap);

@@ -7,6 +7,7 @@
 
 #include <optional>
 
+#include "fp8cutlass/decode/params.h"
 #include "registry.h"
 #include "tensors.h"
 
@@ -30,6 +31,12 @@ struct DecodeBatch {
   std::optional<View> cu_q;  // (sequences + 1,) int32; none: the queries are those of the sequences in equal parts
   int64_t total_q, most_keys, heads, kv_heads;
 };
+
+// The same for kernels.
+decode::Batch batch_of(const DecodeBatch& batch, const DecodeNumbers& numbers);
+
+// (tokens, H, D) of q and of what has its shape.
+View rows_of(const View& x, const char* name);
 
 // Cuts the work of a batch for `entry` into `work`, bytes on the card: the cuts, the counters of arrivals, and room for
 // the parts of units that CTAs share.

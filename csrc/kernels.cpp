@@ -23,17 +23,18 @@ namespace fp8cutlass {
 
 namespace {
 
-constexpr char kPlan[] = "plan", kCut[] = "cut", kAppend[] = "append";
+constexpr char kPlan[] = "plan", kCut[] = "cut", kAppend[] = "append", kRoute[] = "route";
 
-// Sources are numbered: variants, packs, kernels of decode, the plan, the cut, the one that appends, those that keep K
-// and V.
+// Sources are numbered: variants, packs, kernels of decode, the plan, the cut, the one that appends, the route, those
+// that keep K and V.
 int source_of(const VariantEntry& variant) { return static_cast<int>(&variant - kVariants); }
 int source_of(const PackEntry& pack) { return kVariantCount + static_cast<int>(&pack - kPacks); }
 int source_of(const DecodeEntry& decode) { return kVariantCount + kPackCount + static_cast<int>(&decode - kDecodes); }
 int plan_source() { return kVariantCount + kPackCount + kDecodeCount; }
 int cut_source() { return plan_source() + 1; }
 int append_source() { return cut_source() + 1; }
-int first_resident() { return append_source() + 1; }
+int route_source() { return append_source() + 1; }
+int first_resident() { return route_source() + 1; }
 int source_of(const ResidentEntry& resident) { return first_resident() + static_cast<int>(&resident - kResidents); }
 int source_count() { return first_resident() + kResidentCount; }
 
@@ -44,7 +45,8 @@ std::string id_of(int source) {
          : decode < kDecodeCount     ? kDecodes[decode].id
          : source == plan_source()   ? kPlan
          : source == cut_source()    ? kCut
-         : source < first_resident() ? kAppend
+         : source == append_source() ? kAppend
+         : source == route_source()  ? kRoute
                                      : kResidents[source - first_resident()].id;
 }
 
@@ -60,6 +62,7 @@ std::string name_of(int source, int form) {
   if (source == plan_source()) return "_ZN10fp8cutlass8planning4planENS0_10PlanParamsE";
   if (source == cut_source()) return spelled(id, "ENS_6decode9CutParamsE");
   if (source == append_source()) return spelled(id, "ENS_9appending12AppendParamsE");
+  if (source == route_source()) return spelled(id, "ENS_7prefill11RouteParamsE");
   if (source >= first_resident()) {
     return spelled(id + (form == kResidentCausal ? "_causal" : "_full"), "ENS_14ResidentParamsE");
   }
@@ -81,8 +84,12 @@ std::string name_of(int source, int form) {
       return spelled(id + "_amax", "ILb1EEEvNS_10PackParamsE");
     case kPackDeliver:
       return spelled(id + "_deliver", "ENS_4sm9013DeliverParamsE");
+    case kPackGather:
+      return spelled(id + "_gather", "ENS_7prefill12GatherParamsE");
     default:
-      return spelled(id + "_ragged", "ENS_10PackParamsENS_10RaggedPackE");
+      return spelled(id + "_ragged", kPacks[source - kVariantCount].quantises()
+                                         ? "ENS_10PackParamsENS_10RaggedPackE"
+                                         : "ENS_13Fp8PackParamsENS_10RaggedPackE");
   }
 }
 
@@ -210,6 +217,8 @@ cudaKernel_t cut_kernel(int device) { return find(cut_source(), 0, device); }
 
 cudaKernel_t append_kernel(int device) { return find(append_source(), 0, device); }
 
+cudaKernel_t route_kernel(int device) { return find(route_source(), 0, device); }
+
 cudaKernel_t plan_kernel(int device) { return find(plan_source(), 0, device); }
 
 bool has_kernel(int source, int form) {
@@ -218,8 +227,10 @@ bool has_kernel(int source, int form) {
     return form == 0 || (form <= kMostUnrolled && kVariants[source].unrolled[form - 1].most > 0);
   if (source < kVariantCount + kPackCount) {
     const PackEntry& pack = kPacks[source - kVariantCount];
-    if (!pack.quantises()) return form == kPackPlain;
-    return form == kPackDeliver ? pack.delivers() : form == kPackRagged ? pack.ragged : true;
+    if (form == kPackRagged) return pack.ragged;
+    if (!pack.quantises()) return form == kPackPlain || (form == kPackGather && pack.ragged);
+    if (form == kPackGather) return false;
+    return form == kPackDeliver ? pack.delivers() : true;
   }
   if (source >= first_resident()) return source < source_count() && form < kResidentForms;
   return form == 0;

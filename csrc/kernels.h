@@ -10,11 +10,11 @@
 
 namespace fp8cutlass {
 
-// The functions of a source are its forms; packs of FP8 have the plain one alone. Of a variant: 0 takes any number of
-// keys, i > 0 is unrolled[i - 1].
-enum PackForm { kPackPlain, kPackTransform, kPackMaxima, kPackMaximaTransform, kPackDeliver, kPackRagged };
-constexpr int kMostForms = 6;
-static_assert(kMostForms > kMostUnrolled && kMostForms > kPackRagged);
+// The functions of a source are its forms; packs of FP8 have the plain one, that of ragged batches and that of pages,
+// which no other has. Of a variant: 0 takes any number of keys, i > 0 is unrolled[i - 1].
+enum PackForm { kPackPlain, kPackTransform, kPackMaxima, kPackMaximaTransform, kPackDeliver, kPackRagged, kPackGather };
+constexpr int kMostForms = 7;
+static_assert(kMostForms > kMostUnrolled && kMostForms > kPackGather);
 
 // Of a kernel that keeps K and V: its forms.
 enum ResidentForm { kResidentFull, kResidentCausal, kResidentForms };
@@ -30,6 +30,7 @@ cudaKernel_t kernel_of(const ResidentEntry& resident, ResidentForm form, int dev
 cudaKernel_t plan_kernel(int device);
 cudaKernel_t cut_kernel(int device);
 cudaKernel_t append_kernel(int device);
+cudaKernel_t route_kernel(int device);
 
 // Loads all forms of a variant, and of a ragged one the plan, so that no launch has to.
 void load_kernels(const VariantEntry& variant, int device);
@@ -38,7 +39,7 @@ void load_kernels(const DecodeEntry& decode, int device);  // and the one that c
 void load_kernels(const ResidentEntry& resident, int device);
 
 // Whether there is such a form of a source, and what the compiler calls it in its cubin. Sources are numbered:
-// variants, packs, kernels of decode, the plan, the cut, the one that appends, those that keep K and V.
+// variants, packs, kernels of decode, the plan, the cut, the one that appends, the route, those that keep K and V.
 bool has_kernel(int source, int form);
 std::string kernel_name(int source, int form);
 

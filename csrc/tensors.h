@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <string>
 
 #include "fp8cutlass/params.h"
@@ -47,6 +48,10 @@ class View {
   bool cuda_;
   std::array<int64_t, kMaxDim> size_{}, stride_{};
 };
+
+inline std::optional<View> view_of(const std::optional<torch::stable::Tensor>& x) {
+  return x ? std::optional<View>(*x) : std::nullopt;
+}
 
 constexpr int64_t kKeyBlock = 128;  // V^T is padded to this many keys (`key_block` of the manifest)
 constexpr int64_t kAlignment = 16;  // bytes of one vector access

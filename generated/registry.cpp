@@ -799,7 +799,7 @@ const PackEntry kPacks[] = {
     {"pack_d64_n128_bf16_s8", 64, 128, SourceType::bf16, 128, 1, 8448, 0, 0, 0, false, true},
     {"pack_d64_n128_fp16", 64, 128, SourceType::fp16, 128, 1, 8448, 256, 50176, 3, true, false},
     {"pack_d64_n128_fp16_s8", 64, 128, SourceType::fp16, 128, 1, 8448, 0, 0, 0, false, true},
-    {"pack_d64_n128_fp8", 64, 128, SourceType::fp8, 128, 1, 8448, 0, 0, 0, false, false},
+    {"pack_d64_n128_fp8", 64, 128, SourceType::fp8, 128, 1, 8448, 0, 0, 0, true, false},
     {"pack_d64_n192_bf16", 64, 192, SourceType::bf16, 192, 1, 12672, 320, 74752, 2, true, false},
     {"pack_d64_n192_bf16_s8", 64, 192, SourceType::bf16, 192, 1, 12672, 0, 0, 0, false, true},
     {"pack_d64_n192_fp16", 64, 192, SourceType::fp16, 192, 1, 12672, 320, 74752, 2, true, false},
@@ -808,26 +808,26 @@ const PackEntry kPacks[] = {
     {"pack_d64_n256_fp16", 64, 256, SourceType::fp16, 256, 1, 16896, 384, 99328, 2, true, false},
     {"pack_d96_n128_bf16", 96, 128, SourceType::bf16, 128, 1, 12544, 0, 0, 0, true, false},
     {"pack_d96_n128_fp16", 96, 128, SourceType::fp16, 128, 1, 12544, 0, 0, 0, true, false},
-    {"pack_d96_n128_fp8", 96, 128, SourceType::fp8, 128, 1, 12544, 0, 0, 0, false, false},
+    {"pack_d96_n128_fp8", 96, 128, SourceType::fp8, 128, 1, 12544, 0, 0, 0, true, false},
     {"pack_d96_n256_bf16", 96, 256, SourceType::bf16, 256, 1, 25088, 0, 0, 0, true, false},
     {"pack_d96_n256_fp16", 96, 256, SourceType::fp16, 256, 1, 25088, 0, 0, 0, true, false},
     {"pack_d128_n128_bf16", 128, 128, SourceType::bf16, 128, 1, 16640, 384, 99328, 2, true, false},
     {"pack_d128_n128_bf16_s8", 128, 128, SourceType::bf16, 128, 1, 16640, 0, 0, 0, false, true},
     {"pack_d128_n128_fp16", 128, 128, SourceType::fp16, 128, 1, 16640, 384, 99328, 2, true, false},
     {"pack_d128_n128_fp16_s8", 128, 128, SourceType::fp16, 128, 1, 16640, 0, 0, 0, false, true},
-    {"pack_d128_n128_fp8", 128, 128, SourceType::fp8, 128, 1, 16640, 0, 0, 0, false, false},
+    {"pack_d128_n128_fp8", 128, 128, SourceType::fp8, 128, 1, 16640, 0, 0, 0, true, false},
     {"pack_d128_n192_bf16", 128, 192, SourceType::bf16, 192, 1, 24960, 512, 148480, 1, true, false},
     {"pack_d128_n192_fp16", 128, 192, SourceType::fp16, 192, 1, 24960, 512, 148480, 1, true, false},
     {"pack_d128_n256_bf16", 128, 256, SourceType::bf16, 256, 1, 33280, 640, 197632, 1, true, false},
     {"pack_d128_n256_fp16", 128, 256, SourceType::fp16, 256, 1, 33280, 640, 197632, 1, true, false},
     {"pack_d192_n128_bf16", 192, 128, SourceType::bf16, 128, 1, 24832, 0, 0, 0, true, false},
     {"pack_d192_n128_fp16", 192, 128, SourceType::fp16, 128, 1, 24832, 0, 0, 0, true, false},
-    {"pack_d192_n128_fp8", 192, 128, SourceType::fp8, 128, 1, 24832, 0, 0, 0, false, false},
+    {"pack_d192_n128_fp8", 192, 128, SourceType::fp8, 128, 1, 24832, 0, 0, 0, true, false},
     {"pack_d192_n256_bf16", 192, 256, SourceType::bf16, 128, 2, 24832, 0, 0, 0, true, false},
     {"pack_d192_n256_fp16", 192, 256, SourceType::fp16, 128, 2, 24832, 0, 0, 0, true, false},
     {"pack_d256_n128_bf16", 256, 128, SourceType::bf16, 128, 1, 33024, 0, 0, 0, true, false},
     {"pack_d256_n128_fp16", 256, 128, SourceType::fp16, 128, 1, 33024, 0, 0, 0, true, false},
-    {"pack_d256_n128_fp8", 256, 128, SourceType::fp8, 128, 1, 33024, 0, 0, 0, false, false},
+    {"pack_d256_n128_fp8", 256, 128, SourceType::fp8, 128, 1, 33024, 0, 0, 0, true, false},
     {"pack_d256_n256_bf16", 256, 256, SourceType::bf16, 128, 2, 33024, 0, 0, 0, true, false},
     {"pack_d256_n256_fp16", 256, 256, SourceType::fp16, 128, 2, 33024, 0, 0, 0, true, false},
 };
@@ -892,6 +892,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "df66f5ed0ca7326073ea51924d5c4834340472b482dfb152539cbc132e6d5f82";
+const char kManifest[] = "760229035c218e222ac61b28204cc707447520981dc0693729ce416e317770a8";
 
 }  // namespace fp8cutlass

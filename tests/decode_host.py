@@ -26,7 +26,7 @@ FIELDS = (
     "q_bf16 k* v* k_page k_token k_head v_page v_token v_head readable* readable_count token_descale* descale_page "
     "descale_token descale_head page_descale* v_descale_page v_descale_head k_descale* v_descale* k_descale_sequence "
     "k_descale_step v_descale_sequence v_descale_step k_value! v_value! page_table* table_row page_size pages sinks* "
-    "sink_head sink_token sink_type scale! softcap! o* o_row o_head lse* late seed cuts*"
+    "sink_head sink_token sink_type scale! softcap! o* o_row o_head lse* late seed routed cuts*"
 ).split()
 _TYPES = {"*": ctypes.c_void_p, "!": ctypes.c_double}
 
@@ -54,6 +54,7 @@ class Batch:
     right: int = 0
     softcap: float = 0.0
     scale: float = 0.125
+    routed: bool = False  # sequences of negative length have no queries here
 
     @property
     def room(self) -> int:
@@ -155,7 +156,7 @@ class Kernel:
             "pages": b.k.shape[0], "sinks": b.sinks, "sink_head": 1,
             "sink_type": 0 if b.sinks is None else SINKS.index(b.sinks.dtype), "scale": b.scale,
             "softcap": b.softcap, "o": out, "o_row": out.stride(0), "o_head": out.stride(1), "lse": lse,
-            "late": int(late), "seed": seed, "cuts": cuts,
+            "late": int(late), "seed": seed, "routed": int(b.routed), "cuts": cuts,
         }  # fmt: skip
         for name, x in (("k", b.k_descale), ("v", b.v_descale)):
             if isinstance(x, torch.Tensor):

@@ -14,7 +14,7 @@ from codegen.gates.residents import FAMILY as RESIDENT
 from codegen.gates.rules import applicable, check, occupancy, smem_bytes
 from codegen.gates.sass import MATRIX
 from codegen.gates.subject import Kernel, Measured
-from codegen.outputs import APPEND, CUT
+from codegen.outputs import APPEND, CUT, ROUTE
 from scripts.cubins import INCLUDE, code_of, digest_of, own_headers
 
 # The parts of a report, and how the first line of each begins.
@@ -43,7 +43,7 @@ class Column:
     better: int = -1
     tolerance: float = 0.0
     compared: bool = True
-    families: tuple[str, ...] = (*ATTENTION, PACK, DECODE, CUT, APPEND, RESIDENT)
+    families: tuple[str, ...] = (*ATTENTION, PACK, DECODE, CUT, APPEND, ROUTE, RESIDENT)
 
 
 def _count(opcode: str) -> Callable[[Kernel, Measured], int]:
@@ -145,7 +145,7 @@ DECODE_LEGEND = """\
 
 def part_of(family: str) -> str:
     """The part of a report that a kernel stands in."""
-    return DECODE if family in (CUT, APPEND) else family if family in PARTS else "attention"
+    return DECODE if family in (CUT, APPEND, ROUTE) else family if family in PARTS else "attention"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -184,7 +184,7 @@ def test_the_registry_has_the_packs_in_the_manifest_s_order(generated: tuple[Pat
         assert row.startswith(f'{{"{p["id"]}", {p["head_dim"]}, {p["key_block"]}, SourceType::{p["source"]}, ')
         copies, integer = p["source"] == "fp8", p["id"].endswith("_s8")
         delivers = p["head_dim"] in (64, 128) and not copies and not integer
-        ragged = p["head_dim"] != 32 and not copies and not integer  # sm89 alone has heads of 32
+        ragged = p["head_dim"] != 32 and not integer  # sm89 alone has heads of 32
         end = f", {str(ragged).lower()}, {str(integer).lower()}}},"
         text = (generated[0] / p["file"]).read_text()
         stated = dict(re.findall(r"constexpr int (k\w+) = (\d+);", text))
@@ -198,8 +198,9 @@ def test_the_registry_has_the_packs_in_the_manifest_s_order(generated: tuple[Pat
         else:
             numbers += ["0"] * 3
         assert row.endswith(", ".join(numbers) + end)
-        assert (f"\n    {p['id']}_ragged(const __grid_constant__ PackParams p, " in text) == ragged
         params = "Fp8PackParams" if copies else "PackParams"
+        assert (f"\n    {p['id']}_ragged(const __grid_constant__ {params} p, " in text) == ragged
+        assert (f"\n    {p['id']}_gather(" in text) == (ragged and copies)
         assert text.startswith(f"// {p['id']}\n") and f"\n    {p['id']}(const __grid_constant__ {params} p)" in text
 
 
@@ -257,10 +258,11 @@ def test_the_registry_names_its_manifest_and_targets(generated: tuple[Path, Path
 
 def test_the_plan_is_compiled_once_where_there_are_ragged_batches(generated: tuple[Path, Path]) -> None:
     manifest = json.loads((generated[0] / "manifest.json").read_text())
-    plan, cut, append = manifest["plans"]
+    plan, cut, append, route = manifest["plans"]
     assert (plan["id"], plan["file"], plan["targets"]) == ("plan", "plan.cu", ["sm90a"])
     assert (cut["id"], cut["file"], cut["targets"]) == ("cut", "cut.cu", ["sm89", "sm90a"])
     assert (append["id"], append["file"], append["targets"]) == ("append", "append.cu", ["sm89", "sm90a"])
+    assert (route["id"], route["file"], route["targets"]) == ("route", "route.cu", ["sm90a"])
     holds = [p.name for p in generated[0].rglob("*.cu") if "walk/plan.cuh" in p.read_text()]
     assert holds == ["plan.cu"]
 

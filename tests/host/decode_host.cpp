@@ -41,7 +41,7 @@ struct Call {
   void* o;
   int64_t o_row, o_head;
   float* lse;
-  int64_t late, seed;
+  int64_t late, seed, routed;
   int* cuts;  // (ctas + 1, 12), written
 };
 
@@ -59,7 +59,8 @@ extern "C" const char* run(const Call* call) {
                             decode::divisor(int(c.kv_heads)),
                             int(c.left),
                             int(c.right),
-                            int(c.each)};
+                            int(c.each),
+                            int(c.routed)};
   std::vector<decode::Cut> cuts(c.ctas + 1);
   std::vector<unsigned> arrived(c.ctas, 77);
   std::vector<float> parts(2 * c.ctas * decode::kPartFloats<kHeadDim, kRows>, NAN);

@@ -279,7 +279,7 @@ const int kVariantCount = 11;
 const PackEntry kPacks[] = {{"pack", 64, 128, SourceType::bf16, 128, 1, 8000, 256, 50176, 3, true, false},
                             {"halved", 256, 256, SourceType::bf16, 128, 2, 33000, 0, 0, 0, true, false},
                             {"narrow", 32, 128, SourceType::bf16, 128, 1, 4000, 0, 0, 0, false, false},
-                            {"copies", 64, 128, SourceType::fp8, 128, 1, 8448, 0, 0, 0, false, false}};
+                            {"copies", 64, 128, SourceType::fp8, 128, 1, 8448, 0, 0, 0, true, false}};
 const int kPackCount = 4;
 const DecodeEntry kDecodes[] = {{"decode_d64", "sm90a", 64, 8, 128, 128, 70000, 2, 528}};
 const int kDecodeCount = 1;
@@ -655,7 +655,7 @@ static void check_loading() {
   report(runtime::found == found + 5, "threads that come at a time load each form once");
   const int before = runtime::found;
   for (const PackEntry& pack : kPacks) load_kernels(pack, 2);
-  report(runtime::found == before + 6 + 5 + 4 + 1, "all forms of a pack, and none that it does not have");
+  report(runtime::found == before + 6 + 5 + 4 + 2, "all forms of a pack, and none that it does not have");
 }
 
 // FP8 operands: V and K take CTAs, Q is read as it lies; descales of one operand are spread.
@@ -685,6 +685,18 @@ static void check_copies() {
   p.descale[kPackQ].count = 0;
   launch_fp8(kPacks[3], p, 0, nullptr);
   report(runtime::launches.size() == before + 2, "nothing to copy takes no launch");
+
+  Fp8PackParams packed{};
+  packed.batch = 1, packed.head_dim = 64, packed.key_block = 192;
+  Fp8Operand& v = packed.operand[kPackV];
+  v.x = reinterpret_cast<const uint8_t*>(0x500000), v.heads = 3, v.tokens = 1000, v.rows = 8 * 192;
+  RaggedPack batch{};
+  batch.tokens = 700, batch.heads = 4;
+  launch_fp8_ragged(kPacks[3], packed, batch, 0, nullptr);
+  report(last().params<Fp8PackParams>().operand[kPackV].blocks == 16 && last().ctas == 48 + 3 &&
+             last().ragged.first_cta == 48 && last().ragged.tokens == 700 && last().smem_bytes == 8448 &&
+             last().kernel->name == "_ZN10fp8cutlass13copies_raggedENS_13Fp8PackParamsENS_10RaggedPackE",
+         "a ragged batch in FP8: no CTA has keys of two blocks, and CTAs behind look for rows of no sequence");
 }
 
 static void check_refusals() {

@@ -68,10 +68,15 @@ RAGGED = (
     "Tensor(b!) out, Tensor(c!)? lse, float scale, int window_left, int window_right, bool bottom_right, "
     "bool keys_in_blocks"
 )
+ATTEND_RAGGED_FP8 = (
+    "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor(a!)? lse, float scale, "
+    "int window_left, int window_right, bool bottom_right"
+)
 
 CUT = (
-    "int decode, Tensor lengths, Tensor cu_seqlens_q, int total_q, int most_keys, int heads, int kv_heads, int left, "
-    "int right, int overhead, bool share, Tensor(a!) cuts, Tensor(b!) arrived"
+    "Tensor numbers, Tensor lengths, Tensor? cu_seqlens_q, int total_q, int most_keys, int heads, int kv_heads, "
+    "Tensor(a!) work"
 )
 APPEND = (
     "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_token_descale, "
@@ -80,10 +85,16 @@ APPEND = (
     "Tensor? rotary_sin, bool interleaved, Tensor? k_mean, bool hadamard"
 )
 DECODE = (
-    "int decode, Tensor q, Tensor k, Tensor v, Tensor? k_token_descale, Tensor? v_page_descale, Tensor k_descale, "
-    "Tensor v_descale, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, Tensor? sinks, Tensor(a!) out, "
-    "Tensor(b!)? lse, Tensor cuts, Tensor(c!) arrived, Tensor(d!) parts, float scale, float softcap, int left, "
-    "int right"
+    "Tensor numbers, Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor lengths, "
+    "Tensor? cu_seqlens_q=None, Tensor? k_descale=None, Tensor? v_descale=None, Tensor? k_token_descale=None, "
+    "Tensor? v_page_descale=None, Tensor? sinks=None, Tensor(a!)? work=None, Tensor(b!)? out=None, "
+    "Tensor(c!)? lse=None"
+)
+PREFILL = (
+    "Tensor numbers, int variant, Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor lengths, "
+    "Tensor? cu_seqlens_q, Tensor? k_descale, Tensor? v_descale, Tensor? k_token_descale, "
+    "Tensor? v_page_descale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) rest, float score_amax, int least, "
+    "int most, int capacity"
 )
 
 # Run in its own process: the operators can be registered once, and the package may have loaded another copy.
@@ -98,7 +109,7 @@ c.fp8cutlass_kernel_name.restype = ctypes.c_char_p
 c.fp8cutlass_manifest.restype = c.fp8cutlass_library.restype = ctypes.c_char_p
 count = c.fp8cutlass_variant_count()
 def names(source):
-    found = [c.fp8cutlass_kernel_name(source, form) for form in range(-1, 7)]
+    found = [c.fp8cutlass_kernel_name(source, form) for form in range(-1, 8)]
     return [name.decode() for name in found if name is not None]
 
 x = torch.zeros(1, 1, 128, 32, dtype=torch.uint8)
@@ -113,12 +124,14 @@ print(json.dumps({
                 str(ops.pack.default._schema), str(ops.attend.default._schema),
                 str(ops.attend_fp8.default._schema), str(ops.attend_packed.default._schema),
                 str(ops.forward_ragged.default._schema), str(ops.ragged_plan_words.default._schema),
-                str(ops.attend_ragged.default._schema), str(ops.load.default._schema),
+                str(ops.attend_ragged.default._schema), str(ops.attend_ragged_fp8.default._schema),
+                str(ops.load.default._schema),
                 str(ops.append.default._schema), str(ops.cut.default._schema),
-                str(ops.decode.default._schema), str(ops.load_decode.default._schema)],
+                str(ops.decode.default._schema), str(ops.prefill.default._schema),
+                str(ops.load_decode.default._schema)],
     "ids": [c.fp8cutlass_variant_id(i).decode() for i in range(count)],
     "outside": [c.fp8cutlass_variant_id(-1), c.fp8cutlass_variant_id(count), c.fp8cutlass_kernel_name(-1, 0)],
-    "names": [names(source) for source in range(count + int(sys.argv[2]) + 4)],
+    "names": [names(source) for source in range(count + int(sys.argv[2]) + 5)],
     "manifest": c.fp8cutlass_manifest().decode(),
     "library": c.fp8cutlass_library().decode(),
     "refusal": refusal,
@@ -177,10 +190,12 @@ def test_schemas(answers: dict[str, Any]) -> None:
         f"fp8cutlass_C::forward_ragged({RAGGED}) -> ()",
         "fp8cutlass_C::ragged_plan_words(int variant, int tokens, int sequences) -> int",
         f"fp8cutlass_C::attend_ragged({ATTEND_RAGGED}) -> Tensor",
+        f"fp8cutlass_C::attend_ragged_fp8({ATTEND_RAGGED_FP8}) -> Tensor",
         "fp8cutlass_C::load(int variant, int device, int source=-1) -> ()",
         f"fp8cutlass_C::append({APPEND}) -> ()",
         f"fp8cutlass_C::cut({CUT}) -> ()",
-        f"fp8cutlass_C::decode({DECODE}) -> ()",
+        f"fp8cutlass_C::decode({DECODE}) -> Tensor",
+        f"fp8cutlass_C::prefill({PREFILL}) -> ()",
         "fp8cutlass_C::load_decode(int decode, int device) -> ()",
     ]
 
@@ -224,7 +239,7 @@ def kernel_files(built: Built) -> dict[str, kernel_file.KernelFile]:
 def sources_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """What the library numbers, in its order; what its profile does not have, without targets."""
     plans = {plan["id"]: plan for plan in manifest["plans"]}
-    last = [plans.get(name, {"id": name, "targets": []}) for name in ("plan", "cut", "append")]
+    last = [plans.get(name, {"id": name, "targets": []}) for name in ("plan", "cut", "append", "route")]
     return [*manifest["variants"], *manifest["packs"], *manifest["decodes"], *last]
 
 

@@ -143,6 +143,25 @@ def test_keys_past_the_end_and_lying_tables_reach_nothing(small: Kernel) -> None
     assert small.run(lying).out.shape == b.q.shape  # a copy from elsewhere raises
 
 
+def test_sequences_of_another_kernel_are_left_alone(small: Kernel) -> None:
+    """Neither are their rows written, nor does anybody wait for their share; others keep their bits. Without the word a
+    negative length is 0."""
+    plain = cases(64)["queries"]
+    whole = small.run(plain, whole=True)
+    for taken in ([1, 3], [0, 4], [0, 1, 2, 3, 4], [2]):
+        lengths = plain.lengths.clone()
+        lengths[taken] = -1
+        result = small.run(replace(plain, lengths=lengths, routed=True), whole=True)
+        theirs = torch.zeros(len(plain.q), dtype=torch.bool)
+        for s in taken:
+            theirs[int(plain.cu_q[s]) : int(plain.cu_q[s + 1])] = True
+        assert result.out[theirs].isnan().all() and result.lse[:, theirs].isnan().all()
+        assert torch.equal(result.out[~theirs], whole.out[~theirs])
+        assert torch.equal(result.lse[:, ~theirs], whole.lse[:, ~theirs])
+        dead = small.run(replace(plain, lengths=lengths), whole=True)
+        assert (dead.out[theirs] == 0).all() and torch.equal(dead.out[~theirs], whole.out[~theirs])
+
+
 def test_queries_of_no_sequence_are_zero(small: Kernel) -> None:
     b = batch((50, 60), [2, 1], (4, 2), 64)
     b = replace(b, q=torch.cat([b.q[:1], b.q, b.q[:2]]), cu_q=b.cu_q + 1)

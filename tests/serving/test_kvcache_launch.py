@@ -93,13 +93,15 @@ class OnHost:
         b = decode_host.Batch(
             q, k, a["v"].view(torch.uint8), a["page_table"], a["lengths"], a["cu_seqlens_q"], *static,
             a["k_token_descale"], a["v_page_descale"], sinks if sinks is None or sinks.dim() == 1 else None, n["left"],
-            n["right"], n["softcap"], n["scale"],
+            n["right"], n["softcap"], n["scale"], bool(n["routed"]),
         )  # fmt: skip
         assert sinks is b.sinks
         result = self.kernel(spec.id).run(b, ctas=n["ctas"], whole=not n["share"], overhead=n["overhead"])
-        out.copy_(result.out.view(out.shape))
+        # What the kernel does not write is NaN there: rows of sequences that are another's.
+        written = ~result.out.isnan().all(-1).all(-1) if n["routed"] else slice(None)
+        out.view(result.out.shape)[written] = result.out[written]
         if a["lse"] is not None:
-            a["lse"].copy_(result.lse)
+            a["lse"][:, written] = result.lse[:, written]
         return out
 
 

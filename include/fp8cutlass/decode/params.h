@@ -53,6 +53,7 @@ struct Batch {
   Divisor by_group, by_kv_heads;  // heads that share one of K and V; those of K and V
   int left, right;                // of its own position, the keys before and after that a query sees; kFar: all
   int each;                       // where cu_q is null, queries of every sequence
+  int routed;                     // a sequence of negative length has no queries here: they are another kernel's
 };
 
 struct Sequence {
@@ -82,11 +83,8 @@ struct CutParams {
 
 enum Sink : int { kSinkFp32, kSinkBf16, kSinkFp16 };
 
-struct DecodeParams {
-  Batch batch;
-  const void* q;  // (total_q, H, D) bf16 or fp16, strides in elements, rows 8-byte aligned
-  int64_t q_row, q_head;
-  int q_bf16;  // else fp16; of the output as well
+// A cache in pages, with its descales.
+struct Paged {
   Cache k, v;
   TokenDescale k_token, v_token;
   HeadDescale k_descale, v_descale;
@@ -94,7 +92,14 @@ struct DecodeParams {
   int64_t table_row;
   Divisor by_page_size;  // tokens of a page
   int entries, pages;    // pages of a row of the table, and of the cache
-  const void* sinks;     // (H,) or (H, total_q): a score that joins the sum of a row; null: none
+};
+
+struct DecodeParams : Paged {
+  Batch batch;
+  const void* q;  // (total_q, H, D) bf16 or fp16, strides in elements, rows 8-byte aligned
+  int64_t q_row, q_head;
+  int q_bf16;         // else fp16; of the output as well
+  const void* sinks;  // (H,) or (H, total_q): a score that joins the sum of a row; null: none
   int64_t sink_head, sink_token;
   int sink_type;  // Sink
   float scale;    // softmax scale

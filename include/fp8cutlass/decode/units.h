@@ -20,7 +20,7 @@ CUTE_HOST_DEVICE Sequence sequence_of(const Batch& b, int length, int begin, int
   Sequence of;
   of.keys = clamped(length, 0, b.most_keys);
   of.query = clamped(begin, 0, b.total_q);
-  of.queries = clamped(end, of.query, b.total_q) - of.query;
+  of.queries = b.routed && length < 0 ? 0 : clamped(end, of.query, b.total_q) - of.query;
   return of;
 }
 

@@ -12,6 +12,7 @@ from ..call import kvmemo
 from ..call.kvappend import append, positions
 from ..call.kvcache import KVCall, refuse_device, run
 from ..call.kvplan import AttentionPlan, Form, differs
+from ..call.kvprefill import may_be_kept
 from ..call.operators import register
 from ..call.ragged import default_scale
 from ..call.reasons import no_derivatives
@@ -58,7 +59,8 @@ def attention_with_kvcache(
         page_table: (B, most pages) int32: the pages of each sequence. Entries past its length are not read.
         cache_seqlens: (B,) int32, or a number for all: keys of each sequence before ``k`` is appended.
         cu_seqlens_q: (B + 1,) int32: where the tokens of each sequence begin, and the last one's end.
-        max_seqlen_q: an upper bound of the tokens of a sequence. It helps to choose a kernel and changes no result.
+        max_seqlen_q: an upper bound of the tokens of a sequence. It helps to choose a kernel. Below 128 no kernel looks
+            for long chunks, which on a card are computed in FP8 (docs/serving.md).
         k, v: tokens to be appended first, at ``cache_seqlens``: (B, S', Hkv, D), or (T', Hkv, D) with
             ``cu_seqlens_k_new``. Attention then sees them. Their pages must be in the table.
         cu_seqlens_k_new: (B + 1,) int32; default ``cu_seqlens_q``.
@@ -129,13 +131,13 @@ def attention_with_kvcache(
     tensors_of = [x if isinstance(x, torch.Tensor) else None for x in descales]
     numbers = [1.0 if x is None or isinstance(x, torch.Tensor) else x for x in descales]
     scale = default_scale(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
-    most_q = max_seqlen_q if plan is None else plan.max_seqlen_q
+    most_q = bound_of(q, max_seqlen_q if plan is None else plan.max_seqlen_q)
     result, lse = _operator(
         tokens, pages.k, pages.v, *tensors_of, *numbers, at.page_table, used, at.cu_q, sinks, at.cache.mean(layer),
         scale, left, right, float(softcap), num_splits, at.cache.hadamard, return_lse, most_q,
         None if plan is None else plan.work,
     )  # fmt: skip
-    if signed is not None and at.tokens and at.batch and at.columns:
+    if signed is not None and at.tokens and at.batch and at.columns and may_be_kept(most_q, at.tokens):
         kvmemo.remember(
             signed, q, cache, at.cache.kv_heads, at.batch, (k_descale, v_descale), scale=scale, left=left, right=right,
             softcap=float(softcap), splits=num_splits, return_lse=return_lse, most_q=most_q,
@@ -145,6 +147,11 @@ def attention_with_kvcache(
         lse = lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1)  # (B, H, S)
     result = result if out is None else out.copy_(result)
     return (result, lse) if return_lse else result
+
+
+def bound_of(q: torch.Tensor, max_seqlen_q: int | None) -> int | None:
+    """What is known of the tokens of a sequence: those of a batch are as many."""
+    return q.shape[1] if max_seqlen_q is None and q.dim() == 4 else max_seqlen_q
 
 
 def settled(given: Given, *, ask_device: bool = True) -> Settled:

@@ -1,5 +1,6 @@
-"""Attention over a paged cache on a card: the kernel that cuts the work, then the one that does it. No number of the
-device is waited for, and no operation of torch is between a call's arguments and its launches."""
+"""Attention over a paged cache on a card: where there may be long chunks, the kernels that take these; then the kernel
+of decode that cuts the work, and the one that does it. No number of the device is waited for, and no operation of torch
+is between a call's arguments and its launches."""
 
 from __future__ import annotations
 
@@ -8,11 +9,15 @@ from dataclasses import replace
 import torch
 
 from ..choose.target import Target, device_of, target
+from ..dtypes import OUT_NAMES
 from ..errors import NoKernelError
-from ..native.decode import Caches, attend, kernel_for, uncut
+from ..native.decode import Caches, attend, kernel_for, prefill, uncut
 from ..tracing import constant
+from .kvprefill import LEAST, Chunks, prefill_for
+from .launch import score_amax
 
 ROW_BYTES = 8  # to which rows of Q are aligned
+CHUNK_BYTES = 16  # the same where the copy engine reads them
 
 
 @constant
@@ -30,8 +35,11 @@ def unserved(kind: str, index: int | None, head_dim: int) -> tuple[str, ...]:
     return ()
 
 
-def rows_of(tokens: int, sequences: int, group: int, most: int | None) -> int:
-    """Rows of a unit that the call has use for: ``most`` tokens of a sequence, or the mean."""
+def rows_of(tokens: int, sequences: int, group: int, most: int | None, routed: bool = False) -> int:
+    """Rows of a unit that the call has use for: ``most`` tokens of a sequence, or the mean. Where long chunks are
+    ``routed`` to other kernels, what is left are mostly steps of one token."""
+    if routed:
+        return group
     mean = -(-tokens // max(sequences, 1))
     return group * max(1, min(tokens, mean if most is None else most))
 
@@ -57,19 +65,36 @@ def launch(
     work: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Out (T, H, D) and the LSE (H, T). Tensors are those of ``KVCall``; ``sinks`` are (H,) or (H, T). T, the sequences
-    and the table are not empty. ``work``: of a plan for such a call; else the work is cut first."""
+    and the table are not empty. ``work``: of a plan for such a call; else the work is cut first, and so it is of what
+    long chunks leave."""
     (tokens, heads, head_dim), kv_heads = q.shape, k.shape[2]
-    rows = rows_of(tokens, used.shape[0], heads // kv_heads, most_q)
+    room = k.shape[1] * (1 if page_table is None else page_table.shape[1])
+    chunks = Chunks(
+        tokens, used.shape[0], most_q, room, kv_heads, head_dim, OUT_NAMES[q.dtype], left, right, softcap > 0,
+        sinks is not None, 0 if share else 1,
+    )  # fmt: skip
+    part, _ = prefill_for(at, chunks)
+    rows = rows_of(tokens, used.shape[0], heads // kv_heads, most_q, part is not None)
     kernel, number = kernel_for(at.directory, at.arch, head_dim, rows)
     # What kernels cannot read as it lies is copied: nothing, where tensors come from a projection or from torch.
     used, cu_q = used.contiguous(), None if cu_q is None else cu_q.contiguous()
     if page_table is not None and page_table.stride(1) != 1 and page_table.shape[1] > 1:
         page_table = page_table.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
-    shares = replace(uncut(kernel, number, at.sm_count, share=share), memory=work)
+    shares, held = uncut(kernel, number, at.sm_count, share=share), caches(k, v, *descales)
+    if part is None:
+        return attend(
+            replace(shares, memory=work), readable(q), held, page_table, used, cu_q, scale=scale, left=left,
+            right=right, softcap=softcap, sinks=sinks, return_lse=return_lse,
+        )  # fmt: skip
+    q, shares = readable(q, CHUNK_BYTES), replace(shares, routed=True)
+    out, lse, rest = prefill(
+        shares, part.number, q, held, page_table, used, cu_q, scale=scale, left=left, right=right,
+        return_lse=return_lse, score_amax=score_amax(part.kernel), least=LEAST, most=part.most, capacity=part.capacity,
+    )  # fmt: skip
     return attend(
-        shares, readable(q), caches(k, v, *descales), page_table, used, cu_q, scale=scale, left=left, right=right,
-        softcap=softcap, sinks=sinks, return_lse=return_lse,
+        shares, q, held, page_table, rest, cu_q, scale=scale, left=left, right=right, softcap=softcap, sinks=sinks,
+        into=(out, lse),
     )  # fmt: skip
 
 
@@ -82,9 +107,9 @@ def caches(
     return Caches(k, v, k_descale, v_descale, None, None)
 
 
-def readable(q: torch.Tensor) -> torch.Tensor:
+def readable(q: torch.Tensor, alignment: int = ROW_BYTES) -> torch.Tensor:
     """(T, H, D) with rows that kernels can read."""
     steps = [step * q.element_size() for step, size in zip(q.stride()[:2], q.shape, strict=False) if size > 1]
-    if q.stride(2) == 1 and not any(step % ROW_BYTES for step in (*steps, q.data_ptr())):
+    if q.stride(2) == 1 and not any(step % alignment for step in (*steps, q.data_ptr())):
         return q
     return q.clone(memory_format=torch.contiguous_format)

@@ -3,7 +3,8 @@
 What is checked and chosen depends on metadata and options alone. The operator checks what tensors a kernel may be
 given; what it refuses takes the long way, which says why or copies. As :mod:`.memo` has it for dense calls, these are
 never kept: tensors with a gradient, subclasses, modes and transforms, and under torch.compile. Nor are calls that
-append or turn, caches with a mean or a rotation, and calls while ``FP8CUTLASS_CHECK`` is set.
+append or turn, caches with a mean or a rotation, calls that may have long chunks, and calls while ``FP8CUTLASS_CHECK``
+is set.
 """
 
 from __future__ import annotations

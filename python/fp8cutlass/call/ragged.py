@@ -1,9 +1,9 @@
 """A ragged batch from tensors to its outputs: sequences of unequal lengths, their tokens one after the other.
 
-On a card one operator of the extension quantises and packs bf16 and fp16 tensors and attends: K and V become blocks,
-where each sequence begins at a block of its own (`include/fp8cutlass/walk/ragged.h` says where). V of FP8 operands is
-packed by torch operations, and so is everything in ``by_torch``, the specification of the packed bytes. Lengths stay on
-the device. On the CPU each sequence is emulated by itself, which is the specification of the results.
+On a card one operator of the extension makes the operands and attends. Of bf16 and fp16 tensors K and V are quantised
+and become blocks, where each sequence begins at a block of its own (`include/fp8cutlass/walk/ragged.h` says where). Of
+FP8 operands V does. ``by_torch`` and ``fp8_by_torch`` are the specification of the packed bytes. Lengths stay on the
+device. On the CPU each sequence is emulated by itself, which is the specification of the results.
 """
 
 from __future__ import annotations
@@ -124,11 +124,16 @@ def launch(
     ``leave_q``: the attention kernel quantises Q itself, where it can; the bits are the same.
     """
     extension.load()
-    if call.descales:
-        return launch_made(call, fp8_operands(call, variant), variant, number, lse)
     q, k, v = (readable(x.transpose(0, 1)[None])[0].transpose(0, 1) for x in (call.q, call.k, call.v))
     ends = (FAR if end < 0 else end for end in (call.left, call.right))
-    out: torch.Tensor = extension.compiled().attend_ragged(
+    out: torch.Tensor
+    if call.descales:
+        out = extension.compiled().attend_ragged_fp8(
+            number, q, k, v, *call.descales, call.cu_q, call.cu_k, call.used_q, call.used_k, lse, call.scale, *ends,
+            call.bottom_right, call.softcap, call.sinks,
+        )  # fmt: skip
+        return _with_sinks(call, out, lse)
+    out = extension.compiled().attend_ragged(
         number, q, k, v, call.cu_q, call.cu_k, call.used_q, call.used_k, lse, score_amax(variant), V_AMAX, call.scale,
         *ends, call.bottom_right, leave_q, None, call.softcap, call.sinks,
     )  # fmt: skip
@@ -171,8 +176,8 @@ def launch_made(call: RaggedCall, made: Made, variant: Variant, number: int, lse
     return _with_sinks(call, out, lse)
 
 
-def fp8_operands(call: RaggedCall, variant: Variant) -> Made:
-    """Of a call with FP8 tensors: V is packed, Q and K are read as they are."""
+def fp8_by_torch(call: RaggedCall, variant: Variant) -> Made:
+    """Of a call with FP8 tensors, on any device: V is packed, Q and K are read as they are."""
     block, missing = variant.key_block, variant.head_dim - call.q.shape[2]
     q, k, v = (F.pad(x.view(torch.uint8), (0, missing)) for x in (call.q, call.k, call.v))
     q = q ^ 0x80 if call.scale < 0 else q

@@ -35,6 +35,11 @@ class RaggedCall:
     @property
     def mask(self) -> str:
         """The kernels' word for it."""
-        if self.left < 0 and self.right < 0:
-            return "full"
-        return "causal" if self.left < 0 and self.right == 0 else "window"
+        return mask_of(self.left, self.right)
+
+
+def mask_of(left: int, right: int) -> str:
+    """What kernels call the mask of rows that see so many keys before and after their own, -1 for all."""
+    if left < 0 and right < 0:
+        return "full"
+    return "causal" if left < 0 and right == 0 else "window"

@@ -18,7 +18,7 @@ from .numbers import constants
 
 # As in native/attend.py: there is no backward, and autograd's fallback would look at every argument.
 _library = torch.library.Library(LIBRARY, "IMPL")
-for _name in ("cut", "decode"):
+for _name in ("cut", "decode", "prefill"):
     _library.impl(_name, torch.library.fallthrough_kernel, "AutogradCUDA")
 
 FAR = 1 << 30  # a window's end that no length reaches
@@ -60,6 +60,7 @@ class Work:
     ctas: int
     share: bool  # whether CTAs may share a unit; else results of a sequence do not depend on the others
     memory: torch.Tensor | None = None  # (work_bytes,) uint8; None: each call cuts its own
+    routed: bool = False  # sequences of negative length are another kernel's
 
     @property
     def cuts(self) -> torch.Tensor:
@@ -129,6 +130,7 @@ def numbers_of(
     return constants(
         extension.decode_fields(), decode=work.number, ctas=work.ctas, overhead=OVERHEAD, share=work.share,
         left=_end(left), right=_end(right), scale=scale, softcap=softcap, k_descale=k_descale, v_descale=v_descale,
+        routed=work.routed,
     )  # fmt: skip
 
 
@@ -146,6 +148,12 @@ class Caches:
     v_descale: torch.Tensor | float
     k_token: torch.Tensor | None  # (pages, page_size, Hkv) float32, any strides: of each token and head
     v_page: torch.Tensor | None  # (pages, Hkv) float32, any strides: of each page and head
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Descales of K and V that are no numbers."""
+        k, v = (x if isinstance(x, torch.Tensor) else None for x in (self.k_descale, self.v_descale))
+        return k, v
 
 
 @dataclass(frozen=True)
@@ -196,20 +204,61 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    into: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch the kernel: out of the shape and dtype of q (tokens, H, D), and the natural LSE (H, tokens).
+    """Launch the kernel: out of the shape and dtype of q (tokens, H, D), and the natural LSE (H, tokens). ``into``:
+    both, where they are there.
 
     ``work`` was cut for these lengths, heads, window and page table, or it is not cut, which is done first. ``sinks``:
     (H,) float32, bf16 or fp16, or (H, tokens) float32. Without ``page_table`` page s is all of sequence s.
     """
-    lse = torch.empty(q.shape[1], q.shape[0], device=q.device) if return_lse else None
+    result, lse = (None, _sums(q, return_lse)) if into is None else into
     launch = launch_of(
         work, scale=scale, left=left, right=right, softcap=softcap, k_descale=caches.k_descale,
         v_descale=caches.v_descale,
     )  # fmt: skip
-    tensors = (x if isinstance(x, torch.Tensor) else None for x in (caches.k_descale, caches.v_descale))
     out = launch(
-        q, caches.k, caches.v, page_table, lengths, cu_q, *tensors, caches.k_token, caches.v_page, sinks, work.memory,
-        None, lse,
+        q, caches.k, caches.v, page_table, lengths, cu_q, *caches.tensors, caches.k_token, caches.v_page, sinks,
+        work.memory, result, lse,
     )  # fmt: skip
-    return out, lse
+    return out if result is None else result, lse
+
+
+def _sums(q: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+    return torch.empty(q.shape[1], q.shape[0], device=q.device) if wanted else None
+
+
+def prefill(
+    work: Work,
+    variant: int,
+    q: torch.Tensor,
+    caches: Caches,
+    page_table: torch.Tensor | None,
+    lengths: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    *,
+    scale: float,
+    left: int,
+    right: int,
+    return_lse: bool,
+    score_amax: float,
+    least: int,
+    most: int,
+    capacity: int,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Launch what serves long chunks: the kernel that chooses sequences of ``least`` queries and more, at most ``most``
+    with ``capacity`` keys in all; the one that copies their keys; the plan of a ragged batch; and ``variant``. Q's rows
+    begin at multiples of 16 bytes.
+
+    Returns out and the LSE, where the rows of these sequences are written, and the lengths for ``work``, which is
+    routed: (sequences,) int32, negative where a sequence is none of its.
+    """
+    extension.load()
+    out, lse, rest = torch.empty_like(q), _sums(q, return_lse), torch.empty_like(lengths)
+    k, v = (1.0 if isinstance(x, torch.Tensor) else float(x) for x in (caches.k_descale, caches.v_descale))
+    numbers = numbers_of(work, left=left, right=right, scale=scale, k_descale=k, v_descale=v)
+    extension.compiled().prefill(
+        numbers, variant, q, caches.k, caches.v, page_table, lengths, cu_q, *caches.tensors, caches.k_token,
+        caches.v_page, out, lse, rest, score_amax, least, most, capacity,
+    )  # fmt: skip
+    return out, lse, rest

@@ -892,6 +892,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "760229035c218e222ac61b28204cc707447520981dc0693729ce416e317770a8";
+const char kManifest[] = "1f8e43cf02b32078ea950be58425a6ee3157e6ec24f8e85d418028238e2b8628";
 
 }  // namespace fp8cutlass

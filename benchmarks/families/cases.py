@@ -1,7 +1,7 @@
 """The attention calls of one forward of each model family, at sizes that people run.
 
 Heads, layers and widths are those of the published configurations, which ``source`` names; tokens are chosen for a
-heavy forward. ``tests/integrations/test_families.py`` records the calls of the libraries' own models and compares
+heavy forward. ``tests/integrations/test_model_families.py`` records the calls of the libraries' own models and compares
 them with this table.
 """
 

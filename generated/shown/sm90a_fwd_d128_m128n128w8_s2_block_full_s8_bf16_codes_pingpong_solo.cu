@@ -333,7 +333,6 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     for (int r = 0; r < 2; ++r)
       slope[r] = least_or_nan(most_or_nan(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinSlope), kMaxSlope);
     softmax_of_integers(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
-    softmax_exp2(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
   };
 
   // O += beta * descale * T for the columns of a part.

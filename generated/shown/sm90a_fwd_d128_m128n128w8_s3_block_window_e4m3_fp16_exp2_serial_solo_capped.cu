@@ -375,6 +375,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       }
     }
     if (masked & 2) mask_before(s, row + Walk::band(p, item).first - key);
+    softmax_exp2(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
   };
 
   // O += beta * descale * T for the columns of a part.

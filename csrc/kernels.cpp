@@ -175,7 +175,8 @@ cudaKernel_t load(int source, int form, int device) {
     known = library;
   }
   cudaKernel_t kernel = nullptr;
-  check(cudaLibraryGetKernel(&kernel, known, name.c_str()), "is not in its cubin");
+  const cudaError_t found = cudaLibraryGetKernel(&kernel, known, name.c_str());  // which may be what loads a library
+  check(found, found == cudaErrorSymbolNotFound ? "is not in its cubin" : "cannot be loaded");
   // Into the current context, which would otherwise be done by the first launch, perhaps in a capture.
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "cannot be loaded");

@@ -60,7 +60,7 @@ inline int64_t padded_keys(int64_t keys) { return (keys + kKeyBlock - 1) / kKeyB
 
 // Whether more than a block of a head shares a descale, so that its maximum takes a pass of its own.
 inline bool beyond_blocks(Granularity shared_by) {
-  return shared_by != Granularity::block && shared_by != Granularity::token;
+  return shared_by == Granularity::tensor || shared_by == Granularity::head || shared_by == Granularity::channel;
 }
 
 constexpr uint32_t kFlip = 0x80808080;  // turns the signs of four e4m3 bytes

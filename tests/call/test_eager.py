@@ -401,9 +401,9 @@ class TestOnACard:
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            (lambda c: c[:9], "constants must be 17 numbers"),
-            (lambda c: c.float(), "constants must be 17 numbers"),
-            (lambda c: c.cuda(), "constants must be 17 numbers"),
+            (lambda c: c[:9], "constants must be 19 numbers"),
+            (lambda c: c.float(), "constants must be 19 numbers"),
+            (lambda c: c.cuda(), "constants must be 19 numbers"),
             (lambda c: with_number(c, "variant", 0.5), "variant must be an integer"),
             (lambda c: with_number(c, "variant", -1.0), "variant -1 is not in the registry"),
             (lambda c: with_number(c, "q_granularity", torch.nan), "q_granularity must be an integer"),

@@ -14,7 +14,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from gpu import needs
+from gpu import built_manifest, needs
 from reference import relative_l2
 
 from fp8cutlass import attention, merge_attention, pack_kv, parallel
@@ -103,7 +103,10 @@ def library() -> None:
 def test_processes_that_share_a_card(count: int, tmp_path: Path, library: None) -> None:
     for name, (_, heads, kv_heads, head_dim, causal) in PROBLEMS.items():
         q = torch.zeros(1, heads, 256, head_dim, dtype=torch.bfloat16, device="cuda")
-        needs(q, q[:, :kv_heads], q[:, :kv_heads], is_causal=causal, enable_gqa=True), name
+        needs(q, q[:, :kv_heads], q[:, :kv_heads], is_causal=causal, enable_gqa=True)
+    # A ring takes parts of a call by kernels of one key block, which a profile may lack.
+    if built_manifest().profile != "release":
+        pytest.skip("needs the kernels of profile release")
     check(ranks.run(count, work, tmp_path, count, False), count)
 
 
@@ -129,7 +132,9 @@ def test_an_lse_for_merging(precision: str, head_dim: int, causal: bool) -> None
     exact = attention(*on_card, return_lse=True, **made)[1]
     assert torch.equal(out, plain)
     far = (lse - exact).cpu()
-    assert float(far.abs().max()) < (0.08 if precision == "fast" else 0.02), far.abs().max()
+    # Of a row with few keys each P has one rounding to e4m3, 1/16 of it at most, and "fast" interpolates as well.
+    assert float(far.abs().max()) < (0.08 if precision == "fast" else 1 / 16), far.abs().max()
+    assert precision == "fast" or float(far.square().mean().sqrt()) < 0.01
     packed = pack_kv(*on_card[1:], query_shape=q.shape, is_causal=causal, precision=precision)
     assert torch.equal(attention(on_card[0], packed, return_lse="merge", enable_gqa=True, is_causal=causal)[1], lse)
 

@@ -117,7 +117,8 @@ def test_a_graph_follows_lengths_across_the_limit() -> None:
         graph.replay()
         torch.cuda.synchronize()
         wanted, log_sum = there.run(**given)
-        assert torch.equal(out, wanted) and torch.equal(lse, log_sum), shift
+        for x, y in ((out, wanted), (lse, log_sum)):  # bits: a length that grows reaches slots of NaN
+            assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), shift
 
 
 def test_a_nan_of_v_reaches_the_rows_that_see_it() -> None:

@@ -22,7 +22,7 @@ from fuzz_cases import CELLS, ORDERS, SOURCES, VALUES, Case, draw
 from fuzz_check import operands_for
 from fuzz_judge import Expected, Verdict, judge
 from fuzz_varlen import DESCALES, KEYS, LENGTHS, RaggedCase, draw_ragged
-from gpu import built_variants
+from gpu import built_manifest, built_variants
 from reference import Operands
 from tensor_core import cut_products
 
@@ -109,7 +109,8 @@ def test_random_calls_on_a_card(batch: int, only: str) -> None:
         pytest.skip("no kernel reads masks")
     ran = fuzz.fuzz("cuda", 1, first=batch * CARD_CASES, cases=CARD_CASES, only=only, say=lambda text: None)
     assert ran.failures == []
-    assert ran.statuses["passed"] >= CARD_CASES // 4, "calls are served"
+    least = CARD_CASES // (4 if built_manifest().profile == "release" else 10)  # others lack kernels for some calls
+    assert ran.statuses["passed"] >= least, "calls are served"
 
 
 def test_an_lse_is_held_to_what_float32_can_say() -> None:

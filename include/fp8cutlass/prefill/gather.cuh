@@ -84,7 +84,7 @@ __device__ __forceinline__ void gather_blocks(const GatherParams& p, uint8_t* st
     const uint8_t* const head = cache.base + decode::steps(source.head, cache.head);
     // Without a table page s is all of sequence s.
     const int* const table =
-        p.page_table == nullptr ? &source.sequence : p.page_table + decode::steps(source.sequence, p.table_row);
+        p.page_table == nullptr ? nullptr : p.page_table + decode::steps(source.sequence, p.table_row);
     float descale = head_descale.value;
     if (head_descale.base != nullptr)
       descale = head_descale.base[source.sequence * head_descale.sequence + source.head * head_descale.head];
@@ -99,7 +99,8 @@ __device__ __forceinline__ void gather_blocks(const GatherParams& p, uint8_t* st
       for (int i = 0; i < kChunks; ++i) x[pass][i] = uint4{0, 0, 0, 0};
       if (key >= source.keys) continue;
       const int entry = decode::quotient(key, p.by_page_size), token = key - entry * p.by_page_size.by;
-      const int page = decode::clamped(table[min(entry, p.entries - 1)], 0, p.pages - 1);
+      const int listed = table == nullptr ? source.sequence : table[min(entry, p.entries - 1)];
+      const int page = decode::clamped(listed, 0, p.pages - 1);
       const uint8_t* const row = head + decode::steps(page, cache.page) + decode::steps(token, cache.token);
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) x[pass][i] = *reinterpret_cast<const uint4*>(row + 16 * (lane + kLanes * i));

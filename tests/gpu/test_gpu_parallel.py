@@ -101,7 +101,7 @@ def library() -> None:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_that_share_a_card(count: int, tmp_path: Path, library: None) -> None:
-    for name, (_, heads, kv_heads, head_dim, causal) in PROBLEMS.items():
+    for _, heads, kv_heads, head_dim, causal in PROBLEMS.values():
         q = torch.zeros(1, heads, 256, head_dim, dtype=torch.bfloat16, device="cuda")
         needs(q, q[:, :kv_heads], q[:, :kv_heads], is_causal=causal, enable_gqa=True)
     # A ring takes parts of a call by kernels of one key block, which a profile may lack.

@@ -18,7 +18,7 @@ from fp8cutlass.call.call import Call, Outputs, Tensors
 from fp8cutlass.call.card import prepared_call
 from fp8cutlass.call.launch import fp8_operands, run, run_operands
 from fp8cutlass.call.plan import Plan
-from fp8cutlass.dtypes import OUT_DTYPES
+from fp8cutlass.dtypes import DTYPE_NAMES, OUT_DTYPES
 from fp8cutlass.emulator.emulate import Diagnostics
 from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.manifest import Decode, Manifest, Variant, generated_dir, load_manifest
@@ -56,6 +56,11 @@ def built_variants(kind: str, **axes: object) -> list[Variant]:
         for variant in built_manifest().variants
         if (arch is None or arch in variant.targets) and all(getattr(variant, a) == x for a, x in wanted.items())
     ]
+
+
+def fp8_variants() -> list[Variant]:
+    """Those of kind "fwd" that take what a caller has in FP8; operands of integers are made of bf16 and fp16 alone."""
+    return [v for v in built_variants("fwd") if v.dtype in DTYPE_NAMES.values()]
 
 
 def built_packs(*, fp8: bool = False) -> list[dict[str, Any]]:

@@ -65,8 +65,9 @@ def test_every_kernel_is_the_emulators(variant: Variant, rows: int, keys: int) -
     want, want_lse = attention(*x, **options)
     assert relative_l2(out.cpu(), want.double()) < emulator_limit(variant)
     assert float((lse.cpu() - want_lse).abs().nan_to_num(0.0).max()) < 1e-3
-    again, _ = attention(*(t.cuda() for t in x), **options)
-    assert torch.equal(out, again)
+    for with_lse in (True, False):
+        again = attention(*(t.cuda() for t in x), **options | {"return_lse": with_lse})
+        assert torch.equal(out, again[0] if with_lse else again)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 30.0, 1e6])

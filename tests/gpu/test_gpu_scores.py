@@ -142,7 +142,8 @@ def test_every_ragged_kernel_is_its_emulation(v: Variant) -> None:
         assert not out.isnan().any() and far(out, wanted) <= limit(v, softcap), window
         assert torch.equal(lse.cpu().isneginf(), log_sum.isneginf())
         seen = ~log_sum.isneginf()
-        assert float((lse.cpu() - log_sum)[seen].abs().max()) < (0.02 if softcap else 0.01)
+        most = 0.02 if softcap else lse_limit(v, 15.0, emulated=is_emulated(v))  # five standard deviations of a logit
+        assert float((lse.cpu() - log_sum)[seen].abs().max()) < most
 
 
 CALLS: list[dict[str, Any]] = [

@@ -99,7 +99,7 @@ __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& ex
           for (int c = 0; c < 2; ++c) {
             float2* const to = reinterpret_cast<float2*>(exchange.o + (8 * n + 2 * t + c) * kPitch + 16 * j + 2 * g);
             float2 x = round == 0 ? make_float2(0.f, 0.f) : *to;
-            x.x += factor[n][c] * state.o[j][n][c], x.y += factor[n][c] * state.o[j][n][2 + c];
+            x.x = fmaf(factor[n][c], state.o[j][n][c], x.x), x.y = fmaf(factor[n][c], state.o[j][n][2 + c], x.y);
             *to = x;
           }
       }
@@ -147,7 +147,8 @@ constexpr bool kHoldsResult =
 
 // The same after the last share of a CTA. Nothing is copied any more, so that O of every warp goes where its keys were,
 // and each thread adds up what all warps have of some columns: two barriers instead of one a warp and one more. The
-// order of additions is that of `join_warps`, and so are the bits.
+// order of additions is that of `join_warps`, and so are the bits: products and sums are fused by name, as the compiler
+// may fuse either product of a sum.
 template <int kHeadDim, int kRows, int kWarps, typename Slots>
 __device__ __forceinline__ void join_last(Exchange<kHeadDim, kRows, kWarps>& exchange, Slots (&slots)[kWarps],
                                           const State<kHeadDim, kRows>& state) {
@@ -176,7 +177,8 @@ __device__ __forceinline__ void join_last(Exchange<kHeadDim, kRows, kWarps>& exc
       const int w = (set + kWarps - round) % kWarps;
       const float factor = weight(exchange.most[w][row], most) * exchange.v_descale[w];
       const float4 o = *reinterpret_cast<const float4*>(result_of(w) + row * kPitch + column);
-      x.x += factor * o.x, x.y += factor * o.y, x.z += factor * o.z, x.w += factor * o.w;
+      x.x = fmaf(factor, o.x, x.x), x.y = fmaf(factor, o.y, x.y);
+      x.z = fmaf(factor, o.z, x.z), x.w = fmaf(factor, o.w, x.w);
     }
     *reinterpret_cast<float4*>(exchange.o + row * kPitch + column) = x;
     if (column == 0) set_sum(exchange, row, most);

@@ -30,7 +30,7 @@ BUILD_HINT = (
 )
 
 # What kernels that pack read: positions in SourceType of csrc/registry.h.
-SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 2, torch.int8: 2}
+SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 2}
 
 Properties = tuple[tuple[int, int], str, int]  # of a card: compute capability, name, multiprocessors
 

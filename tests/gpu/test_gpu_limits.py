@@ -154,7 +154,7 @@ FAILING = """
 import sys
 sys.path[:0] = ["tests", "python"]
 import torch
-from gpu import built_manifest, built_variants, card_arch
+from gpu import built_manifest, fp8_variants, card_arch
 from fp8cutlass.native import extension
 variant = next(v for v in fp8_variants() if v.family == "sm90a" and v.scaling == "block" and v.out == "bf16")
 d, number = variant.head_dim, built_manifest().index[variant.id]

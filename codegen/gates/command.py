@@ -13,6 +13,7 @@ from codegen.pack import packs_of
 from codegen.resident import residents_of
 from codegen.table import built
 
+PARTS = ("packs", "decodes", "residents")  # what a report holds beside the kernels of attention
 DEFAULT_OUT = Path(__file__).resolve().parent.parent.parent / "build" / "gates"
 
 
@@ -32,16 +33,12 @@ DEFAULT_OUT = Path(__file__).resolve().parent.parent.parent / "build" / "gates"
 )
 @click.option("--report", default=None, help="Default for whole profiles: generated/gates/{arch}_{profile}.txt.")
 @click.option(
-    "--decodes", "decodes_only", is_flag=True, help="Only the kernels of decode, and their part of the report."
-)
-@click.option(
-    "--packs", "packs_only", is_flag=True, help="Only the kernels that quantise and pack, and their part of the report."
-)
-@click.option(
-    "--residents",
-    "residents_only",
-    is_flag=True,
-    help="Only the kernels that keep K and V in shared memory, and their part of the report.",
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice(PARTS),
+    help="Only these kernels, and their part of the report: those that quantise and pack, those of decode, those that "
+    "keep K and V in shared memory. Repeat for several.",
 )
 @click.option("--check", "check_only", is_flag=True, help="Compare with the committed report instead of writing it.")
 def gates(
@@ -54,9 +51,7 @@ def gates(
     out: Path,
     build_dir: Path | None,
     report: str | None,
-    packs_only: bool,
-    decodes_only: bool,
-    residents_only: bool,
+    parts: tuple[str, ...],
     check_only: bool,
 ) -> None:
     """Compile the kernels, or read those of a build, and hold their registers, memory and instruction mix to what was
@@ -71,11 +66,9 @@ def gates(
         raise click.ClickException("--check compares whole profiles: leave out --only and --filter, or name a --report")
     if report is not None and len(request.archs) > 1 and "{arch}" not in report:
         raise click.ClickException(f"--report {report} must contain {{arch}}: there are {len(request.archs)} targets")
+    if not whole and (unbound := [part for part in parts if part != "packs"]):
+        raise click.ClickException(f"--part {unbound[0]} goes with whole profiles: leave out --only and --filter")
     # What a build for this target alone would hold, so that a report does not depend on the other targets.
-    asked = {"packs": packs_only, "decodes": decodes_only, "residents": residents_only}
-    parts = [name for name, wanted in asked.items() if wanted]
-    if len(parts) > 1 or (parts and parts != ["packs"] and not whole):
-        raise click.ClickException("--decodes and --residents go with whole profiles; only one part at a time")
     chosen = {a: built(request.variants, (a,), emulated or not whole) for a in request.archs}
 
     def has(part: str) -> bool:

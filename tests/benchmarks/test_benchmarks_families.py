@@ -17,11 +17,12 @@ from click.testing import CliRunner
 from benchmarks import turns
 from benchmarks.__main__ import cli
 from benchmarks.families import measure, report
-from benchmarks.families.cases import CASES, FAMILIES, Case
+from benchmarks.families.cases import CASES, FAMILIES, TRANSFORMERS, Case
 from benchmarks.families.measure import FamilyTime
 from benchmarks.grid import QUICK
 from benchmarks.results import FAILED, OK, WRONG, read_records
 from fp8cutlass.integrations import set_minimum_length
+from fp8cutlass.stats import Reason
 
 CPU = torch.device("cpu")
 BY_LABEL = {f"{case.family}, {case.part}": case for case in CASES}
@@ -36,7 +37,7 @@ def test_the_table_is_one_of_models() -> None:
 
 
 KINDS = ("Llama, prefill", "Llama, padded, prefill", "Mistral, window", "gpt-oss, window", "DeepSeek, latent",
-         "BERT, padded, encoder", "Wan, cross")  # fmt: skip
+         "BERT, padded, encoder", "Wan, cross", "Gemma 2, full", "Gemma 2, window")  # fmt: skip
 
 
 @pytest.mark.parametrize("label", KINDS)
@@ -47,9 +48,7 @@ def test_the_adapter_computes_what_sdpa_does(label: str, monkeypatch: pytest.Mon
     assert rows[0].error == 0 and 0.01 < (rows[1].error or 0.0) < 0.08
 
 
-@pytest.mark.parametrize(
-    ("label", "why"), [("Gemma 2, full", "softcap"), ("T5, encoder", "bias"), ("PixArt, cross", "mask")]
-)
+@pytest.mark.parametrize(("label", "why"), [("T5, encoder", "bias"), ("PixArt, cross", "mask")])
 def test_what_the_adapter_leaves_is_not_timed(label: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "HOST_REPLAYS", 1)
     (row,) = measure.measure(measure.small(BY_LABEL[label]), CPU, QUICK)
@@ -74,6 +73,23 @@ def test_a_wrong_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_band", lambda case, valid: measure.Band())
     rows = measure.measure(measure.small(BY_LABEL["Llama, prefill"]), CPU, QUICK)
     assert rows[1].status == WRONG and rows[1].median_us is None
+
+
+@pytest.mark.parametrize(
+    "label", [label for label, case in BY_LABEL.items() if case.door == TRANSFORMERS and not case.bias]
+)
+def test_the_adapter_gets_all_of_a_case(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cap of 50 and a sink of -30 change no result, so a comparison would not notice their absence."""
+    given: list[Any] = []
+    monkeypatch.setattr(measure, "serve", lambda *all_of_it: given.append(all_of_it) or measure.Refusal(Reason.SHORT))
+    case = measure.small(BY_LABEL[label])
+    o = measure.make(case, CPU)
+    measure.by_adapter(o)
+    ((q, k, v, band, scale, softcap, sinks),) = given
+    assert q is o.q and k is o.k and v is o.v and scale is None
+    assert (band.left, band.right, softcap) == (*case.window, case.softcap)
+    assert band.ragged == case.padded
+    assert sinks is None if not case.sinks else sinks.shape == (case.heads,)
 
 
 def timed(case: Case, name: str, us: float | None, choice: str = "served", why: str = "", **more: Any) -> FamilyTime:

@@ -20,6 +20,7 @@ from codegen.cli import main
 from codegen.gates import compile as compiling
 from codegen.gates import packs as packing
 from codegen.gates import report
+from codegen.gates.command import PARTS
 from codegen.gates.compile import measure, measure_all, parse_resources
 from codegen.gates.rules import GATES, check
 from codegen.gates.sass import SassError, parse
@@ -265,7 +266,7 @@ def test_the_packs_alone_replace_their_part_of_a_report(tools: Toolbox, tmp_path
     committed = tmp_path / "sm89.txt"
     attention = _part(tmp_path, 100, "sm89")
     committed.write_text(attention)
-    arguments = ["gates", "--packs", "--arch", "sm89", "--only", variant.id, "--out", str(tmp_path / "out")]
+    arguments = ["gates", "--part", "packs", "--arch", "sm89", "--only", variant.id, "--out", str(tmp_path / "out")]
 
     def gates(*more: str) -> tuple[int, str]:
         result = CliRunner().invoke(main, [*arguments, "--jobs", "1", "--report", str(tmp_path / "{arch}.txt"), *more])
@@ -288,11 +289,31 @@ def test_whole_profiles_hold_their_packs_and_selections_hold_none(monkeypatch: p
     asked: list[tuple[dict[str, Any], dict[str, Any]]] = []
     monkeypatch.setattr("codegen.gates.run.run", lambda chosen, **options: not asked.append((chosen, options["packs"])))
     arguments = ["gates", "--arch", "sm89", "--profile", "dev"]
-    for options in ([], ["--packs"], ["--filter", "head_dim=64"]):
+    for options in ([], ["--part", "packs"], ["--filter", "head_dim=64"]):
         assert CliRunner().invoke(main, [*arguments, *options]).exit_code == 0
     (variants, packs), (none, alone), (some, no_packs) = asked
     assert set(variants) == set(some) == {"sm89"} and packs == {"sm89": packs_of(variants["sm89"])} != {"sm89": ()}
     assert (none, alone, no_packs) == ({}, packs, {})
+
+
+def test_parts_of_whole_profiles_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a run of one part would compile another, and a selection would replace the rows of a whole profile."""
+    asked: list[dict[str, bool]] = []
+
+    def run(chosen: dict[str, Any], **options: Any) -> bool:
+        asked.append({"attention": bool(chosen)} | {part: bool(options[part]) for part in PARTS})
+        return True
+
+    monkeypatch.setattr("codegen.gates.run.run", run)
+    for parts in ([], *([part] for part in PARTS), list(PARTS[1:])):
+        arguments = ["gates", "--profile", "dev", *(word for part in parts for word in ("--part", part))]
+        assert CliRunner().invoke(main, arguments).exit_code == 0
+        assert asked.pop() == {"attention": not parts} | {part: part in parts or not parts for part in PARTS}
+    for part in PARTS[1:]:
+        refused = CliRunner().invoke(main, ["gates", "--part", "packs", "--part", part, "--filter", "head_dim=64"])
+        assert refused.exit_code == 1 and f"--part {part} goes with whole profiles" in refused.output
+    assert CliRunner().invoke(main, ["gates", "--part", "attention"]).exit_code == 2
+    assert asked == []
 
 
 @functools.cache
@@ -313,7 +334,7 @@ def test_the_reports_were_read_from_the_committed_packs(arch: str, profile: str,
     # In the order of the rows, which is that of the ids.
     sources = list(dict.fromkeys(k.source for k in packing.render({arch: packs}, tmp_path)))
     assert f"# sources: {report.sources_digest(sources)}\n" in text, (
-        f"run `python -m codegen gates --packs --arch {arch} --profile {profile}` and commit generated/gates/"
+        f"run `python -m codegen gates --part packs --arch {arch} --profile {profile}` and commit generated/gates/"
     )
 
 

@@ -1,4 +1,8 @@
-"""Processes of a real process group over gloo, on this machine: each runs one function and leaves what it found."""
+"""Processes of a real process group over gloo, on this machine: each runs one function and leaves what it found.
+
+Without a card they are forks of one server, which has imported torch and done nothing else: that saves each of them
+seconds. Their environment is the server's, which the first call starts. A fork could not use a card that the server
+has looked for, so with a card each process starts anew."""
 
 from __future__ import annotations
 
@@ -14,12 +18,14 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = timedelta(seconds=60)
+IMPORTED = ["pytest", "torch", "torch.distributed.tensor.experimental._attention"]
 LIMIT = 400.0  # seconds after which a rank is taken to hang
 
 
 def run(ranks: int, work: Callable[..., Any], folder: Path, *args: Any, timeout: timedelta = TIMEOUT) -> list[Any]:
     """What ``work(rank, *args)`` returned on each rank; of one that ended by itself its exit code."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    context.set_forkserver_preload(IMPORTED)
     given = (ranks, str(folder), work, args, timeout)
     processes = [context.Process(target=_rank, args=(r, *given), daemon=True) for r in range(ranks)]
     for process in processes:

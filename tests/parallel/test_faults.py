@@ -65,7 +65,7 @@ DISAGREE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-def work(rank: int) -> dict[str, Any]:
+def work(rank: int, odd_one: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for i, (name, (odd, others, _)) in enumerate(DISAGREE.items()):
         new = {"scale": 0.1 + i}  # a signature that no rank knows
@@ -84,7 +84,7 @@ def work(rank: int) -> dict[str, Any]:
         found["waited"] = time.monotonic() - begun
         found["dead"] = ranks.error_of(lambda: call(rank))  # it wakes up during this, and ends
         return found
-    torch.save(found, os.environ["ODD_ONE"])
+    torch.save(found, odd_one)
     time.sleep(1.5 * PATIENCE.total_seconds())
     os._exit(9)
 
@@ -93,10 +93,10 @@ def work(rank: int) -> dict[str, Any]:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("faults")
-    os.environ["ODD_ONE"] = str(folder / "odd")
-    found = ranks.run(RANKS, work, folder)
+    odd_one = str(folder / "odd")
+    found = ranks.run(RANKS, work, folder, odd_one)
     assert found[ODD] == 9, found
-    found[ODD] = torch.load(folder / "odd", weights_only=False)
+    found[ODD] = torch.load(odd_one, weights_only=False)
     assert all(isinstance(x, dict) for x in found), found
     return found
 

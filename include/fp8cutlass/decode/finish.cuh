@@ -99,7 +99,7 @@ __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& ex
           for (int c = 0; c < 2; ++c) {
             float2* const to = reinterpret_cast<float2*>(exchange.o + (8 * n + 2 * t + c) * kPitch + 16 * j + 2 * g);
             float2 x = round == 0 ? make_float2(0.f, 0.f) : *to;
-            x.x = fmaf(factor[n][c], state.o[j][n][c], x.x), x.y = fmaf(factor[n][c], state.o[j][n][2 + c], x.y);
+            x.x += factor[n][c] * state.o[j][n][c], x.y += factor[n][c] * state.o[j][n][2 + c];
             *to = x;
           }
       }
@@ -147,8 +147,8 @@ constexpr bool kHoldsResult =
 
 // The same after the last share of a CTA. Nothing is copied any more, so that O of every warp goes where its keys were,
 // and each thread adds up what all warps have of some columns: two barriers instead of one a warp and one more. The
-// order of additions is that of `join_warps`, and so are the bits: products and sums are fused by name, as the compiler
-// may fuse either product of a sum.
+// order of additions is that of `join_warps`, and so are the bits: products are fused with sums by name, as they are
+// there. Left to the compiler, the first two products of a sum would be fused the other way round.
 template <int kHeadDim, int kRows, int kWarps, typename Slots>
 __device__ __forceinline__ void join_last(Exchange<kHeadDim, kRows, kWarps>& exchange, Slots (&slots)[kWarps],
                                           const State<kHeadDim, kRows>& state) {

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 
 from codegen import registry
 from codegen.arch import TARGETS
@@ -13,6 +14,7 @@ from codegen.axes import Operand, Scaling
 from codegen.decode import Decode
 from codegen.decode import profile_of as decode_profile
 from codegen.decode_ledger import render as render_decode_ledger
+from codegen.evidence import digest
 from codegen.families import derive
 from codegen.ledger import render as render_ledger
 from codegen.legal import served
@@ -80,17 +82,24 @@ def files(request: Request, selection: Selection) -> dict[str, str]:
     if ragged and request.decodes:
         kernels[ROUTE_PATH] = render_route(env)
     kernels |= {r.path: render_resident(r, env) for r in request.residents}
-    # The shipped table answers for every target, so that a laptop can ask about any card.
-    table = build(request.variants, tuple(TARGETS))
     out = dict(kernels)
     out["manifest.json"] = _manifest(request, packs, ragged, kernels)
-    out["table.txt"] = table_text(table)
-    out["times.txt"] = times_text(table)
+    out["table.txt"], out["times.txt"] = _tables(request.variants, digest())
     out["registry.cpp"] = registry.render(
         request.variants, packs, request.decodes, request.residents, request.archs, _digest(out["manifest.json"]), env
     )
     out["ledger.txt"] = render_ledger(selection) + render_decode_ledger()
     return out
+
+
+@cache
+def _tables(variants: tuple[Variant, ...], measured: str) -> tuple[str, str]:
+    """The texts of the table and of its times. It answers for every target, so that a laptop can ask about any card.
+
+    measured: digest of the measurements, which decide with the variants.
+    """
+    table = build(variants, tuple(TARGETS))
+    return table_text(table), times_text(table)
 
 
 def _digest(text: str) -> str:

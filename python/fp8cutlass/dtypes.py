@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .manifest import INTEGER
+
 DTYPE_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}  # of FP8 operands
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # of operands that are quantised inside
 OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
@@ -37,8 +39,7 @@ OPERANDS = {  # by the dtype of a variant
     "s8": Operand(torch.int8, torch.float8_e4m3fn, {"k": "group"}),
     "s8u8": Operand(torch.int8, torch.int8, {"k": "group", "v": "token"}),
 }
-INTEGER = {"int8": "s8", "int8_full": "s8u8"}  # what bf16 and fp16 operands become, by precision; others become e4m3
-INTEGER_SCALING = "block"  # the scaling mode of those
+INTEGER_SCALING = "block"  # the scaling mode of operands that become integers
 
 
 def operand_name(dtype: torch.dtype, precision: str) -> str:

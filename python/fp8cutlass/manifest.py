@@ -23,6 +23,7 @@ from .errors import UnsupportedError
 
 FORMAT = 1
 KEY_BLOCK = 128  # keys that share a `block` descale in public tensors; packed V is padded to a multiple of it
+INTEGER = {"int8": "s8", "int8_full": "s8u8"}  # what bf16 and fp16 operands become, by precision; others become e4m3
 GROUPS, GROUP_STEP = 4, 8  # `group`: of each 8 keys of a block two neighbours, as a lane of a kernel has them
 # Of Q and K for kernels with f16 scores: 256 products of two values up to 14 are at most 50,176, which f16 (65,504)
 # holds at every head_dim <= 256. 14 = 448 / 32, so the largest element of a block is as exact as at 448.

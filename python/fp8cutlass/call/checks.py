@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from ..dtypes import DTYPE_NAMES, HALF_DTYPES, INTEGER, OUT_NAMES
+from ..dtypes import DTYPE_NAMES, HALF_DTYPES, OUT_NAMES
 from ..errors import NoKernelError, UnsupportedError
+from ..manifest import INTEGER
 from ..quant import descale
 from . import backward, masks
 from .options import TRANSFORMS, wrong_sinks

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dtypes import HALF_DTYPES, INTEGER, INTEGER_SCALING
+from ..dtypes import HALF_DTYPES, INTEGER_SCALING
 from ..errors import UnsupportedError
+from ..manifest import INTEGER
 from ..quant.descale import SCALE_MAX
 
 FAR = 1 << 30  # keys before or after a row's own, of a window without an end there

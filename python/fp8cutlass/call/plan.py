@@ -13,9 +13,9 @@ from ..choose.problem import Decision, Problem
 from ..choose.reuse import KVForm
 from ..choose.special import no_mask_kernel
 from ..choose.target import Target, target
-from ..dtypes import INTEGER, OPERANDS, OUT_NAMES, operand_name
+from ..dtypes import OPERANDS, OUT_NAMES, operand_name
 from ..errors import NoKernelError, UnsupportedError
-from ..manifest import SCORE_AMAX, Resident, Variant, load_manifest
+from ..manifest import INTEGER, SCORE_AMAX, Resident, Variant, load_manifest
 from ..quant.quantize import LIMITS, V_AMAX
 from .call import Call
 

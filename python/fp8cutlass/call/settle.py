@@ -9,9 +9,9 @@ import torch
 from ..choose.dispatch import padded_head_dim
 from ..choose.special import NEW_MASKS
 from ..choose.target import granularities, head_dims, unserved
-from ..dtypes import DTYPE_NAMES, INTEGER, OUT_NAMES, operand_name
+from ..dtypes import DTYPE_NAMES, OUT_NAMES, operand_name
 from ..errors import NoKernelError
-from ..manifest import KEY_BLOCK
+from ..manifest import INTEGER, KEY_BLOCK
 from ..quant.descale import all_canonical, to_canonical
 from . import checks, masks
 from .call import Call, Tensors, mask_of

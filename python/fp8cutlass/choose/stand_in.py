@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..dtypes import INTEGER
-from ..manifest import Manifest, Variant
+from ..manifest import INTEGER, Manifest, Variant
 
 NO_NUMBER = -1  # in an extension
 SOFTMAX = {"int8": "codes", "int8_full": "bytes"}

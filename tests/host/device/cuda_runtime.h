@@ -45,6 +45,7 @@ inline float __uint_as_float(uint32_t x) {
   std::memcpy(&y, &x, 4);
   return y;
 }
+inline float __int_as_float(int32_t x) { return __uint_as_float(static_cast<uint32_t>(x)); }
 inline uint32_t __float_as_uint(float x) {
   uint32_t y;
   std::memcpy(&y, &x, 4);

@@ -26,6 +26,7 @@ from codegen.families import derive
 from codegen.outputs import Request, files, kernel_path
 from codegen.pack import packs_of
 from codegen.profiles import PROFILES, of_profile
+from codegen.resident import ALL as RESIDENTS
 from codegen.scaling import key_block
 from codegen.select import select
 from codegen.writer import DIFF_LINES, compare, is_ours, write
@@ -90,7 +91,7 @@ def test_the_same_bytes_everywhere(generated: tuple[Path, Path]) -> None:
 
 def test_generating_again_touches_nothing(generated: tuple[Path, Path]) -> None:
     root, selection = generated[1], select()
-    request = Request(archs=tuple(TARGETS), profile="release", variants=selection.emitted, decodes=ALL)
+    request = Request(archs=tuple(TARGETS), profile="release", variants=selection.emitted, decodes=ALL, residents=RESIDENTS)
     rendered = files(request, selection)
     assert {name: text.encode() for name, text in rendered.items()} == tree(root)
     age(root)
@@ -109,7 +110,7 @@ def test_the_manifest_lists_the_files(generated: tuple[Path, Path]) -> None:
     manifest = json.loads((root / "manifest.json").read_text())
     variants = manifest["variants"]
     assert [v["id"] for v in variants] == sorted(v["id"] for v in variants) == [v.id for v in select().emitted]
-    kernels = [*variants, *manifest["packs"], *manifest["decodes"], *manifest["plans"]]
+    kernels = [*variants, *manifest["packs"], *manifest["decodes"], *manifest["residents"], *manifest["plans"]]
     assert {k["file"] for k in kernels} == {p.relative_to(root).as_posix() for p in root.rglob("*.cu")}
     digests = {k["file"]: hashlib.sha256((root / k["file"]).read_bytes()).hexdigest() for k in kernels}
     assert {k["file"]: k["sha256"] for k in kernels} == digests

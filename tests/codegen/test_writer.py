@@ -91,7 +91,9 @@ def test_the_same_bytes_everywhere(generated: tuple[Path, Path]) -> None:
 
 def test_generating_again_touches_nothing(generated: tuple[Path, Path]) -> None:
     root, selection = generated[1], select()
-    request = Request(archs=tuple(TARGETS), profile="release", variants=selection.emitted, decodes=ALL, residents=RESIDENTS)
+    request = Request(
+        archs=tuple(TARGETS), profile="release", variants=selection.emitted, decodes=ALL, residents=RESIDENTS
+    )
     rendered = files(request, selection)
     assert {name: text.encode() for name, text in rendered.items()} == tree(root)
     age(root)

@@ -82,6 +82,8 @@ def check(found: list[Any], count: int) -> None:
         out = shards_of(name, count).unshard([of_rank[key][0] for of_rank in found])
         if method == "ring":
             assert relative_l2(out, want.double()) < 0.005, key
+        elif "split" in kernel and name == "uneven":  # its CTAs share keys by the row tile, which shards cut elsewhere
+            assert relative_l2(out, want.double()) < 0.002, key
         else:
             assert torch.equal(out, want), key
         tokens, _, kv_heads, head_dim, _ = PROBLEMS[name]

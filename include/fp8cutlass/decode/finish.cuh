@@ -66,6 +66,17 @@ __device__ __forceinline__ void set_sum(Exchange<kHeadDim, kRows, kWarps>& excha
   exchange.row_most[row] = most, exchange.row_sum[row] = sum;
 }
 
+// Whether `join_last` may take the place of `join_warps`: with more of O its code spills.
+template <int kHeadDim, int kRows>
+constexpr bool kHasTwoJoins = kRows * kHeadDim <= 2048;
+
+// sum + factor * o. Where two functions have to give the same bits, it is fused by name: the compiler may fuse either
+// product of a sum of two. Elsewhere it has the choice, which costs fewer registers.
+template <bool kByName>
+__device__ __forceinline__ float add_product(float sum, float factor, float o) {
+  return kByName ? fmaf(factor, o, sum) : sum + factor * o;
+}
+
 // Adds up the warps: afterwards exchange.o, row_most and row_sum have the share's result. O is relative to row_most.
 template <int kHeadDim, int kRows, int kWarps>
 __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& exchange,
@@ -99,7 +110,8 @@ __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& ex
           for (int c = 0; c < 2; ++c) {
             float2* const to = reinterpret_cast<float2*>(exchange.o + (8 * n + 2 * t + c) * kPitch + 16 * j + 2 * g);
             float2 x = round == 0 ? make_float2(0.f, 0.f) : *to;
-            x.x += factor[n][c] * state.o[j][n][c], x.y += factor[n][c] * state.o[j][n][2 + c];
+            x.x = add_product<kHasTwoJoins<kHeadDim, kRows>>(x.x, factor[n][c], state.o[j][n][c]);
+            x.y = add_product<kHasTwoJoins<kHeadDim, kRows>>(x.y, factor[n][c], state.o[j][n][2 + c]);
             *to = x;
           }
       }
@@ -140,15 +152,14 @@ __device__ __forceinline__ float sink_of(const DecodeParams& p, int head, int to
   return from_half_bits(static_cast<const uint16_t*>(p.sinks)[at], p.sink_type == kSinkBf16);
 }
 
-// Whether a warp's slots have room for its O, and registers for the code: with more of O there is a spill.
+// Whether a warp's slots have room for its O as well.
 template <int kHeadDim, int kRows, typename Slots>
 constexpr bool kHoldsResult =
-    kRows * kHeadDim <= 2048 && sizeof(Slots) >= sizeof(float) * kRows * kResultPitch<kHeadDim>;
+    kHasTwoJoins<kHeadDim, kRows> && sizeof(Slots) >= sizeof(float) * kRows * kResultPitch<kHeadDim>;
 
 // The same after the last share of a CTA. Nothing is copied any more, so that O of every warp goes where its keys were,
 // and each thread adds up what all warps have of some columns: two barriers instead of one a warp and one more. The
-// order of additions is that of `join_warps`, and so are the bits: products are fused with sums by name, as they are
-// there. Left to the compiler, the first two products of a sum would be fused the other way round.
+// order of additions is that of `join_warps`, and so are the bits.
 template <int kHeadDim, int kRows, int kWarps, typename Slots>
 __device__ __forceinline__ void join_last(Exchange<kHeadDim, kRows, kWarps>& exchange, Slots (&slots)[kWarps],
                                           const State<kHeadDim, kRows>& state) {
@@ -177,8 +188,8 @@ __device__ __forceinline__ void join_last(Exchange<kHeadDim, kRows, kWarps>& exc
       const int w = (set + kWarps - round) % kWarps;
       const float factor = weight(exchange.most[w][row], most) * exchange.v_descale[w];
       const float4 o = *reinterpret_cast<const float4*>(result_of(w) + row * kPitch + column);
-      x.x = fmaf(factor, o.x, x.x), x.y = fmaf(factor, o.y, x.y);
-      x.z = fmaf(factor, o.z, x.z), x.w = fmaf(factor, o.w, x.w);
+      x.x = add_product<true>(x.x, factor, o.x), x.y = add_product<true>(x.y, factor, o.y);
+      x.z = add_product<true>(x.z, factor, o.z), x.w = add_product<true>(x.w, factor, o.w);
     }
     *reinterpret_cast<float4*>(exchange.o + row * kPitch + column) = x;
     if (column == 0) set_sum(exchange, row, most);

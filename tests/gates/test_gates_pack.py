@@ -341,7 +341,9 @@ def test_the_reports_were_read_from_the_committed_packs(arch: str, profile: str,
 def test_the_kernel_that_hands_over_is_one_of_sm90a(tmp_path: Path) -> None:
     """Of head_dim 64 and 128, with the shared memory that the source states of it and not that of the other four."""
     narrow = Pack(head_dim=96, key_block=128, source=Source.BF16)
-    assert [f.name for f in packing.forms(dataclasses.replace(PACK, source=Source.FP8), "sm90a")] == ["pack"]
+    copies = dataclasses.replace(PACK, source=Source.FP8)
+    assert [f.name for f in packing.forms(copies, "sm90a")] == ["pack", "pack_ragged", "pack_gather"]
+    assert [f.name for f in packing.forms(copies, "sm89")] == ["pack"]
     kernels = packing.render({"sm89": (PACK,), "sm90a": (PACK, narrow)}, tmp_path)
     (kernel,) = (k for k in kernels if k.id.endswith(".deliver"))
     assert (kernel.id, kernel.target, len(kernels)) == (f"{PACK.id}.deliver", "sm90a", 3 * len(packing.FORMS) + 2 + 1)
@@ -360,6 +362,9 @@ def test_what_is_counted_of_a_pack() -> None:
     """By hand for head_dim 64: 4 lanes a row, 64 rows at a time, 2 chunks a lane."""
     plain, rotated = (next(f for f in packing.FORMS if f.name == name) for name in ("pack", "pack_transform"))
     assert (packing.wide_loads(PACK, plain), packing.wide_loads(PACK, rotated)) == (2 * 2, 2 * 2 + 2)
-    assert (packing.narrow_loads(plain), packing.narrow_loads(rotated)) == (2, 4)
+    assert (packing.narrow_loads(PACK, plain), packing.narrow_loads(PACK, rotated)) == (2, 4)
+    copies = dataclasses.replace(PACK, source=Source.FP8)  # whose chunks are 16 elements, so 32 rows are 2 of 128
+    gather = next(f for f in packing.forms(copies, "sm90a") if f.gathers)
+    assert (packing.wide_loads(copies, gather), packing.narrow_loads(copies, gather)) == (2, 8 + 2 * 2)
     assert (packing.static_smem(PACK, plain), packing.static_smem(PACK, rotated)) == (1024 + 32, 1024 + 32 + 256)
     assert rotated.entry(PACK) == "18pack_d64_n128_bf16ILb1E"

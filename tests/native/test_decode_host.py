@@ -198,7 +198,7 @@ FAULTS = {
         "plain", False, ("kernel.cu", "ask_queries(p, next, shared.exchange.queries[buffer])",
          "ask_queries(p, next, shared.exchange.queries[buffer ^ 1])")),
     "pages are used before they arrive": (
-        "plain", True, ("kernel.cu", "tile >= kStages - 1) {", "tile >= kStages - 2) {")),
+        "queries", True, ("kernel.cu", "tile >= kStages - 1) {", "tile >= kStages - 2) {")),
     "keys are looked up where those of the next load lie": (
         "plain", True, ("kernel.cu", "places[before == 0 ? kStages - 1 : before - 1]", "places[before]")),
     "lengths are used before they arrive": (

@@ -4,13 +4,14 @@ PROFILE ?= ci
 VENV := .venv/bin/python
 TEST_BUILD := build/test
 
-.PHONY: help demo test build wheel docs lint generate check compile gates pytest clean
+.PHONY: help demo test build wheel hub docs lint generate check compile gates pytest clean
 
 help:
 	@echo "make demo      generate, build for this machine's card and run examples/demo.py (on the CPU without a card)"
 	@echo "make test      lint, check generated/, compile for sm89 and sm90a, gates, pytest; says how long each took"
 	@echo "make build     build the extension into python/fp8cutlass (PROFILE=dev|ci|release, FP8CUTLASS_ARCHS)"
 	@echo "make wheel     build and check a wheel with the kernels of every target (PROFILE; release if not given)"
+	@echo "make hub       lay the package out for the kernels library of Hugging Face, into dist/hub (PROFILE as for wheel)"
 	@echo "make docs      build the documentation into build/site; any warning is an error"
 	@echo "make lint      ruff, mypy, clang-format"
 	@echo "make generate  rewrite generated/"
@@ -25,10 +26,14 @@ build:
 	@$(VENV) scripts/build_extension.py --profile $(PROFILE)
 
 # As auditwheel finds it: manylinux_2_28 in the image of that name, a later tag elsewhere.
-wheel: PROFILE := $(if $(filter command line environment,$(origin PROFILE)),$(PROFILE),release)
+wheel hub: PROFILE := $(if $(filter command line environment,$(origin PROFILE)),$(PROFILE),release)
 wheel:
 	@$(PYTHON) scripts/bootstrap.py wheel
 	@$(VENV) scripts/wheel.py --profile $(PROFILE)
+
+hub:
+	@$(PYTHON) scripts/bootstrap.py build
+	@$(VENV) scripts/hub_layout.py --out dist/hub --profile $(PROFILE)
 
 docs:
 	@$(PYTHON) scripts/bootstrap.py docs

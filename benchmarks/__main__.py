@@ -14,9 +14,13 @@ from codegen.keys import PRECISIONS
 
 from . import plot as plotting
 from . import report
+from .append_commands import append
 from .commands import accuracy, overhead, pack, regret, tune, ways
 from .decode_commands import decode
+from .families_commands import families
+from .model_commands import model
 from .options import Wanted, commit_option, need_card, out_option, read_csv, results_folder, shape_options, stop
+from .parallel_commands import parallel
 from .pictures import pictures
 from .results import FAILED, WRONG
 from .walk_commands import varlen, windows
@@ -175,7 +179,22 @@ def machine() -> None:
     click.echo(json.dumps(stamp(), indent=2))
 
 
-for command in (accuracy, regret, overhead, pack, pictures, tune, decode, varlen, ways, windows):
+for command in (
+    accuracy,
+    regret,
+    overhead,
+    pack,
+    parallel,
+    pictures,
+    tune,
+    decode,
+    model,
+    varlen,
+    ways,
+    windows,
+    append,
+    families,
+):
     cli.add_command(command)
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from fp8cutlass.native.append import Slots
 from fp8cutlass.timing import Capture
 
 from .grid import Settings
-from .results import OK, UNAVAILABLE, first_line
+from .results import OK, UNAVAILABLE, Timed, first_line
 from .turns import checked, in_turns
 
 TOKENS = (1, 32, 128, 2048)
@@ -31,8 +31,8 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class AppendTime:
-    """What was found of one way to append so many tokens. Times are those of a launch in microseconds."""
+class AppendTime(Timed):
+    """What was found of one way to append so many tokens."""
 
     tokens: int
     kv_heads: int
@@ -42,14 +42,6 @@ class AppendTime:
     precision: str
     status: str
     reason: str = ""
-    launches: int | None = None
-    replays: int | None = None
-    median_us: float | None = None
-    min_us: float | None = None
-    spread: float | None = None
-    error: float | None = None
-    clock_mhz: float | None = None
-    power_w: float | None = None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from fp8cutlass.timing import Capture
 
 from .grid import Settings
-from .results import FAILED, OK, UNAVAILABLE, first_line
+from .results import FAILED, OK, UNAVAILABLE, Timed, first_line
 from .steps import PAGE, Step
 from .turns import checked, in_turns
 
@@ -168,9 +168,8 @@ class PagedPeer(Source, Protocol):
 
 
 @dataclass(frozen=True)
-class DecodeTime:
-    """What was found of one way on one step. Times are those of a launch in microseconds; ``tb_s`` is bytes of K and V
-    over time, in 10^12 a second."""
+class DecodeTime(Timed):
+    """What was found of one way on one step; ``tb_s`` is bytes of K and V over time, in 10^12 a second."""
 
     step: str
     sequences: int
@@ -184,14 +183,6 @@ class DecodeTime:
     precision: str
     status: str
     reason: str = ""
-    launches: int | None = None
-    replays: int | None = None
-    median_us: float | None = None
-    min_us: float | None = None
-    spread: float | None = None
-    error: float | None = None
-    clock_mhz: float | None = None
-    power_w: float | None = None
     tb_s: float | None = None
 
 

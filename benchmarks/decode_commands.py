@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from .options import commit_option, need_card, out_option, results_folder, stop
-from .results import FAILED, WRONG, read_records
+from .outputs import from_option, read_rows, write_tables
+from .results import FAILED, WRONG
 
 if TYPE_CHECKING:
     from .decode import DecodeTime, PagedPeer, Source
@@ -28,15 +30,9 @@ def problems(steps: Sequence[Step], l2: str) -> list[tuple[Step, bool]]:
 
 def write(path: Path, stamp: dict[str, str], rows: Sequence[DecodeTime]) -> None:
     """The tables and the plot beside a CSV."""
-    from . import decode_report, plot
+    from . import decode_report
 
-    text = decode_report.markdown(stamp, rows)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    click.echo(text)
-    try:
-        decode_report.draw(stamp, rows, path.with_suffix(".png"))
-    except plot.PlotError as error:
-        click.echo(f"no plot: {error}")
+    write_tables(path, decode_report.markdown(stamp, rows), partial(decode_report.draw, stamp, rows))
 
 
 def sources_of(no_peers: bool, no_layouts: bool, candidates: bool) -> dict[str, Source]:
@@ -67,10 +63,7 @@ def sources_of(no_peers: bool, no_layouts: bool, candidates: bool) -> dict[str, 
 @click.option("--candidates", "shapes", is_flag=True, help="Also built kernels of other shapes.")
 @click.option("--quick", is_flag=True, help="Shorter replays and fewer of them.")
 @click.option("--budget", type=click.FloatRange(min=0), default=240.0, show_default=True, help="Seconds.")
-@click.option(
-    "--from", "csv", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Write tables and plot of this CSV again; nothing is measured.",
-)  # fmt: skip
+@from_option
 @click.option(
     "--page", type=click.Path(dir_okay=False, path_type=Path), help="With --from: also this page of the documentation."
 )
@@ -130,11 +123,7 @@ def _again(csv: Path, page: Path | None) -> None:
     from . import decode_report
     from .decode import DecodeTime
 
-    try:
-        stamp, rows = read_records(csv, DecodeTime)
-    except ValueError as error:
-        stop(str(error))
-        return
+    stamp, rows = read_rows(csv, DecodeTime)
     write(csv, stamp, rows)
     if page is not None:
         page.write_text(decode_report.page(stamp, rows, csv.absolute(), page.absolute()), encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, get_args, get_type_hints
 
@@ -12,6 +12,29 @@ from .shapes import Shape
 
 Record = TypeVar("Record", bound=Any)  # a flat dataclass with a status
 OK, WRONG, FAILED, UNAVAILABLE = STATUSES = ("ok", "wrong", "failed", "unavailable")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What a run finds of a contender, microseconds of one launch among it; None where nothing was measured.
+
+    ``spread`` is (max - min) / median over the replays, ``error`` the relative L2 error of what was timed. Clock and
+    power are those of the run in which contenders took turns.
+    """
+
+    launches: int | None = None
+    replays: int | None = None
+    median_us: float | None = None
+    min_us: float | None = None
+    spread: float | None = None
+    error: float | None = None
+    clock_mhz: float | None = None
+    power_w: float | None = None
+
+
+def columns(kind: type) -> tuple[str, ...]:
+    """The names of a dataclass's fields in the order of its CSV: what a subclass of ``Timed`` adds comes first."""
+    return tuple(field.name for field in sorted(fields(kind), key=lambda field: bool(field.kw_only)))
 
 
 @dataclass(frozen=True)
@@ -92,9 +115,9 @@ def write_stamp(file: TextIO, stamp: Mapping[str, str]) -> None:
 def write_records(file: TextIO, stamp: Mapping[str, str], kind: type, records: Iterable[Any]) -> None:
     """The stamp, and a row for each of some flat dataclass objects of one ``kind``, whose fields are the columns."""
     write_stamp(file, stamp)
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([field.name for field in fields(kind)])
-    writer.writerows([_format(value) for value in astuple(record)] for record in records)
+    writer, names = csv.writer(file, lineterminator="\n"), columns(kind)
+    writer.writerow(names)
+    writer.writerows([_format(getattr(record, name)) for name in names] for record in records)
 
 
 class Writer:
@@ -116,7 +139,7 @@ class Writer:
 
 
 def _split(path: Path, columns: Iterable[str]) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """The stamp and the lines of a CSV; ValueError where its columns are not these."""
+    """The stamp and the lines of a CSV; ValueError where its columns are not these, in whatever order."""
     stamp: dict[str, str] = {}
     with path.open(encoding="utf-8", newline="") as file:
         lines = file.readlines()
@@ -125,7 +148,7 @@ def _split(path: Path, columns: Iterable[str]) -> tuple[dict[str, str], list[dic
         name, _, value = line[1:].partition(":")
         stamp[name.strip()] = value.strip()
     reader = csv.DictReader(body)
-    if tuple(reader.fieldnames or ()) != tuple(columns):
+    if sorted(reader.fieldnames or ()) != sorted(columns):
         raise ValueError(f"{path}: columns {reader.fieldnames}, expected {list(columns)}")
     return stamp, list(reader)
 
@@ -138,7 +161,8 @@ def _check_status(path: Path, status: str) -> None:
 def read_records(path: Path, kind: type[Record]) -> tuple[dict[str, str], list[Record]]:
     """What ``write_records`` wrote of a ``kind`` with a status, whose fields are str, int or float, or one of these and
     None; ValueError where it did not."""
-    kinds = {name: hint for name, hint in get_type_hints(kind).items() if name in kind.__dataclass_fields__}
+    hints = get_type_hints(kind)
+    kinds = {name: hints[name] for name in columns(kind)}
     stamp, lines = _split(path, kinds)
 
     def parse(name: str, text: str) -> str | int | float | None:

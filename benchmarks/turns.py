@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,13 +18,28 @@ from .grid import Settings, timed
 from .machine import Monitor
 from .results import FAILED, WRONG, first_line, write_records
 
+HOST_REPLAYS = 2
+
 Row = TypeVar("Row", bound=Any)  # a dataclass with the fields of a contender, a status and a timing
 Problem = TypeVar("Problem")
 Other = TypeVar("Other")
 
 
+def judged(row: Row, error: float, limits: Mapping[str, float] = ERROR_LIMIT) -> tuple[Row, bool]:
+    """The row with its error, and whether that is within the limit of its precision."""
+    limit = limits[row.precision]
+    if error > limit:
+        reason = f"relative L2 error {error:.3g}, the limit is {limit:g}"
+        return replace(row, status=WRONG, reason=reason, error=error), False
+    return replace(row, error=error), True
+
+
 def checked(
-    row: Row, launch: Callable[[], torch.Tensor], error_of: Callable[[torch.Tensor], float], settings: Settings
+    row: Row,
+    launch: Callable[[], torch.Tensor],
+    error_of: Callable[[torch.Tensor], float],
+    settings: Settings,
+    limits: Mapping[str, float] = ERROR_LIMIT,
 ) -> tuple[Row, Capture | None]:
     """Record a contender and compare what a replay writes; no capture where it fails or is wrong."""
     try:
@@ -36,11 +52,29 @@ def checked(
         error = error_of(recorded.out)
     except Exception as failure:  # a contender that breaks must not end the run
         return replace(row, status=FAILED, reason=first_line(failure)), None
-    limit = ERROR_LIMIT[row.precision]
-    if error > limit:
-        reason = f"relative L2 error {error:.3g}, the limit is {limit:g}"
-        return replace(row, status=WRONG, reason=reason, error=error), None
-    return replace(row, error=error), recorded
+    row, good = judged(row, error, limits)
+    return row, recorded if good else None
+
+
+def on_host(
+    row: Row,
+    launch: Callable[[], torch.Tensor],
+    error_of: Callable[[torch.Tensor], float],
+    limits: Mapping[str, float] = ERROR_LIMIT,
+) -> Row:
+    """The row of a contender on the CPU, with its error and the time that the CPU takes. That shows that a command
+    works, and nothing about speed."""
+    row, good = judged(row, error_of(launch()), limits)
+    if not good:
+        return row
+    times = []
+    for _ in range(HOST_REPLAYS):
+        begun = time.perf_counter()
+        launch()
+        times.append((time.perf_counter() - begun) * 1e6)
+    median, least = statistics.median(times), min(times)
+    spread = (max(times) - least) / median
+    return replace(row, launches=1, replays=len(times), median_us=median, min_us=least, spread=spread)
 
 
 def in_turns(running: Sequence[tuple[Row, Other, Capture]], settings: Settings) -> Iterator[tuple[Row, Other, float]]:
@@ -50,6 +84,30 @@ def in_turns(running: Sequence[tuple[Row, Other, Capture]], settings: Settings) 
     replays = settings.replays_of(max((recorded.replay_us for recorded in captures), default=0.0))
     for (row, other, _), timing in zip(running, interleave(captures, replays, monitor.sample), strict=True):
         yield replace(row, **timed(timing, monitor)), other, timing.median_us
+
+
+Launch = Callable[[], torch.Tensor]
+ErrorOf = Callable[[torch.Tensor], float]
+
+
+def all_timed(
+    contenders: Sequence[tuple[Row, Launch, ErrorOf]],
+    device: torch.device,
+    settings: Settings,
+    limits: Mapping[str, float] = ERROR_LIMIT,
+) -> list[Row]:
+    """The rows of all, those without a time first: on a card as graphs that take turns, on the CPU one by one."""
+    if device.type != "cuda":
+        return [on_host(row, launch, error_of, limits) for row, launch, error_of in contenders]
+    rows: list[Row] = []
+    running: list[tuple[Row, None, Capture]] = []
+    for row, launch, error_of in contenders:
+        row, recorded = checked(row, launch, error_of, settings, limits)
+        if recorded is None:
+            rows.append(row)
+        else:
+            running.append((row, None, recorded))
+    return rows + [row for row, _, _ in in_turns(running, settings)] if running else rows
 
 
 def record(

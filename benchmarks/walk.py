@@ -10,7 +10,7 @@ import gc
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from fp8cutlass.timing import Capture
 
 from . import turns
 from .grid import Settings
-from .results import OK, UNAVAILABLE, first_line
+from .results import OK, UNAVAILABLE, Timed, columns, first_line
 from .turns import checked, in_turns
 
 SAMPLED_ROWS = 64  # of the first and the last head of three sequences
@@ -161,9 +161,8 @@ class Way:
 
 
 @dataclass(frozen=True)
-class WalkTime:
-    """What was found of one contender on one batch; numbers are None where nothing was measured. Times are those of a
-    launch in microseconds, ``spread`` is (max - min) / median, ``error`` the relative L2 error against float32."""
+class WalkTime(Timed):
+    """What was found of one contender on one batch; ``error`` is that against float32."""
 
     mix: str
     sequences: int
@@ -179,14 +178,6 @@ class WalkTime:
     reason: str = ""
     kernel: str = ""
     cells: int | None = None
-    launches: int | None = None
-    replays: int | None = None
-    median_us: float | None = None
-    min_us: float | None = None
-    spread: float | None = None
-    error: float | None = None
-    clock_mhz: float | None = None
-    power_w: float | None = None
     tflops: float | None = None
 
 
@@ -245,4 +236,4 @@ def record(
     )  # fmt: skip
 
 
-COLUMNS = tuple(field.name for field in fields(WalkTime))
+COLUMNS = columns(WalkTime)

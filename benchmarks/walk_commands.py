@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .walk import Mix, Source, WalkTime
 
 HEAD_DIMS, WINDOW_HEAD_DIMS, WINDOWS = (64, 128, 256), (64, 128), (256, 1024, 4096)
+PROMPTS = (8192, 16384, 32768)  # tokens
 budget_option = click.option(
     "--budget", type=click.FloatRange(min=0), default=120.0, show_default=True, help="Seconds; then no batch is begun."
 )
@@ -59,22 +60,29 @@ def _run(
 @click.command()
 @head_dim_option(HEAD_DIMS)
 @click.option("--no-peers", is_flag=True, help="Only our kernels.")
+@click.option("--paged", is_flag=True, help="Prompts of 8k to 32k over pages, against our dense kernels.")
 @quick_option
 @budget_option
 @out_option
 @commit_option
 def varlen(
-    head_dims: tuple[str, ...], no_peers: bool, quick: bool, budget: float, out: Path | None, commit: str
+    head_dims: tuple[str, ...], no_peers: bool, paged: bool, quick: bool, budget: float, out: Path | None, commit: str
 ) -> None:
     """Time ragged batches against FlashAttention-3, and against our dense kernels where lengths are equal; write CSV,
-    tables and plot.
+    tables and plot. With --paged causal prompts over pages, against the dense kernels of the same softmax.
 
     Ends with 2 where nothing can be measured, with 1 where a contender failed, a result was wrong or time ran out.
     """
     need_card("timing ragged batches")
     from . import plot, walk, walk_report
-    from .peers import ragged
+    from .peers import prefill, ragged
 
+    if paged:
+        wanted = [int(d) for d in head_dims] or list(HEAD_DIMS)
+        prompts = [walk.Mix(f"{n // 1024}k", (n,), *walk.HEADS[d], d, True) for d in wanted for n in PROMPTS]
+        paging = {"pages": prefill.paged, "dense": prefill.dense("exp2")}
+        *_, good = _run("prefill", prompts, paging, walk_report.prefill_markdown, quick, budget, out, commit)
+        sys.exit(0 if good else 1)
     sources: dict[str, Source] = {ragged.OURS: ragged.ours, ragged.DENSE: ragged.dense}
     if not no_peers:
         sources |= {f"fa3_{precision}": ragged.fa3(precision) for precision in ("fp8", "bf16")}

@@ -130,6 +130,22 @@ def windows_markdown(stamp: Mapping[str, str], rows: Sequence[WalkTime]) -> str:
     return "\n".join([*lines, *table(header, body), *_not_timed(rows)]) + "\n"
 
 
+def prefill_markdown(stamp: Mapping[str, str], rows: Sequence[WalkTime]) -> str:
+    """Calls over pages beside the fastest dense kernel: target 1.03 times its time."""
+    body = []
+    for (head_dim, _, mix), cell in cells(rows).items():
+        dense = min(
+            (row.median_us for name, row in cell.items() if name.startswith(DENSE) and row.median_us), default=0
+        )
+        for name, row in cell.items():
+            if row.median_us and not name.startswith(DENSE):
+                share = _text(row.median_us / dense, 3) if dense else ""
+                body.append([str(head_dim), mix, name, _us(cell, name), _tflops(cell, name), _text(dense, 1), share])
+    head = ["head_dim", "tokens", "contender", "us", "TFLOPS", "dense kernel, us", f"times it (target {TARGET_DENSE})"]
+    lines = [*heading("Causal prompts over pages", stamp), "", *table(head, body), *_not_timed(rows)]
+    return "\n".join(lines) + "\n"
+
+
 def draw_varlen(stamp: Mapping[str, str], rows: Sequence[WalkTime], path: Path) -> None:
     """Bars of useful TFLOPS for each batch; the suffix of ``path`` is the format. PlotError as that of ``draw``."""
     by_key = cells(rows)

@@ -98,7 +98,7 @@ class Decode:
         """Of Q in f16 for this unit and the next, the result in float32, and what the warps tell one another."""
         queries = _up(self.rows * (_up(2 * self.head_dim, 128) + 36) + 8 * self.warps, 16)
         result = 4 * self.rows * (self.head_dim + 4)
-        return _up(2 * queries + result + 4 * self.rows * (2 + 2 * self.warps) + 4, 16)
+        return _up(2 * queries + result + 4 * self.rows * (2 + 2 * self.warps) + 4 * self.warps + 4, 16)
 
     def smem_with(self, stages: int) -> int:
         slots = self.warps * stages * (self.slot_bytes + self.places_bytes)

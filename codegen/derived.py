@@ -37,6 +37,7 @@ class Derived:
     ctas_limit: str
     mma_per_tile: int  # matrix instructions a warp (sm90a: a warpgroup) issues for one KV tile
     mma_in_loop: int  # of which so many stand in the main loop's code; fewer where the k steps of Q K^T are a loop
+    integer_in_loop: int = 0  # of these, products of integers
     spilled: int = 0
     quantises_q: bool = False
     unrolled: tuple[Unrolled, ...] = ()

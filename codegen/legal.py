@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from codegen.axes import Scaling
-from codegen.families import FAMILIES, Family
+from codegen.families import FAMILIES
 from codegen.rule import Rule
 from codegen.variant import Variant
 
@@ -37,11 +37,14 @@ def _first_broken(v: Variant, rules: Iterable[Rule]) -> Rejection | None:
     return None
 
 
-def kernel_asserts(family: Family) -> list[tuple[str, str]]:
-    """(C++ condition, message) for each rule of a family that a compiler can check."""
-    return [(r.condition.cpp(), f"{r.name}: {r.why}") for r in family.rules if r.condition is not None]
+def kernel_asserts(v: Variant) -> list[tuple[str, str]]:
+    """(C++ condition, message) for each rule that a variant is asked and a compiler can check."""
+    rules = (r for r in FAMILIES[v.family].rules if r.condition is not None and r.among(v))
+    return [(r.condition.cpp(), f"{r.name}: {r.why}") for r in rules if r.condition is not None]
 
 
 def served(v: Variant) -> tuple[Scaling, ...]:
     """The scaling modes of calls that the kernel computes: one of `block` reads its descales by steps."""
-    return tuple(s for s in Scaling if s is v.scaling or (s.coarse and v.scaling is Scaling.BLOCK))
+    return tuple(
+        s for s in Scaling if s is v.scaling or (s.coarse and v.scaling is Scaling.BLOCK and v.dtype.groups == 1)
+    )

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
-from codegen.axes import Cluster, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
+from codegen.axes import Cap, Cluster, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
 from codegen.families import family_of
 from codegen.variant import AXES, Variant, axis_text
 
@@ -67,6 +67,7 @@ class Matrix:
     schedule: tuple[Schedule, ...]
     cluster: tuple[Cluster, ...]
     walk: tuple[Walk, ...]
+    cap: tuple[Cap, ...] = (Cap.NONE,)
 
     AXES = tuple(axis for axis in AXES if axis not in ("family", "kind"))
 
@@ -80,8 +81,10 @@ class Matrix:
         )
 
     def is_of(self, v: Variant) -> bool:
-        """Whether this is the matrix for a variant of that family, kind, mask and walk."""
-        return (v.family, v.kind) == (self.family, self.kind) and v.mask in self.mask and v.walk in self.walk
+        """Whether this is the matrix for a variant of that family, kind, mask, walk, cap and kind of numbers."""
+        alike = v.dtype.qk.integer == self.dtype[0].qk.integer
+        same = alike and (v.family, v.kind) == (self.family, self.kind)
+        return same and v.mask in self.mask and v.walk in self.walk and v.cap in self.cap
 
     @property
     def size(self) -> int:
@@ -107,6 +110,24 @@ MATRICES = (
         schedule=(Schedule.MULTISTAGE,),
         cluster=(Cluster.SOLO,),
         walk=(Walk.DENSE,),
+    ),
+    # Capped scores: of few models, so that what few kernels serve is enough.
+    Matrix(
+        name="sm89 capped",
+        family="sm89",
+        kind=Kind.FWD,
+        head_dim=SM89_HEAD_DIMS,
+        tile=SM89_TILES,
+        stages=(1, 2, 3, 4),
+        scaling=(Scaling.BLOCK,),
+        mask=(Mask.FULL, Mask.CAUSAL),
+        dtype=(Operand.E4M3,),
+        out=(Out.BF16, Out.FP16),
+        softmax=(Softmax.EXP2,),
+        schedule=(Schedule.MULTISTAGE,),
+        cluster=(Cluster.SOLO,),
+        walk=(Walk.DENSE,),
+        cap=(Cap.TANH,),
     ),
     # One kernel for each head_dim, softmax and the two ways of scaling K: enough to test every stage of every code path
     # alone.
@@ -140,6 +161,23 @@ MATRICES = (
         softmax=(Softmax.EXP2, Softmax.LINEAR, Softmax.QUADRATIC, Softmax.EXP2X2),
         schedule=tuple(s for s in Schedule if s is not Schedule.MULTISTAGE),
         cluster=tuple(Cluster),
+        walk=(Walk.DENSE,),
+    ),
+    # 8-bit integers in Q K^T.
+    Matrix(
+        name="sm90a integers",
+        family="sm90a",
+        kind=Kind.FWD,
+        head_dim=(64, 128),
+        tile=SM90A_FEW_TILES,
+        stages=(2, 3, 4),
+        scaling=(Scaling.BLOCK,),
+        mask=(Mask.FULL, Mask.CAUSAL),
+        dtype=(Operand.S8,),
+        out=(Out.BF16, Out.FP16),
+        softmax=(Softmax.CODES,),
+        schedule=(Schedule.PINGPONG, Schedule.OVERLAP),
+        cluster=(Cluster.SOLO,),
         walk=(Walk.DENSE,),
     ),
     # What few kernels serve: those of 16-bit output, as results of windows and ragged batches are.
@@ -176,6 +214,40 @@ MATRICES = (
         walk=(Walk.RAGGED,),
     ),
     Matrix(
+        name="sm90a capped",
+        family="sm90a",
+        kind=Kind.FWD,
+        head_dim=SM90A_HEAD_DIMS,
+        tile=SM90A_FEW_TILES,
+        stages=(2, 3, 4),
+        scaling=(Scaling.BLOCK,),
+        mask=tuple(Mask),
+        dtype=(Operand.E4M3,),
+        out=(Out.BF16, Out.FP16),
+        softmax=(Softmax.EXP2,),
+        schedule=(Schedule.PINGPONG, Schedule.SERIAL),
+        cluster=(Cluster.SOLO,),
+        walk=(Walk.DENSE,),
+        cap=(Cap.TANH,),
+    ),
+    Matrix(
+        name="sm90a capped ragged",
+        family="sm90a",
+        kind=Kind.FWD,
+        head_dim=SM90A_HEAD_DIMS,
+        tile=SM90A_FEW_TILES,
+        stages=(2, 3, 4),
+        scaling=(Scaling.BLOCK,),
+        mask=(Mask.WINDOW,),  # whose ends may be as far as they like
+        dtype=(Operand.E4M3,),
+        out=(Out.BF16, Out.FP16),
+        softmax=(Softmax.EXP2,),
+        schedule=(Schedule.PINGPONG, Schedule.SERIAL),
+        cluster=(Cluster.SOLO,),
+        walk=(Walk.RAGGED,),
+        cap=(Cap.TANH,),
+    ),
+    Matrix(
         name="sm90a diagnostic",
         family="sm90a",
         kind=Kind.DIAG,
@@ -210,7 +282,7 @@ def undeclared(v: Variant) -> str | None:
     matrix = next((m for m in MATRICES if m.is_of(v)), None)
     if matrix is None:
         declared = dict.fromkeys(f"{m.family}_{m.kind}" for m in MATRICES)
-        return f"{v.family}_{v.kind}, mask {v.mask}, walk {v.walk} is not declared ({', '.join(declared)} are)"
+        return f"{v.family}_{v.kind}, mask {v.mask}, walk {v.walk}, {v.cap} is not declared ({', '.join(declared)} are)"
     for axis in Matrix.AXES:
         value, values = getattr(v, axis), getattr(matrix, axis)
         if value not in values:

@@ -12,6 +12,9 @@ from codegen.legal import check as check_rules
 from codegen.matrix import undeclared
 from codegen.outputs import Request
 from codegen.profiles import PROFILES, of_profile
+from codegen.resident import ALL as ALL_RESIDENTS
+from codegen.resident import TARGET as RESIDENT_TARGET
+from codegen.resident import residents_of
 from codegen.select import select
 from codegen.table import built
 from codegen.variant import AXES, Variant, axis_text, parse_id
@@ -49,7 +52,11 @@ def choose(
         for d in named:
             if d.target not in targets:
                 raise click.ClickException(f"--only {d.id} is for {d.target}, --arch has {', '.join(targets)}")
-        variants = tuple(sorted((requested(i) for i in set(only) - by_id.keys()), key=lambda v: v.id))
+        kept = tuple(r for r in ALL_RESIDENTS if r.id in only)
+        if kept and RESIDENT_TARGET not in targets:
+            raise click.ClickException(f"--only {kept[0].id} is for {RESIDENT_TARGET}, --arch has {', '.join(targets)}")
+        others = set(only) - by_id.keys() - {r.id for r in kept}
+        variants = tuple(sorted((requested(i) for i in others), key=lambda v: v.id))
         name = "custom"
     else:
         variants = built(of_profile(select().emitted, profile), targets, emulated)
@@ -65,7 +72,8 @@ def choose(
                 f"no emitted variant of profile {profile} matches {' '.join(filters)} ({values})"
             )
     decodes = named if only else decodes_of(profile, targets) if name == profile else ()
-    return Request(archs=targets, profile=name, variants=variants, decodes=decodes)
+    residents = kept if only else residents_of(profile, targets) if name == profile else ()
+    return Request(archs=targets, profile=name, variants=variants, decodes=decodes, residents=residents)
 
 
 def given(parameter: str) -> bool:
@@ -91,7 +99,7 @@ arch_option = click.option(
 )
 profile_option = click.option("--profile", type=click.Choice(PROFILES), default="release", show_default=True)
 only_option = click.option(
-    "--only", multiple=True, metavar="ID", help="Emit just this variant, or kernel of decode; repeat for several."
+    "--only", multiple=True, metavar="ID", help="Emit just this variant, or kernel of another kind; repeat for several."
 )
 emulated_option = click.option(
     "--emulated", is_flag=True, help="Also all kernels that are only emulated on a target, for tests of them there."

@@ -6,13 +6,15 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 
 from codegen import registry
 from codegen.arch import TARGETS
-from codegen.axes import Scaling
+from codegen.axes import Operand, Scaling
 from codegen.decode import Decode
 from codegen.decode import profile_of as decode_profile
 from codegen.decode_ledger import render as render_decode_ledger
+from codegen.evidence import digest
 from codegen.families import derive
 from codegen.ledger import render as render_ledger
 from codegen.legal import served
@@ -27,7 +29,11 @@ from codegen.render import (
     render_kernel,
     render_pack,
     render_plan,
+    render_resident,
+    render_route,
 )
+from codegen.resident import TARGET as RESIDENT_TARGET
+from codegen.resident import Resident
 from codegen.scaling import KEY_BLOCK, key_block
 from codegen.select import Selection
 from codegen.table import build, targets_of
@@ -37,13 +43,14 @@ from codegen.variant import Variant
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to generate: which targets, which emitted variants and kernels of decode, and how the set is called in the
-    manifest."""
+    """What to generate: which targets, which emitted variants, kernels of decode and those that keep K and V, and how
+    the set is called in the manifest."""
 
     archs: tuple[str, ...]
     profile: str
     variants: tuple[Variant, ...]
     decodes: tuple[Decode, ...] = ()
+    residents: tuple[Resident, ...] = ()
 
 
 PLAN = "plan"  # the kernel that lists the row tiles of ragged batches
@@ -52,6 +59,8 @@ CUT = "cut"  # the kernel that cuts the work of decode
 CUT_PATH = f"{CUT}.cu"
 APPEND = "append"  # the kernel that writes tokens to pages
 APPEND_PATH = f"{APPEND}.cu"
+ROUTE = "route"  # the kernel that chooses what kernels of ragged batches do of a call over pages
+ROUTE_PATH = f"{ROUTE}.cu"
 
 
 def kernel_path(v: Variant) -> str:
@@ -70,17 +79,27 @@ def files(request: Request, selection: Selection) -> dict[str, str]:
     if request.decodes:
         kernels[CUT_PATH] = render_cut(env)
         kernels[APPEND_PATH] = render_append(env)
-    # The shipped table answers for every target, so that a laptop can ask about any card.
-    table = build(request.variants, tuple(TARGETS))
+    if ragged and request.decodes:
+        kernels[ROUTE_PATH] = render_route(env)
+    kernels |= {r.path: render_resident(r, env) for r in request.residents}
     out = dict(kernels)
     out["manifest.json"] = _manifest(request, packs, ragged, kernels)
-    out["table.txt"] = table_text(table)
-    out["times.txt"] = times_text(table)
+    out["table.txt"], out["times.txt"] = _tables(request.variants, digest())
     out["registry.cpp"] = registry.render(
-        request.variants, packs, request.decodes, request.archs, _digest(out["manifest.json"]), env
+        request.variants, packs, request.decodes, request.residents, request.archs, _digest(out["manifest.json"]), env
     )
     out["ledger.txt"] = render_ledger(selection) + render_decode_ledger()
     return out
+
+
+@cache
+def _tables(variants: tuple[Variant, ...], measured: str) -> tuple[str, str]:
+    """The texts of the table and of its times. It answers for every target, so that a laptop can ask about any card.
+
+    measured: digest of the measurements, which decide with the variants.
+    """
+    table = build(variants, tuple(TARGETS))
+    return table_text(table), times_text(table)
 
 
 def _digest(text: str) -> str:
@@ -133,6 +152,7 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
         "capability": {a: list(TARGETS[a].capability) for a in request.archs},
         "key_block": KEY_BLOCK,
         "scaling": {str(s): asdict(s.grain) for s in Scaling},
+        "operands": {str(o): {"qk": str(o.qk), "p": str(o.p), "v": str(o.v)} for o in Operand},
         "head_dims": {a: list(head_dims(a)) for a in TARGETS},
     }
     pack_entries = [
@@ -148,10 +168,12 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
         }
         for p in packs
     ]
+    walking, decoding = {t for v in ragged for t in targets_of(v, request.archs)}, {d.target for d in request.decodes}
     planned = {  # targets of the kernels that run before others: one for all that need it
-        PLAN: {t for v in ragged for t in targets_of(v, request.archs)},
-        CUT: {d.target for d in request.decodes},
-        APPEND: {d.target for d in request.decodes},
+        PLAN: walking,
+        CUT: decoding,
+        APPEND: decoding,
+        ROUTE: walking & decoding,
     }
     plan_entries = [
         {
@@ -182,10 +204,27 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
         }
         for d in request.decodes
     ]
+    resident_entries = [
+        {
+            "id": r.id,
+            "head_dim": r.head_dim,
+            "keys": r.keys,
+            "source": str(r.source),
+            "threads": r.threads,
+            "ctas_per_sm": r.ctas_per_sm,
+            "smem_bytes": r.smem_bytes,
+            "profile": r.profile,
+            "targets": [RESIDENT_TARGET],
+            "file": r.path,
+            "sha256": _digest(kernels[r.path]),
+        }
+        for r in request.residents
+    ]
     lists: dict[str, Sequence[Mapping[str, object]]] = {
         "plans": plan_entries,
         "packs": pack_entries,
         "decodes": decode_entries,
+        "residents": resident_entries,
         "variants": entries,
     }
     # One kernel a line, so that a diff shows which ones changed.

@@ -39,10 +39,11 @@ class Pack:
     head_dim: int
     key_block: int
     source: Source
+    integer: bool = False  # Q and K become s8
 
     @property
     def id(self) -> str:
-        return f"pack_d{self.head_dim}_n{self.key_block}_{self.source}"
+        return f"pack_d{self.head_dim}_n{self.key_block}_{self.source}" + ("_s8" if self.integer else "")
 
     @property
     def path(self) -> str:
@@ -100,12 +101,17 @@ class Pack:
     def delivers(self) -> bool:
         """Whether there is a form for sm90a that hands over head after head to an attention kernel that runs already:
         rows of 128 or 256 bytes, as the copy engine's swizzle wants them."""
-        return self.quantises and self.head_dim in (64, 128)
+        return self.quantises and not self.integer and self.head_dim in (64, 128)
 
     @property
     def ragged(self) -> bool:
         """Whether there is a form for ragged batches: kernels that walk them have this head_dim."""
-        return self.quantises and any(self.head_dim in m.head_dim for m in MATRICES if Walk.RAGGED in m.walk)
+        return not self.integer and any(self.head_dim in m.head_dim for m in MATRICES if Walk.RAGGED in m.walk)
+
+    @property
+    def gather_ctas_per_sm(self) -> int:
+        """Of the form that copies keys from pages: as many as leave a thread registers for its bytes of a block."""
+        return 3 if self.passes * self.chunks > 4 else 5
 
     @property
     def delivery_threads(self) -> int:
@@ -134,14 +140,19 @@ class Pack:
 
 def served_by(pack: Pack, v: Variant) -> bool:
     """Whether a variant reads what the pack makes."""
-    return v.head_dim == pack.head_dim and (not pack.quantises or key_block(v) == pack.key_block)
+    if not pack.quantises:
+        return v.head_dim == pack.head_dim and v.dtype.arrives
+    made = v.head_dim, key_block(v), v.dtype.qk.integer
+    return made == (pack.head_dim, pack.key_block, pack.integer)
 
 
 def packs_of(variants: Iterable[Variant]) -> tuple[Pack, ...]:
     """Those that make operands for any of the variants, in the order of the manifest and the registry."""
-    shapes = {(v.head_dim, key_block(v)) for v in variants}
-    packs = {Pack(head_dim=d, key_block=n, source=s) for d, n in shapes for s in Source if s is not Source.FP8}
-    packs |= {Pack(head_dim=d, key_block=KEY_BLOCK, source=Source.FP8) for d, _ in shapes}
+    shapes = {(v.head_dim, key_block(v), v.dtype.qk.integer) for v in variants}
+    packs = {
+        Pack(head_dim=d, key_block=n, source=s, integer=i) for d, n, i in shapes for s in Source if s is not Source.FP8
+    }
+    packs |= {Pack(head_dim=d, key_block=KEY_BLOCK, source=Source.FP8) for d, _, i in shapes if not i}
     return tuple(sorted(packs))
 
 

@@ -11,6 +11,7 @@ from codegen.decode import Decode
 from codegen.families import derive
 from codegen.legal import served
 from codegen.pack import Pack
+from codegen.resident import Resident
 from codegen.scaling import key_block
 from codegen.variant import Variant
 
@@ -36,7 +37,7 @@ def variant_row(v: Variant) -> Row:
     d = derive(v)
     if len(d.unrolled) > MOST_UNROLLED:
         raise ValueError(f"{v.id} has {len(d.unrolled)} unrolled forms, a row of the registry holds {MOST_UNROLLED}")
-    grain = v.scaling.grain
+    grain = v.grain
     numbers = {
         "head_dim": v.head_dim,
         "tile_m": v.tile_m,
@@ -65,6 +66,7 @@ def variant_row(v: Variant) -> Row:
             "quantises_q": _flag(d.quantises_q),
             "ragged": _flag(v.walk.tables),
             "unrolled": "{" + ", ".join(f"{{{u.least_keys}, {u.most_keys}}}" for u in d.unrolled) + "}",
+            "capped": _flag(v.cap.capped),
         }
     )
 
@@ -85,6 +87,7 @@ def pack_row(p: Pack) -> Row:
             "delivery_bytes": str(delivery[1]),
             "delivery_ctas_per_sm": str(delivery[2]),
             "ragged": _flag(p.ragged),
+            "integer": _flag(p.integer),
         }
     )
 
@@ -101,6 +104,18 @@ def decode_row(d: Decode) -> Row:
     )
 
 
+def resident_row(r: Resident) -> Row:
+    """ResidentEntry."""
+    numbers = ("head_dim", "keys", "threads", "smem_bytes", "ctas_per_sm")
+    return Row(
+        fields={
+            "id": f'"{r.id}"',
+            "source": f"SourceType::{r.source}",
+            **{name: str(getattr(r, name)) for name in numbers},
+        }
+    )
+
+
 def target_row(name: str) -> Row:
     """TargetEntry."""
     major, minor = TARGETS[name].capability
@@ -111,6 +126,7 @@ def render(
     variants: tuple[Variant, ...],
     packs: tuple[Pack, ...],
     decodes: tuple[Decode, ...],
+    residents: tuple[Resident, ...],
     archs: tuple[str, ...],
     manifest: str,
     env: Environment,
@@ -120,6 +136,7 @@ def render(
         variants=[variant_row(v) for v in variants],
         packs=[pack_row(p) for p in packs],
         decodes=[decode_row(d) for d in decodes],
+        residents=[resident_row(r) for r in residents],
         targets=[target_row(name) for name in archs],
         manifest=manifest,
     )

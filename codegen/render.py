@@ -16,6 +16,7 @@ from codegen.variant import Variant
 
 if TYPE_CHECKING:
     from codegen.decode import Decode  # which needs the profiles, and they this module
+    from codegen.resident import Resident  # likewise
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
@@ -40,7 +41,7 @@ class Assert:
 
 def render_kernel(v: Variant, env: Environment) -> str:
     family = FAMILIES[v.family]
-    asserts = [Assert(cpp=cpp, message=message) for cpp, message in kernel_asserts(family)]
+    asserts = [Assert(cpp=cpp, message=message) for cpp, message in kernel_asserts(v)]
     return env.get_template(family.template).render(v=v, d=family.view(v), asserts=asserts)
 
 
@@ -56,8 +57,18 @@ def render_append(env: Environment) -> str:
     return env.get_template("append.cu.j2").render()
 
 
+def render_route(env: Environment) -> str:
+    return env.get_template("route.cu.j2").render()
+
+
 def render_decode(d: Decode, env: Environment) -> str:
     return env.get_template("decode.cu.j2").render(d=d)
+
+
+def render_resident(r: Resident, env: Environment) -> str:
+    from codegen.resident import MASKS
+
+    return env.get_template("resident.cu.j2").render(r=r, masks=MASKS)
 
 
 def render_pack(pack: Pack, env: Environment) -> str:

@@ -34,7 +34,7 @@ def environment(v: Variant, d: Derived) -> Env:
         "rows_per_warp": d.rows_per_warp,
         "ctas_per_sm": d.ctas_per_sm,
         "smem_bytes": d.smem_bytes,
-        "score_regs": 2 if v.softmax.by_code else 4,
+        "score_regs": v.softmax.score_registers,
     }
 
 
@@ -52,8 +52,11 @@ class Rule:
     condition: Expr | None = None
     refuses: Callable[[Variant, Derived], bool] | None = None
     of_choice: bool = False
+    among: Callable[[Variant], bool] = lambda v: True  # what it is asked of
 
     def broken(self, v: Variant, d: Derived) -> bool:
+        if not self.among(v):
+            return False
         if self.condition is not None:
             return not self.condition.value(environment(v, d))
         return self.refuses is not None and self.refuses(v, d)
@@ -92,6 +95,30 @@ LINEAR_RANGE = Rule(
     of_choice=True,
 )
 
+EXACT_SCORES = Rule(
+    name="EXACT-SCORES",
+    why="products of integers are summed in s32, and no others are",
+    refuses=lambda v, d: v.softmax.exact != v.dtype.qk.integer,
+    explain=lambda v, d: f"{v.softmax} softmax takes {v.score} scores, those of {v.dtype} are {v.dtype.qk.sums}",
+    of_choice=True,
+)
+
+INTEGER_SCALING = Rule(
+    name="INTEGER-SCALING",
+    why="integers of one step need a descale for few numbers; one for a lane's columns of a block costs nothing",
+    refuses=lambda v, d: v.dtype.groups > 1 and v.scaling is not Scaling.BLOCK,
+    explain=lambda v, d: refused(f"{v.scaling} descales of {v.dtype} operands are", (Scaling.BLOCK,)),
+    of_choice=True,
+)
+
+INTEGER_OUT = Rule(
+    name="INTEGER-OUT",
+    why="an e4m3 output rounds by 2^-4 what integers gain",
+    refuses=lambda v, d: v.dtype.qk.integer and v.out.scaled,
+    explain=lambda v, d: refused(f"{v.out} output of {v.dtype} operands is", (o for o in Out if not o.scaled)),
+    of_choice=True,
+)
+
 REGISTERS = Rule(
     name="REGISTERS",
     why="more registers than a thread can have would spill",
@@ -102,8 +129,8 @@ REGISTERS = Rule(
 LINEAR_E5M2 = Rule(
     name="LINEAR-E5M2",
     why="e5m2 operands arrive with any range; their f16 scores could overflow",
-    refuses=lambda v, d: v.softmax.by_code and not v.dtype.made,
-    explain=lambda v, d: f"{v.softmax} softmax needs f16 scores, {v.dtype} reaches {v.dtype.limit:,}",
+    refuses=lambda v, d: v.softmax.narrow and not v.dtype.made,
+    explain=lambda v, d: f"{v.softmax} softmax needs f16 scores, {v.dtype} reaches {v.dtype.qk.limit:,}",
     of_choice=True,
 )
 
@@ -145,7 +172,9 @@ TWO_TERMS_E5M2 = Rule(
     name="TWO-TERMS-E5M2",
     why="e5m2 operands have lost more to their own rounding than a second term of P gains",
     refuses=lambda v, d: v.terms > 1 and not v.dtype.made,
-    explain=lambda v, d: refused(f"two terms of P with {v.dtype} operands are", (o for o in Operand if o.made)),
+    explain=lambda v, d: refused(
+        f"two terms of P with {v.dtype} operands are", (o for o in Operand if o.made and o.arrives)
+    ),
     of_choice=True,
 )
 

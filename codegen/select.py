@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from codegen.axes import Mask, Operand, Out, Scaling, Walk
+from codegen.axes import Cap, Mask, Operand, Out, Scaling, Walk
 from codegen.evidence import Measurement, evidence, measured
 from codegen.families import FAMILIES, derive
 from codegen.keys import LOADS, MOST, SEQLEN_BOUNDS, representative
@@ -189,7 +189,8 @@ def _modelled(v: Variant) -> Variant:
     """The variant with what neither model nor measurement reads set to one value, so that equal classes rank once."""
     scaling = v.scaling if v.scaling.per_key else Scaling.TENSOR
     mask = Mask.CAUSAL if v.mask.windowed else v.mask
-    return replace(v, scaling=scaling, mask=mask, dtype=Operand.E4M3, out=Out.BF16, walk=Walk.DENSE)
+    v = replace(v, walk=Walk.DENSE, cap=Cap.NONE)
+    return replace(v, scaling=scaling, mask=mask, dtype=Operand.E4M3, out=Out.BF16)
 
 
 def _most(v: Variant) -> int:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from operator import itemgetter
 from typing import Any
 
-from codegen.axes import Cluster, Kind, Operand, Out, Scaling, Walk
+from codegen.axes import Cap, Cluster, Kind, Operand, Out, Scaling, Walk
+from codegen.evidence import digest
 from codegen.families import FAMILIES, derive, families_of
 from codegen.keys import SOFTMAXES, Key, axes
 from codegen.legal import served
@@ -26,6 +29,7 @@ CRITERIA = (
     "id",
 )
 # Who serves a cell, or why nobody does, depends on these axes alone: on neither sequence length nor load.
+NAMES = tuple(f.name for f in fields(Key))
 CLASS = ("arch", "head_dim", "dtype", "out", "scaling", "causal", "precision")
 
 
@@ -65,6 +69,7 @@ def candidates_of(key: Key, emitted: tuple[Variant, ...]) -> list[Variant]:
             and v.family == family.name
             and (v.head_dim, v.dtype, v.out, v.mask) == (key.head_dim, key.dtype, key.out, key.mask)
             and v.walk is Walk.DENSE
+            and not v.cap.capped
             and key.scaling in served(v)
         ]
         for softmax in SOFTMAXES[key.precision]:
@@ -148,6 +153,7 @@ def _refusal(key: Key, family: str) -> str | None:
         schedule=matrix.schedule[0],
         cluster=Cluster.SOLO,
         walk=Walk.DENSE,
+        cap=Cap.NONE,
     )
     serving = (replace(probe, scaling=scaling) for scaling in matrix.scaling)
     probe = next((v for v in serving if key.scaling in served(v)), probe)
@@ -157,26 +163,20 @@ def _refusal(key: Key, family: str) -> str | None:
     return None
 
 
-def keys(archs: tuple[str, ...]) -> Iterator[Key]:
-    """All cells in table order."""
+def _cells(archs: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
+    """The values of NAMES of all cells, in table order."""
     typed: dict[str, Callable[[Any], object]] = {"head_dim": int, "dtype": Operand, "out": Out, "scaling": Scaling}
     positions: list[list[Any]] = []
     for name, values in axes(archs):
         positions.append(
             [*range(len(values))] if name == "seqlen" else [typed.get(name, lambda x: x)(x) for x in values]
         )
-    for arch, head_dim, seqlen, dtype, out, scaling, causal, precision, load in itertools.product(*positions):
-        yield Key(
-            arch=arch,
-            head_dim=head_dim,
-            seqlen=seqlen,
-            dtype=dtype,
-            out=out,
-            scaling=scaling,
-            causal=causal,
-            precision=precision,
-            load=load,
-        )
+    return itertools.product(*positions)
+
+
+def keys(archs: tuple[str, ...]) -> Iterator[Key]:
+    """All cells in table order."""
+    return (Key(**dict(zip(NAMES, values, strict=True))) for values in _cells(archs))
 
 
 def build(emitted: tuple[Variant, ...], archs: tuple[str, ...]) -> Table:
@@ -186,14 +186,21 @@ def build(emitted: tuple[Variant, ...], archs: tuple[str, ...]) -> Table:
     numbers: dict[Decision, int] = {}
     cells = []
     known: dict[Group, list[Variant] | Decision] = {}
-    for key in keys(archs):
-        group = tuple(getattr(key, axis) for axis in CLASS)
-        found = known.get(group)
-        if found is None:
-            of = candidates_of(key, tuple(rivals[key.head_dim, key.dtype, key.out, key.mask]))
-            found = known[group] = of or _nobody(key)
-        decision = found if isinstance(found, Decision) else _best(key, found)
-        cells.append(numbers.setdefault(decision, len(numbers)))
+    empty: dict[Group, int] = {}  # the decision's number where nobody serves, which most cells are
+    of_class = itemgetter(*(NAMES.index(axis) for axis in CLASS))
+    for values in _cells(archs):
+        group = of_class(values)
+        if (number := empty.get(group)) is None:
+            key = Key(**dict(zip(NAMES, values, strict=True)))
+            found = known.get(group)
+            if found is None:
+                of = candidates_of(key, tuple(rivals[key.head_dim, key.dtype, key.out, key.mask]))
+                found = known[group] = of or _nobody(key)
+            decision = found if isinstance(found, Decision) else _best(key, found)
+            number = numbers.setdefault(decision, len(numbers))
+            if isinstance(found, Decision):
+                empty[group] = number
+        cells.append(number)
     among = {group: () if isinstance(found, Decision) else tuple(found) for group, found in known.items()}
     return Table(axes=axes(archs), cells=tuple(cells), decisions=tuple(numbers), rivals=among)
 
@@ -208,8 +215,14 @@ def built(variants: tuple[Variant, ...], archs: tuple[str, ...], emulated: bool)
     if len(kept) == len(variants):
         return variants
     for arch in archs:
-        kept |= {d.variant for d in build(variants, (arch,)).decisions if d.variant is not None}
+        kept |= _chosen(variants, arch, digest())
     return tuple(v for v in variants if v.id in kept)
+
+
+@cache
+def _chosen(variants: tuple[Variant, ...], arch: str, measured: str) -> frozenset[str]:
+    """Ids in the table of a target. measured: digest of the measurements, which decide with the variants."""
+    return frozenset(d.variant for d in build(variants, (arch,)).decisions if d.variant is not None)
 
 
 def targets_of(v: Variant, archs: tuple[str, ...]) -> tuple[str, ...]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from typing import Any
 
-from codegen.axes import Cluster, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
+from codegen.axes import Cap, Cluster, Granularity, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
 from codegen.axes.axis import Axis
 
 
@@ -55,6 +55,7 @@ class Variant:
     schedule: Schedule = _axis(Schedule, plain=Schedule.MULTISTAGE, group="execution")
     cluster: Cluster = _axis(Cluster, plain=Cluster.SOLO, group="execution")
     walk: Walk = _axis(Walk, plain=Walk.DENSE, group="walk")
+    cap: Cap = _axis(Cap, plain=Cap.NONE, group="cap")
 
     def __hash__(self) -> int:
         return hash(self.id)  # a string keeps its hash
@@ -72,7 +73,7 @@ class Variant:
     def problem(self) -> tuple[object, ...]:
         """What rivals have in common: everything but tile, stages, schedule and cluster."""
         same = (self.family, self.kind, self.head_dim, self.scaling, self.mask, self.dtype, self.out, self.softmax)
-        return (*same, self.walk)
+        return (*same, self.walk, self.cap)
 
     def _text(self, axes: tuple[str, ...]) -> str:
         parts, values = _parts(axes), self.__dict__
@@ -91,13 +92,15 @@ class Variant:
 
     @property
     def serves(self) -> str:
-        """What calls it is for, as the manifest says it: fwd, window, ragged; or diag."""
+        """What calls it is for, as the manifest says it: fwd, window, ragged, capped; or diag."""
+        if self.cap.capped:
+            return "capped"
         return "ragged" if self.walk.tables else "window" if self.windowed else str(self.kind)
 
     @property
     def special(self) -> bool:
-        """Whether it serves a window or a ragged batch, for which a class has one kernel, and the table no cell."""
-        return self.windowed or self.walk.tables
+        """Whether it serves a window, a ragged batch or a cap: a class has one kernel, and the table no cell."""
+        return self.windowed or self.walk.tables or self.cap.capped
 
     # What the template calls the tile's parts.
     @property
@@ -121,6 +124,12 @@ class Variant:
     def score(self) -> str:
         """Accumulator of Q K^T."""
         return self.softmax.score
+
+    @property
+    def grain(self) -> Granularity:
+        """What shares a descale: as the scaling mode says, but that K may have several for a block."""
+        grain = self.scaling.grain
+        return replace(grain, k="group") if self.dtype.groups > 1 and grain.k == "block" else grain
 
     @property
     def terms(self) -> int:

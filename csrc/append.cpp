@@ -47,10 +47,10 @@ appending::Rows rows_of(const View& x, const char* name) {
   return {static_cast<const uint8_t*>(x.data()), token, head};
 }
 
-appending::Store store_of(const View& cache, const char* name, const View& k) {
-  check_cache(cache, name, k);
+// Of a cache that is written.
+appending::Store store_of(const Places& places, const View& cache, const char* name) {
   for (int i = 0; i < 3; ++i) require(cache.size(i) == 1 || cache.stride(i) > 0, name, " is expanded in dimension ", i);
-  return {static_cast<uint8_t*>(cache.data()), cache.stride(0), cache.stride(1), cache.stride(2)};
+  return places.as<appending::Store>();
 }
 
 appending::Numbers numbers_of(const View& x, const char* name, const View& k) {
@@ -85,16 +85,10 @@ void set_places(AppendParams& p, const AppendArguments& a) {
   require(sequences > 0, "lengths has no sequence");
   p.lengths = int_pointer(*a.lengths, "lengths", a.k, {sequences});
   p.cu = int_pointer(*a.cu, "cu_seqlens", a.k, {sequences + 1});
-  const View& table = *a.table;
-  require(table.dim() == 2, "page_table must have 2 dimensions, got shape ", shape_text(table));
-  require_shape(table, "page_table", {sequences, table.size(1)});
-  require(table.scalar_type() == ScalarType::Int, "page_table must be int32");
-  require_same_device(table, "page_table", a.k);
-  require(table.size(1) > 0, "page_table has no column");
-  require(table.stride(1) == 1 || table.size(1) == 1, "page_table must be contiguous in its last dimension");
-  p.table = static_cast<const int*>(table.data()), p.table_row = table.stride(0);
-  p.sequences = to_int(sequences, "the sequences"), p.entries = to_int(table.size(1), "the columns of page_table");
-  require(table.size(1) * int64_t{p.page_size} < kMostWork, "page_table has room for too many tokens");
+  const Table table = table_of(*a.table, sequences, a.k);
+  p.table = table.base, p.table_row = table.row;
+  p.sequences = to_int(sequences, "the sequences"), p.entries = to_int(table.entries, "the columns of page_table");
+  require(table.entries * int64_t{p.page_size} < kMostWork, "page_table has room for too many tokens");
   if (a.used) p.used = int_pointer(*a.used, "used", a.k, {sequences});
   // Threads enough for the pages that the new tokens of a sequence take, on average.
   const int64_t columns = a.k.size(0) / sequences / p.page_size + 1;
@@ -137,23 +131,15 @@ void set_rotation(AppendParams& p, const AppendArguments& a) {
   p.rotated = columns, p.rotation_scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(columns)));
 }
 
-void set_descales(AppendParams& p, const AppendArguments& a) {
-  constexpr int64_t kBytes = sizeof(float);
-  const int64_t pages = p.pages, heads = p.heads, rows = a.slots ? p.tokens : p.sequences;
+void set_descales(AppendParams& p, const AppendArguments& a, const CachePlaces& cache) {
+  const int64_t rows = a.slots ? p.tokens : p.sequences;
   if (a.k_token) {
-    const View& t = *a.k_token;
-    require_shape(t, "k_token_descale", {pages, p.page_size, heads});
-    p.k_token = {strided_floats(t, "k_token_descale", a.k), kBytes * t.stride(0), kBytes * t.stride(1),
-                 kBytes * t.stride(2)};
+    p.k_token = token_descales(*a.k_token, cache, p.heads, a.k).as<appending::PageDescale>();
   } else {
     require(a.k_descale.has_value() || p.type == appending::kE4m3, "k_descale is missing");
     if (a.k_descale) p.k_descale = given_of(*a.k_descale, "k_descale", a.k, rows);
   }
-  if (a.v_page) {
-    const View& t = *a.v_page;
-    require_shape(t, "v_page_descale", {pages, heads});
-    p.v_page = {strided_floats(t, "v_page_descale", a.k), kBytes * t.stride(0), 0, kBytes * t.stride(1)};
-  }
+  if (a.v_page) p.v_page = page_descales(*a.v_page, cache, p.heads, a.k).as<appending::PageDescale>();
   require(a.v_descale.has_value() || a.v_page.has_value(), "v_descale is missing");
   if (a.v_descale) p.v_descale = given_of(*a.v_descale, "v_descale", a.k, rows);
   require(p.type != appending::kE4m3 || (!a.k_token && !a.v_page && !a.cos && !a.k_mean && !a.hadamard),
@@ -178,15 +164,13 @@ void append_tokens(const AppendArguments& a) {
   p.tokens = to_int(tokens, "the tokens"), p.heads = to_int(heads, "the heads"), p.head_dim = int(head_dim);
   while ((appending::kColumns << p.lane_bits) < p.head_dim) ++p.lane_bits;
 
-  require(a.k_cache.dim() == 4, "k_cache must have 4 dimensions, got shape ", shape_text(a.k_cache));
-  const int64_t pages = a.k_cache.size(0), page_size = a.k_cache.size(1);
-  require_shape(a.k_cache, "k_cache", {pages, page_size, heads, head_dim});
-  require_shape(a.v_cache, "v_cache", {pages, page_size, heads, head_dim});
+  const CachePlaces cache = cache_places(a.k_cache, a.v_cache, heads, head_dim, a.k);
+  const int64_t pages = cache.pages, page_size = cache.page_size;
   require(page_size <= kMostPage, "a page has ", page_size, " tokens: too many");
-  require(pages > 0 && page_size > 0 && pages <= kMostWork / page_size, "k_cache has no slot, or too many");
-  p.k_store = store_of(a.k_cache, "k_cache", a.k), p.v_store = store_of(a.v_cache, "v_cache", a.k);
+  require(pages <= kMostWork / page_size, "k_cache has too many slots");
+  p.k_store = store_of(cache.k, a.k_cache, "k_cache"), p.v_store = store_of(cache.v, a.v_cache, "v_cache");
   p.pages = int(pages), p.page_size = int(page_size);
-  set_places(p, a), set_turn(p, a), set_rotation(p, a), set_descales(p, a);
+  set_places(p, a), set_turn(p, a), set_rotation(p, a), set_descales(p, a, cache);
 
   // V's descale grows by CTAs of pages. They come with the last rows, and see all tokens.
   const bool grows = p.v_descale.base == nullptr;

@@ -105,7 +105,8 @@ void set_descales(ForwardParams& params, const Arguments& a, const VariantEntry&
   const DescaleSteps v = check_descale(a.v_descale, "v_descale", variant.v, variant, kv_heads, params.seqlen_k);
   params.k_descale_head = k.head, params.k_descale_block = k.part;
   params.v_descale_head = v.head, params.v_descale_block = v.part;
-  if (variant.k == Granularity::token) require_aligned(params.k_descale, "k_descale");  // copied 16 bytes at a time
+  if (variant.k == Granularity::token || variant.k == Granularity::group)
+    require_aligned(params.k_descale, "k_descale");  // copied 16 bytes at a time
 }
 
 void set_outputs(ForwardParams& params, const Arguments& a, const VariantEntry& variant) {
@@ -129,6 +130,7 @@ void set_outputs(ForwardParams& params, const Arguments& a, const VariantEntry& 
     require_shape(*a.out_descale, "out_descale", {1});
     params.out_descale = float_pointer(*a.out_descale, "out_descale", a.q);
   }
+  params.merge_lse = a.merge_lse;
   if (a.lse) {
     require_shape(*a.lse, "lse", {a.q.size(0), a.q.size(1), a.q.size(2)});
     params.lse = float_pointer(*a.lse, "lse", a.q);
@@ -156,14 +158,27 @@ QueryScaling query_scaling(const View& q, int64_t columns, const QuerySource& so
           source.negate ? kFlip : 0};
 }
 
+void set_scores(ForwardParams& params, const VariantEntry& variant, double scale, double softcap,
+                const std::optional<View>& sinks, const View& q) {
+  constexpr double kLog2e = 1.4426950408889634;
+  require((softcap > 0) == variant.capped, "variant ", variant.id, variant.capped ? " caps" : " does not cap",
+          " scores, softcap is ", softcap);
+  params.scale = static_cast<float>(variant.capped ? scale / softcap : scale);
+  require(std::isfinite(params.scale) && params.scale >= 0, "scale must be a finite float32 >= 0, got ", scale);
+  params.cap = static_cast<float>(softcap * kLog2e);
+  require(std::isfinite(params.cap), "softcap must be finite in float32, also times log2(e), got ", softcap);
+  if (!sinks) return;
+  require_shape(*sinks, "sinks", {params.heads});
+  params.sinks = float_pointer(*sinks, "sinks", q);
+}
+
 ForwardParams forward_params(const Arguments& a, const VariantEntry& variant) {
   ForwardParams params{};
   set_inputs(params, a, variant);
   set_sizes(params, a, variant);
   set_descales(params, a, variant);
   set_outputs(params, a, variant);
-  params.scale = static_cast<float>(a.scale);
-  require(std::isfinite(params.scale) && params.scale >= 0, "scale must be a finite float32 >= 0, got ", a.scale);
+  set_scores(params, variant, a.scale, a.softcap, a.sinks, a.q);
   // Beyond these bounds an offset shows every key or none, and the kernels add it to row numbers in 32 bits.
   params.causal_offset =
       static_cast<int>(std::clamp<int64_t>(a.causal_offset, -int64_t{params.seqlen_q}, int64_t{params.seqlen_k}));

@@ -35,7 +35,14 @@ struct Arguments {
   int64_t causal_offset;
   int64_t window_offset;
   std::optional<QuerySource> source;
+  bool merge_lse = false;
+  std::optional<View> sinks;  // (H,): a logit of each head without a value
+  double softcap = 0;         // a logit x becomes softcap * tanh(x / softcap), exactly with kernels that cap scores
 };
+
+// Sets `scale`, `cap` and `sinks`, as a kernel reads them. Throws std::runtime_error where `variant` cannot.
+void set_scores(ForwardParams& params, const VariantEntry& variant, double scale, double softcap,
+                const std::optional<View>& sinks, const View& q);
 
 // Where a diagnostic variant writes; shapes as in DiagnosticOutputs.
 struct DiagnosticTensors {

@@ -1,8 +1,6 @@
 #include "attend.h"
 
-#include <cmath>
 #include <mutex>
-#include <type_traits>
 
 #include "arguments.h"
 #include "check.h"
@@ -10,25 +8,12 @@
 #include "handover.h"
 #include "launch.h"
 #include "launch_pack.h"
+#include "numbers.h"
 #include "pack_arguments.h"
+#include "resident.h"
 #include "workspace.h"
 
 namespace fp8cutlass {
-
-namespace {
-
-// A number of call.def as its type; an integer must be one.
-template <class T>
-T as(double number, const char* name) {
-  if constexpr (std::is_same_v<T, int64_t>) {
-    constexpr double kExact = int64_t{1} << 53;
-    require(number >= -kExact && number <= kExact && number == std::floor(number), name, " must be an integer, got ",
-            number);
-  }
-  return static_cast<T>(number);
-}
-
-}  // namespace
 
 AttendConstants attend_constants(const Tensor& numbers) {
   constexpr int64_t kNumbers = 0
@@ -36,19 +21,16 @@ AttendConstants attend_constants(const Tensor& numbers) {
 #include "call.def"
 #undef X
       ;
-  const View view(numbers);
-  require(
-      numbers.is_cpu() && view.scalar_type() == ScalarType::Double && view.numel() == kNumbers && view.is_contiguous(),
-      "constants must be ", kNumbers, " numbers of type float64, contiguous, on the CPU");
-  const auto* x = static_cast<const double*>(view.data());
+  const double* x = numbers_of(numbers, kNumbers);
   AttendConstants constants{};
-#define X(type, name, meaning) constants.name = as<type>(*x++, #name);
+#define X(type, name, meaning) constants.name = number_as<type>(*x++, #name);
 #include "call.def"
 #undef X
   return constants;
 }
 
 Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const VariantEntry& variant) {
+  if (c.resident >= 0) return attend_resident(c, tensors, variant);
   const View q(tensors.q), k(tensors.k), v(tensors.v);
   require(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must have 4 dimensions");
   require(q.is_cuda(), "q is not on a card");
@@ -116,10 +98,11 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
   const Tensor out = empty_result(q, c.seq_major, variant);
   std::optional<QuerySource> source;
   if (leave_q) source = QuerySource{c.score_amax, c.scale < 0, true};  // it is the pack kernel, launched in order
-  ForwardParams params = forward_params({leave_q ? q : *q8_view, *packing.k8, *packing.v8, q_descale_view,
-                                         *packing.k_descale, *packing.v_descale, tensors.out_descale, out, tensors.lse,
-                                         tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, source},
-                                        variant);
+  ForwardParams params =
+      forward_params({leave_q ? q : *q8_view, *packing.k8, *packing.v8, q_descale_view, *packing.k_descale,
+                      *packing.v_descale, tensors.out_descale, out, tensors.lse, tensors.amax, std::abs(c.scale),
+                      c.causal_offset, c.window_offset, source, c.merge_lse, tensors.sinks, c.softcap},
+                     variant);
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   if (groups > 0) check_launch(cudaMemsetAsync(base + maxima, 0, groups * kFloat, stream), pack.id, device);

@@ -32,6 +32,7 @@ struct AttendTensors {
   const std::optional<Tensor>& out_descale;  // (1,), exactly when out is FP8
   const std::optional<Tensor>& lse;          // (B, H, Sq)
   const std::optional<Tensor>& amax;         // (1,), zero
+  const std::optional<Tensor>& sinks;        // (H,) float32: a logit of each head without a value
 };
 
 // Launches both kernels on the current stream and returns the result, (B, H, Sq, the variant's head_dim), dense.

@@ -4,6 +4,7 @@
 
 #include "arguments.h"
 #include "check.h"
+#include "copies.h"
 #include "device.h"
 #include "launch.h"
 #include "launch_pack.h"
@@ -15,14 +16,6 @@ namespace fp8cutlass {
 namespace {
 
 constexpr int64_t kFloat = sizeof(float);
-
-const PackEntry& find_copies(const VariantEntry& variant) {
-  for (int i = 0; i < kPackCount; ++i) {
-    if (!kPacks[i].quantises() && kPacks[i].head_dim == variant.head_dim) return kPacks[i];
-  }
-  fail("no pack kernel for FP8 operands of head_dim ", variant.head_dim, " is among the ", kPackCount,
-       " that are built");
-}
 
 // An operand's descales as they are given, and as the kernel reads them.
 struct Descales {
@@ -79,20 +72,6 @@ Descales descales_of(const std::optional<Tensor>& tensor, double number, const c
   return d;
 }
 
-// What the copying kernel does with an operand; `out` is null where it is read as it lies.
-Fp8Operand operand_of(const View& x, const char* name, uint8_t* out, int64_t rows, bool flip) {
-  Fp8Operand o{};
-  const Strides strides = row_strides(x, name, false);
-  require_aligned(x.data(), name);
-  if (out == nullptr) return o;
-  o.x = static_cast<const uint8_t*>(x.data());
-  o.stride_batch = strides.batch, o.stride_head = strides.head, o.stride_row = strides.row;
-  o.out = out;
-  o.heads = to_int(x.size(1), name), o.tokens = to_int(x.size(2), name), o.rows = to_int(rows, name);
-  o.flip = flip ? kFlip : 0;
-  return o;
-}
-
 }  // namespace
 
 Tensor attend_fp8(const AttendConstants& c, const Fp8Tensors& tensors, const VariantEntry& variant) {
@@ -129,9 +108,9 @@ Tensor attend_fp8(const AttendConstants& c, const Fp8Tensors& tensors, const Var
   Fp8PackParams packing{};
   packing.batch = to_int(batch, "the batch size");
   packing.head_dim = static_cast<int>(columns);
-  packing.operand[kPackQ] = operand_of(q, "q", copy_q ? base + q8 : nullptr, rows, c.scale < 0);
-  packing.operand[kPackK] = operand_of(k, "k", copy_k ? base + k8 : nullptr, keys, false);
-  packing.operand[kPackV] = operand_of(v, "v", base + v8, padded, false);
+  packing.operand[kPackQ] = copied(q, "q", copy_q ? base + q8 : nullptr, rows, c.scale < 0);
+  packing.operand[kPackK] = copied(k, "k", copy_k ? base + k8 : nullptr, keys, false);
+  packing.operand[kPackV] = copied(v, "v", base + v8, padded, false);
   const auto spread = [&](PackOrder which, Descales& d, int64_t at) {
     if (d.spread.count == 0) return *d.given;
     d.spread.out = reinterpret_cast<float*>(base + at);
@@ -147,7 +126,8 @@ Tensor attend_fp8(const AttendConstants& c, const Fp8Tensors& tensors, const Var
   ForwardParams params =
       forward_params({copy_q ? bytes(q8, heads, rows, head_dim) : q, copy_k ? bytes(k8, kv_heads, keys, head_dim) : k,
                       bytes(v8, kv_heads, head_dim, padded), q_descale, k_descale, v_descale, tensors.out_descale, out,
-                      tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, std::nullopt},
+                      tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, std::nullopt,
+                      c.merge_lse, tensors.sinks, c.softcap},
                      variant);
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
@@ -177,7 +157,7 @@ Tensor attend_packed(const AttendConstants& c, const PackedTensors& tensors, con
   PackArguments packing{};
   packing.key_block = variant.key_block;
   packing.q = q, packing.q8 = q_made, packing.q_descale = q_descale, packing.amax = groups_view;
-  packing.q_granularity = c.q_granularity;
+  packing.q_granularity = c.q_granularity, packing.k_granularity = c.k_granularity;
   packing.score_amax = c.score_amax;
   packing.negate_q = c.scale < 0;
   packing.hadamard = c.hadamard;
@@ -186,7 +166,8 @@ Tensor attend_packed(const AttendConstants& c, const PackedTensors& tensors, con
   const Tensor out = empty_result(q, c.seq_major, variant);
   ForwardParams params =
       forward_params({q_made, k, tensors.v, q_descale, tensors.k_descale, tensors.v_descale, tensors.out_descale, out,
-                      tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, std::nullopt},
+                      tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, std::nullopt,
+                      c.merge_lse, tensors.sinks, c.softcap},
                      variant);
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);

@@ -22,6 +22,7 @@ struct Fp8Tensors {
   const std::optional<Tensor>& out_descale;  // (1,), exactly when out is FP8
   const std::optional<Tensor>& lse;          // (B, H, Sq)
   const std::optional<Tensor>& amax;         // (1,), zero
+  const std::optional<Tensor>& sinks;        // (H,) float32
 };
 
 struct PackedTensors {
@@ -33,6 +34,7 @@ struct PackedTensors {
   const std::optional<Tensor>& out_descale;
   const std::optional<Tensor>& lse;
   const std::optional<Tensor>& amax;
+  const std::optional<Tensor>& sinks;  // (H,) float32
 };
 
 // Packs V, copies Q and K and spreads descales where the kernel cannot read them as they lie, in one launch; then

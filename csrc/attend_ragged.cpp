@@ -81,17 +81,35 @@ Tensor attend_ragged(const RaggedNumbers& n, const RaggedTensors& tensors, const
   const PackParams pack_launch = pack_params(packing);
 
   const Tensor out = empty<3>(q, type_of(variant.out), {tokens, heads, head_dim}, {heads * head_dim, head_dim, 1});
-  std::optional<View> lse, used_q, used_k;
+  std::optional<View> lse, used_q, used_k, sinks;
+  if (tensors.sinks) sinks = *tensors.sinks;
   if (tensors.lse) lse = *tensors.lse;
   if (tensors.used_q) used_q = *tensors.used_q;
   if (tensors.used_k) used_k = *tensors.used_k;
   std::optional<QuerySource> source;
   if (leave_q) source = QuerySource{n.score_amax, n.scale < 0, true};  // it is the pack kernel, launched in order
-  ForwardParams params = ragged_params(
-      {leave_q ? q : q_made->permuted(by_token), k_made.permuted(by_token), v_made, q_descale, k_descale, v_descale,
-       tensors.cu_q, tensors.cu_k, used_q, used_k, View(base + plan, ScalarType::Int, device, {words}), out, lse,
-       std::abs(n.scale), n.window_left, n.window_right, n.bottom_right, true, source},
-      variant);
+  ForwardParams params = ragged_params({leave_q ? q : q_made->permuted(by_token),
+                                        k_made.permuted(by_token),
+                                        v_made,
+                                        q_descale,
+                                        k_descale,
+                                        v_descale,
+                                        tensors.cu_q,
+                                        tensors.cu_k,
+                                        used_q,
+                                        used_k,
+                                        View(base + plan, ScalarType::Int, device, {words}),
+                                        out,
+                                        lse,
+                                        std::abs(n.scale),
+                                        n.window_left,
+                                        n.window_right,
+                                        n.bottom_right,
+                                        true,
+                                        source,
+                                        sinks,
+                                        n.softcap},
+                                       variant);
   params.ragged.key_tokens =
       to_int(key_tokens, "the tokens of k");  // there are no more, whatever the blocks have room for
   params.ragged.early = 1;

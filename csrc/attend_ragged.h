@@ -25,6 +25,7 @@ struct RaggedTensors {
   // uint8, written: Q, K and V in FP8, their descales and the plan, each from a multiple of 256 bytes on; where absent,
   // it is allocated.
   const std::optional<Tensor>& workspace;
+  const std::optional<Tensor>& sinks;  // (H,) float32
 };
 
 struct RaggedNumbers {
@@ -32,7 +33,8 @@ struct RaggedNumbers {
   double scale;               // of any sign
   int64_t window_left, window_right;
   bool bottom_right;
-  bool leave_q;  // to the attention kernel, where it can quantise rows itself
+  bool leave_q;    // to the attention kernel, where it can quantise rows itself
+  double softcap;  // a logit x becomes softcap * tanh(x / softcap); 0 leaves it
 };
 
 // Launches all three on the current stream and returns the result, (T, H, the variant's head_dim), contiguous; rows

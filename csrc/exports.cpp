@@ -7,6 +7,12 @@
 
 FP8CUTLASS_EXPORT int fp8cutlass_variant_count() { return fp8cutlass::kVariantCount; }
 
+#define FP8CUTLASS_TEXT_OF(x) #x
+#define FP8CUTLASS_TEXT(x) FP8CUTLASS_TEXT_OF(x)
+
+// The namespace of torch.ops that the operators are in.
+FP8CUTLASS_EXPORT const char* fp8cutlass_library() { return FP8CUTLASS_TEXT(FP8CUTLASS_LIBRARY); }
+
 // SHA-256 of the manifest that the rows of the registry were generated with, in hex.
 FP8CUTLASS_EXPORT const char* fp8cutlass_manifest() { return fp8cutlass::kManifest; }
 
@@ -21,6 +27,15 @@ FP8CUTLASS_EXPORT const char* fp8cutlass_call_fields() {
 #define X(type, name, meaning) #name " "
   return
 #include "call.def"
+      ;
+#undef X
+}
+
+// The same of decode.def.
+FP8CUTLASS_EXPORT const char* fp8cutlass_decode_fields() {
+#define X(type, name, meaning) #name " "
+  return
+#include "decode.def"
       ;
 #undef X
 }

@@ -23,25 +23,31 @@ namespace fp8cutlass {
 
 namespace {
 
-constexpr char kPlan[] = "plan", kCut[] = "cut", kAppend[] = "append";
+constexpr char kPlan[] = "plan", kCut[] = "cut", kAppend[] = "append", kRoute[] = "route";
 
-// Sources are numbered: variants, packs, kernels of decode, the plan, the cut, the one that appends.
+// Sources are numbered: variants, packs, kernels of decode, the plan, the cut, the one that appends, the route, those
+// that keep K and V.
 int source_of(const VariantEntry& variant) { return static_cast<int>(&variant - kVariants); }
 int source_of(const PackEntry& pack) { return kVariantCount + static_cast<int>(&pack - kPacks); }
 int source_of(const DecodeEntry& decode) { return kVariantCount + kPackCount + static_cast<int>(&decode - kDecodes); }
 int plan_source() { return kVariantCount + kPackCount + kDecodeCount; }
 int cut_source() { return plan_source() + 1; }
 int append_source() { return cut_source() + 1; }
-int source_count() { return append_source() + 1; }
+int route_source() { return append_source() + 1; }
+int first_resident() { return route_source() + 1; }
+int source_of(const ResidentEntry& resident) { return first_resident() + static_cast<int>(&resident - kResidents); }
+int source_count() { return first_resident() + kResidentCount; }
 
 std::string id_of(int source) {
   const int pack = source - kVariantCount, decode = pack - kPackCount;
-  return pack < 0                  ? kVariants[source].id
-         : decode < 0              ? kPacks[pack].id
-         : decode < kDecodeCount   ? kDecodes[decode].id
-         : source == plan_source() ? kPlan
-         : source == cut_source()  ? kCut
-                                   : kAppend;
+  return pack < 0                    ? kVariants[source].id
+         : decode < 0                ? kPacks[pack].id
+         : decode < kDecodeCount     ? kDecodes[decode].id
+         : source == plan_source()   ? kPlan
+         : source == cut_source()    ? kCut
+         : source == append_source() ? kAppend
+         : source == route_source()  ? kRoute
+                                     : kResidents[source - first_resident()].id;
 }
 
 // A function of this namespace as the compiler spells it. The names are those of C++, as nvcc makes other code of
@@ -56,6 +62,10 @@ std::string name_of(int source, int form) {
   if (source == plan_source()) return "_ZN10fp8cutlass8planning4planENS0_10PlanParamsE";
   if (source == cut_source()) return spelled(id, "ENS_6decode9CutParamsE");
   if (source == append_source()) return spelled(id, "ENS_9appending12AppendParamsE");
+  if (source == route_source()) return spelled(id, "ENS_7prefill11RouteParamsE");
+  if (source >= first_resident()) {
+    return spelled(id + (form == kResidentCausal ? "_causal" : "_full"), "ENS_14ResidentParamsE");
+  }
   if (source >= kVariantCount + kPackCount) return spelled(id, "ENS_6decode12DecodeParamsE");
   if (source < kVariantCount) {
     const VariantEntry& variant = kVariants[source];
@@ -74,8 +84,12 @@ std::string name_of(int source, int form) {
       return spelled(id + "_amax", "ILb1EEEvNS_10PackParamsE");
     case kPackDeliver:
       return spelled(id + "_deliver", "ENS_4sm9013DeliverParamsE");
+    case kPackGather:
+      return spelled(id + "_gather", "ENS_7prefill12GatherParamsE");
     default:
-      return spelled(id + "_ragged", "ENS_10PackParamsENS_10RaggedPackE");
+      return spelled(id + "_ragged", kPacks[source - kVariantCount].quantises()
+                                         ? "ENS_10PackParamsENS_10RaggedPackE"
+                                         : "ENS_13Fp8PackParamsENS_10RaggedPackE");
   }
 }
 
@@ -161,7 +175,8 @@ cudaKernel_t load(int source, int form, int device) {
     known = library;
   }
   cudaKernel_t kernel = nullptr;
-  check(cudaLibraryGetKernel(&kernel, known, name.c_str()), "is not in its cubin");
+  const cudaError_t found = cudaLibraryGetKernel(&kernel, known, name.c_str());  // which may be what loads a library
+  check(found, found == cudaErrorSymbolNotFound ? "is not in its cubin" : "cannot be loaded");
   // Into the current context, which would otherwise be done by the first launch, perhaps in a capture.
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "cannot be loaded");
@@ -195,9 +210,15 @@ cudaKernel_t kernel_of(const PackEntry& pack, PackForm form, int device) { retur
 
 cudaKernel_t kernel_of(const DecodeEntry& decode, int device) { return find(source_of(decode), 0, device); }
 
+cudaKernel_t kernel_of(const ResidentEntry& resident, ResidentForm form, int device) {
+  return find(source_of(resident), form, device);
+}
+
 cudaKernel_t cut_kernel(int device) { return find(cut_source(), 0, device); }
 
 cudaKernel_t append_kernel(int device) { return find(append_source(), 0, device); }
+
+cudaKernel_t route_kernel(int device) { return find(route_source(), 0, device); }
 
 cudaKernel_t plan_kernel(int device) { return find(plan_source(), 0, device); }
 
@@ -207,10 +228,13 @@ bool has_kernel(int source, int form) {
     return form == 0 || (form <= kMostUnrolled && kVariants[source].unrolled[form - 1].most > 0);
   if (source < kVariantCount + kPackCount) {
     const PackEntry& pack = kPacks[source - kVariantCount];
-    if (!pack.quantises()) return form == kPackPlain;
-    return form == kPackDeliver ? pack.delivers() : form == kPackRagged ? pack.ragged : true;
+    if (form == kPackRagged) return pack.ragged;
+    if (!pack.quantises()) return form == kPackPlain || (form == kPackGather && pack.ragged);
+    if (form == kPackGather) return false;
+    return form == kPackDeliver ? pack.delivers() : true;
   }
-  return source < source_count() && form == 0;
+  if (source >= first_resident()) return source < source_count() && form < kResidentForms;
+  return form == 0;
 }
 
 std::string kernel_name(int source, int form) { return name_of(source, form); }
@@ -224,6 +248,8 @@ void load_kernels(const DecodeEntry& decode, int device) {
   load_forms(source_of(decode), device);
   cut_kernel(device);
 }
+
+void load_kernels(const ResidentEntry& resident, int device) { load_forms(source_of(resident), device); }
 
 void load_kernels(const PackEntry& pack, int device) { load_forms(source_of(pack), device); }
 

@@ -10,11 +10,14 @@
 
 namespace fp8cutlass {
 
-// The functions of a source are its forms; packs of FP8 have the plain one alone. Of a variant: 0 takes any number of
-// keys, i > 0 is unrolled[i - 1].
-enum PackForm { kPackPlain, kPackTransform, kPackMaxima, kPackMaximaTransform, kPackDeliver, kPackRagged };
-constexpr int kMostForms = 6;
-static_assert(kMostForms > kMostUnrolled && kMostForms > kPackRagged);
+// The functions of a source are its forms; packs of FP8 have the plain one, that of ragged batches and that of pages,
+// which no other has. Of a variant: 0 takes any number of keys, i > 0 is unrolled[i - 1].
+enum PackForm { kPackPlain, kPackTransform, kPackMaxima, kPackMaximaTransform, kPackDeliver, kPackRagged, kPackGather };
+constexpr int kMostForms = 7;
+static_assert(kMostForms > kMostUnrolled && kMostForms > kPackGather);
+
+// Of a kernel that keeps K and V: its forms.
+enum ResidentForm { kResidentFull, kResidentCausal, kResidentForms };
 
 // The handle of a kernel for launches on `device`, which must be current. What is loaded once stays loaded, and is
 // found again without a lock. May be called from any thread, and while streams are captured, in whatever mode. Throws
@@ -23,17 +26,20 @@ static_assert(kMostForms > kMostUnrolled && kMostForms > kPackRagged);
 cudaKernel_t kernel_of(const VariantEntry& variant, int form, int device);
 cudaKernel_t kernel_of(const PackEntry& pack, PackForm form, int device);
 cudaKernel_t kernel_of(const DecodeEntry& decode, int device);
+cudaKernel_t kernel_of(const ResidentEntry& resident, ResidentForm form, int device);
 cudaKernel_t plan_kernel(int device);
 cudaKernel_t cut_kernel(int device);
 cudaKernel_t append_kernel(int device);
+cudaKernel_t route_kernel(int device);
 
 // Loads all forms of a variant, and of a ragged one the plan, so that no launch has to.
 void load_kernels(const VariantEntry& variant, int device);
 void load_kernels(const PackEntry& pack, int device);
 void load_kernels(const DecodeEntry& decode, int device);  // and the one that cuts its work
+void load_kernels(const ResidentEntry& resident, int device);
 
 // Whether there is such a form of a source, and what the compiler calls it in its cubin. Sources are numbered:
-// variants, packs, kernels of decode, the plan, the cut, the one that appends.
+// variants, packs, kernels of decode, the plan, the cut, the one that appends, the route, those that keep K and V.
 bool has_kernel(int source, int form);
 std::string kernel_name(int source, int form);
 

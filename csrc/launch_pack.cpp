@@ -70,18 +70,38 @@ cudaError_t launch_batch(const PackEntry& pack, PackParams& params, RaggedPack& 
                context_id());
 }
 
-cudaError_t launch_copies(const PackEntry& pack, Fp8PackParams& params, int device, cudaStream_t stream) {
-  constexpr int64_t kOfCta = 4 * kPackThreads, kMostCtas = 256;  // of descales, which are few
-  int64_t ctas = 0, descales = 0;
+// How many CTAs each operand has, and all together: more than 32 bits count where there are too many. Blocks of V are
+// `key_block` keys, and a CTA takes no keys of two; 0: all rows are one.
+int64_t count_copies(const PackEntry& pack, Fp8PackParams& params) {
+  int64_t ctas = 0;
   for (Fp8Operand& o : params.operand) {
-    if (o.x == nullptr) continue;
-    if (o.rows > INT32_MAX - pack.rows) return cudaErrorInvalidValue;  // the rows of a block past the end are 32-bit
-    o.blocks = (o.rows + pack.rows - 1) / pack.rows;
+    if (o.x == nullptr || o.rows == 0) continue;
+    if (o.rows > INT32_MAX - pack.rows) return INT64_MAX / 2;  // the rows of a block past the end are 32-bit
+    const bool in_blocks = &o == &params.operand[kPackV] && params.key_block > 0;
+    const int whole = in_blocks ? params.key_block : o.rows;
+    o.blocks = o.rows / whole * ((whole + pack.rows - 1) / pack.rows);
     const int64_t own = int64_t{params.batch} * o.heads * o.blocks;
-    if (own > INT32_MAX) return cudaErrorInvalidValue;
+    if (own > INT32_MAX) return INT64_MAX / 2;
     o.ctas = static_cast<int>(own);
     ctas += own;
   }
+  return ctas;
+}
+
+// The last CTAs look for rows of O that belong to no sequence.
+cudaError_t launch_ragged_copies(const PackEntry& pack, Fp8PackParams& params, RaggedPack& ragged, int device,
+                                 cudaStream_t stream) {
+  const int64_t copies = count_copies(pack, params), ctas = copies + ragged.tokens / kPackThreads + 1;
+  if (ctas > INT32_MAX) return cudaErrorInvalidValue;
+  ragged.first_cta = static_cast<int>(copies);
+  void* arguments[] = {&params, &ragged};
+  return start(kernel_of(pack, kPackRagged, device), {ctas, kPackThreads, pack.stage_bytes}, arguments, stream,
+               context_id());
+}
+
+cudaError_t launch_copies(const PackEntry& pack, Fp8PackParams& params, int device, cudaStream_t stream) {
+  constexpr int64_t kOfCta = 4 * kPackThreads, kMostCtas = 256;  // of descales, which are few
+  int64_t ctas = count_copies(pack, params), descales = 0;
   for (const Fp8Descale& d : params.descale) descales += d.count;
   if (ctas > INT32_MAX - kMostCtas) return cudaErrorInvalidValue;
   params.first_cta = static_cast<int>(ctas);
@@ -128,6 +148,11 @@ void launch(const PackEntry& pack, PackParams params, int device, cudaStream_t s
 
 void launch_fp8(const PackEntry& pack, Fp8PackParams params, int device, cudaStream_t stream) {
   check_launch(launch_copies(pack, params, device, stream), pack.id, device);
+}
+
+void launch_fp8_ragged(const PackEntry& pack, Fp8PackParams params, RaggedPack ragged, int device,
+                       cudaStream_t stream) {
+  check_launch(launch_ragged_copies(pack, params, ragged, device, stream), pack.id, device);
 }
 
 void launch_ragged(const PackEntry& pack, PackParams params, RaggedPack ragged, int device, cudaStream_t stream) {

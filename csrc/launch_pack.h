@@ -14,7 +14,8 @@ void launch(const PackEntry& pack, PackParams params, int device, cudaStream_t s
 // The kernel of an FP8 source: operands that are there, and descales that have a count.
 void launch_fp8(const PackEntry& pack, Fp8PackParams params, int device, cudaStream_t stream);
 
-// The form for a ragged batch, which `pack` must have.
+// The forms for a ragged batch, which `pack` must have.
+void launch_fp8_ragged(const PackEntry& pack, Fp8PackParams params, RaggedPack ragged, int device, cudaStream_t stream);
 void launch_ragged(const PackEntry& pack, PackParams params, RaggedPack ragged, int device, cudaStream_t stream);
 
 }  // namespace fp8cutlass

@@ -10,7 +10,8 @@ namespace {
 
 Granularity granularity_of(int64_t position, const char* name, bool is_v) {
   const int64_t rows = static_cast<int64_t>(Granularity::token), columns = static_cast<int64_t>(Granularity::channel);
-  require(position >= 0 && position <= columns, name, " is ", position, ", outside of 0..", columns);
+  const int64_t last = static_cast<int64_t>(Granularity::group);
+  require(position >= 0 && position <= last, name, " is ", position, ", outside of 0..", last);
   require(position != (is_v ? rows : columns), name, ": ",
           is_v ? "V cannot be scaled by token" : "only V has channels");
   return static_cast<Granularity>(position);
@@ -108,6 +109,9 @@ void set_amax(PackParams& params, const PackArguments& a, const Sizes& sizes) {
   }
 }
 
+// Q and K become s8 where K has descales of groups, whether it is there or not.
+bool makes_integers(const PackArguments& a) { return a.k_granularity == static_cast<int64_t>(Granularity::group); }
+
 }  // namespace
 
 const View& first_operand(const PackArguments& a) {
@@ -123,7 +127,9 @@ const PackEntry& find_pack(const PackArguments& a) {
   const int64_t head_dim = sizes_of(a).head_dim;
   for (int i = 0; i < kPackCount; ++i) {
     const PackEntry& entry = kPacks[i];
-    if (entry.head_dim == head_dim && entry.key_block == a.key_block && entry.source == source) return entry;
+    if (entry.head_dim == head_dim && entry.key_block == a.key_block && entry.source == source &&
+        entry.integer == makes_integers(a))
+      return entry;
   }
   fail("no pack kernel for head_dim ", head_dim, ", blocks of ", a.key_block, " keys and ",
        source == SourceType::fp16 ? "float16" : "bfloat16", " is among the ", kPackCount, " that are built");
@@ -145,6 +151,11 @@ PackParams pack_params(const PackArguments& a) {
   params.operand[kPackV] = operand_of(a, sizes, kPackV, kV, a.v, a.v8, a.v_descale, a.v_granularity, a.v_amax);
   if (a.k && a.v) require_shape(*a.v, "v", {sizes.batch, a.k->size(1), a.k->size(2), sizes.columns});
   require(!a.q || params.operand[kPackQ].granularity != Granularity::block, "q_granularity: Q has no blocks of keys");
+  // The kernels of integers know no other: a row of Q, the keys of a lane.
+  const Granularity of_q = params.operand[kPackQ].granularity;
+  require(!a.q || !makes_integers(a) || of_q == Granularity::token, "q_granularity: integers have a descale a token");
+  require(of_q != Granularity::group && params.operand[kPackV].granularity != Granularity::group,
+          "q_granularity, v_granularity: only K has groups");
   set_amax(params, a, sizes);
   params.hadamard = a.hadamard;
   if (a.k_mean) {

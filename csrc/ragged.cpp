@@ -131,8 +131,7 @@ ForwardParams ragged_params(const RaggedArguments& a, const VariantEntry& varian
     params.lse = float_pointer(*a.lse, "lse", a.q);
   }
 
-  params.scale = static_cast<float>(a.scale);
-  require(std::isfinite(params.scale) && params.scale >= 0, "scale must be a finite float32 >= 0, got ", a.scale);
+  set_scores(params, variant, a.scale, a.softcap, a.sinks, a.q);
   params.causal_offset = window_end(a.window_right), params.window_offset = window_end(-a.window_left);
 
   RaggedBatch& batch = params.ragged;

@@ -29,6 +29,8 @@ struct RaggedArguments {
   bool bottom_right;                  // a sequence's last row sees its last key; else its first row its first
   bool keys_in_blocks;
   std::optional<QuerySource> source;
+  std::optional<View> sinks;  // (H,): a logit of each head without a value
+  double softcap = 0;         // a logit x becomes softcap * tanh(x / softcap), exactly with kernels that cap scores
 };
 
 // Words of the plan of such a batch.

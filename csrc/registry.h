@@ -36,6 +36,7 @@ struct VariantEntry {
   bool quantises_q;                  // takes Q in bf16 and fp16, too
   bool ragged;                       // walks a ragged batch, and no other
   KeyRange unrolled[kMostUnrolled];  // those that there are; the rest zeros
+  bool capped;                       // bends scores by a tanh
 };
 
 enum class SourceType { bf16, fp16, fp8 };
@@ -50,7 +51,8 @@ struct PackEntry {
   int stage_bytes;  // shared memory of a CTA
   // Of the form that hands over to an attention kernel that runs already; all 0 where there is none.
   int delivery_threads, delivery_bytes, delivery_ctas_per_sm;
-  bool ragged;  // whether it has a form for ragged batches
+  bool ragged;   // whether it has a form for ragged batches
+  bool integer;  // Q and K become s8
 
   bool quantises() const { return source != SourceType::fp8; }
   bool delivers() const { return delivery_threads > 0; }
@@ -67,6 +69,16 @@ struct DecodeEntry {
   int part_floats;  // of what a CTA leaves of a unit that it shares
 };
 
+// A kernel that keeps a head's K and V in shared memory, for sm90a. Softmax is linear, and its forms are
+// masks (ResidentForm).
+struct ResidentEntry {
+  const char* id;
+  SourceType source;  // of Q, K, V and O
+  int head_dim;
+  int keys;  // the most
+  int threads, smem_bytes, ctas_per_sm;
+};
+
 // An architecture that kernels are compiled for, and the compute capability of the cards that run its code.
 struct TargetEntry {
   const char* name;
@@ -80,6 +92,8 @@ extern const PackEntry kPacks[];
 extern const int kPackCount;
 extern const DecodeEntry kDecodes[];
 extern const int kDecodeCount;
+extern const ResidentEntry kResidents[];
+extern const int kResidentCount;
 extern const TargetEntry kTargets[];
 extern const int kTargetCount;
 extern const char kManifest[];  // SHA-256 of the manifest, in hex

@@ -66,6 +66,18 @@ View View::permuted(std::initializer_list<int> order) const {
   return view;
 }
 
+View View::joined(const char* name) const {
+  const bool steady = size_[0] == 1 || size_[1] == 1 || stride_[0] == size_[1] * stride_[1];
+  require(steady, name, " must have one stride over its first two dimensions");
+  View view = *this;
+  view.size_[0] = size_[0] * size_[1];
+  view.stride_[0] = size_[1] == 1 ? stride_[0] : stride_[1];
+  std::copy(size_.begin() + 2, size_.end(), view.size_.begin() + 1);
+  std::copy(stride_.begin() + 2, stride_.end(), view.stride_.begin() + 1);
+  --view.dim_;
+  return view;
+}
+
 View View::as_bytes(const char* name) const {
   const bool fp8 = type_ == ScalarType::Float8_e4m3fn || type_ == ScalarType::Float8_e5m2;
   require(fp8 || type_ == ScalarType::Byte, name, " must be FP8, or a uint8 view of it");
@@ -89,6 +101,8 @@ bool View::is_contiguous() const {
   return true;
 }
 
+constexpr int64_t kGroups = 4;  // of a block
+
 int64_t descale_count(Granularity shared_by, int64_t batch_heads, int64_t tokens, int64_t key_block, int64_t head_dim) {
   switch (shared_by) {
     case Granularity::tensor:
@@ -97,6 +111,8 @@ int64_t descale_count(Granularity shared_by, int64_t batch_heads, int64_t tokens
       return batch_heads;
     case Granularity::block:
       return batch_heads * ((tokens + key_block - 1) / key_block);
+    case Granularity::group:
+      return batch_heads * kGroups * ((tokens + key_block - 1) / key_block);
     case Granularity::token:
       return batch_heads * tokens;
     default:

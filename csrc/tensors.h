@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <string>
 
 #include "fp8cutlass/params.h"
@@ -26,7 +27,8 @@ class View {
 
   static constexpr int kNew = -1;                         // in `permuted`: a dimension of size 1 that there was not
   View permuted(std::initializer_list<int> order) const;  // its dimensions in another order
-  View as_bytes(const char* name) const;                  // FP8 as uint8; throws where it is neither
+  View joined(const char* name) const;    // its first two dimensions as one; throws where strides do not allow it
+  View as_bytes(const char* name) const;  // FP8 as uint8; throws where it is neither
 
   int64_t dim() const { return dim_; }
   int64_t size(int64_t dim) const { return size_[dim]; }
@@ -47,6 +49,10 @@ class View {
   std::array<int64_t, kMaxDim> size_{}, stride_{};
 };
 
+inline std::optional<View> view_of(const std::optional<torch::stable::Tensor>& x) {
+  return x ? std::optional<View>(*x) : std::nullopt;
+}
+
 constexpr int64_t kKeyBlock = 128;  // V^T is padded to this many keys (`key_block` of the manifest)
 constexpr int64_t kAlignment = 16;  // bytes of one vector access
 
@@ -54,7 +60,7 @@ inline int64_t padded_keys(int64_t keys) { return (keys + kKeyBlock - 1) / kKeyB
 
 // Whether more than a block of a head shares a descale, so that its maximum takes a pass of its own.
 inline bool beyond_blocks(Granularity shared_by) {
-  return shared_by != Granularity::block && shared_by != Granularity::token;
+  return shared_by == Granularity::tensor || shared_by == Granularity::head || shared_by == Granularity::channel;
 }
 
 constexpr uint32_t kFlip = 0x80808080;  // turns the signs of four e4m3 bytes

@@ -60,7 +60,8 @@ cudaError_t launch_warpgroup(const VariantEntry& variant, const ForwardParams& p
     return cudaErrorInvalidValue;
   if (!has_tensor_maps()) return cudaErrorNotSupported;
   params.order = work_order(params.p, variant.tile_m, variant.head_dim, variant.mask);
-  params.want_lse = p.lse != nullptr;
+  params.want_lse = p.lse != nullptr && p.merge_lse == 0;
+  params.extras = p.lse != nullptr || p.amax != nullptr || p.sinks != nullptr;
   const unsigned long long context = context_id();
   if (!make_maps(params, variant, p, context)) return cudaErrorInvalidPitchValue;
   cudaLaunchAttribute attributes[2] = {runs_beside(), {}};

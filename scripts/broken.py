@@ -101,6 +101,20 @@ FAULTS = (
         "tests",
     ),
     Fault(
+        "a cap: the one of scores left out",
+        "sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo_capped",
+        "    cap_scores(s, slope);\n",
+        "",
+        "tests",
+    ),
+    Fault(
+        "sinks: they join the sum twice",
+        "sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2",
+        "      if (p.sinks != nullptr) add_sink(",
+        "      if (p.sinks != nullptr) for (int twice = 0; twice < 2; ++twice) add_sink(",
+        "tests",
+    ),
+    Fault(
         "decode: a slice is used while its copy is on its way",
         "decode_sm90a_d64_r8",
         "decode::wait<kStages - 2>()",
@@ -204,6 +218,8 @@ def on_the_card(folder: Path) -> Iterator[Finding]:
 def _by_tests(fault: Fault, environment: dict[str, str]) -> tuple[bool, str]:
     of_the_walk = "_window_" in fault.kernel or fault.kernel.endswith("_ragged")
     file, test = ("test_gpu_varlen", "is_its_emulation") if of_the_walk else ("test_gpu_variants", "test_variant")
+    if fault.name.startswith(("a cap", "sinks")):
+        file, test = "test_gpu_scores", "is_its_emulation"
     if fault.kernel.startswith("decode_"):
         file, test = "test_gpu_decode", "(exact or thousand)"
     tests = [f"tests/gpu/{file}.py", "-k", f"{test} and {fault.kernel}"]

@@ -31,6 +31,7 @@ from scripts.progress import Progress, duration, forecast  # noqa: E402
 
 PROFILES = ("dev", "ci", "release")
 DEFAULT_ARCH = "sm89"
+LIBRARY = "fp8cutlass_C"  # python/fp8cutlass/_ops.py looks for the operators there
 TABLES = ("manifest.json", "table.txt", "times.txt")  # of the generator's files, those that a package is shipped with
 
 
@@ -70,7 +71,7 @@ def generate(
     _run(command)
 
 
-def _configure(work: Path, generated: Path, nvcc: toolchain.Nvcc, identity: str) -> None:
+def _configure(work: Path, generated: Path, nvcc: toolchain.Nvcc, identity: str, library: str) -> None:
     ninja = toolchain.find_ninja()
     settings = {
         "CMAKE_BUILD_TYPE": "Release",
@@ -80,7 +81,8 @@ def _configure(work: Path, generated: Path, nvcc: toolchain.Nvcc, identity: str)
         "FP8CUTLASS_CUTLASS_INCLUDE": toolchain.find_cutlass(),
         "FP8CUTLASS_TORCH": toolchain.find_torch(),
     }
-    defines = [f"-D{name}={value}" for name, value in settings.items()] + [f"-DFP8CUTLASS_BUILD={identity}"]
+    defines = [f"-D{name}={value}" for name, value in settings.items()]
+    defines += [f"-DFP8CUTLASS_BUILD={identity}", f"-DFP8CUTLASS_LIBRARY={library}"]
     configure: list[str | Path] = [toolchain.find_cmake(), "-G", "Ninja", "-S", ROOT, "-B", work, *defines]
     # CMake refuses to change a compiler in place, and would keep paths of an environment that is gone.
     stamp = work / "settings.json"
@@ -107,7 +109,13 @@ def build_identity(generated: Path) -> str:
 def _kernels(manifest: dict[str, Any], generated: Path) -> dict[str, dict[str, cubins.Job]]:
     """What is to be compiled, by target and id."""
     found: dict[str, dict[str, cubins.Job]] = {arch: {} for arch in manifest["archs"]}
-    for entry in (*manifest["plans"], *manifest["packs"], *manifest["decodes"], *manifest["variants"]):
+    for entry in (
+        *manifest["plans"],
+        *manifest["packs"],
+        *manifest["decodes"],
+        *manifest["residents"],
+        *manifest["variants"],
+    ):
         for arch in entry["targets"]:
             job = cubins.Job(target=arch, gencode=manifest["gencode"][arch], source=generated / entry["file"])
             found[arch][entry["id"]] = job
@@ -150,13 +158,14 @@ def build(
     emulated: bool = False,
     candidates: Sequence[str] = (),
     jobs: int | None = None,
+    library: str = LIBRARY,
 ) -> Path:
     """Builds the extension into `dest` and returns the path of `_C.so`.
 
     profile, archs, emulated, candidates: what to generate. generated: a directory that codegen wrote earlier, to be
     built as it is instead. build_dir: work files, default `build/<profile>-<archs>`, with `-emulated` behind it if that
     is asked for.
-    jobs: compilers at once, default `toolchain.job_count()`.
+    jobs: compilers at once, default `toolchain.job_count()`. library: the operators' namespace in torch.ops.
     Raises ToolchainError when something needed is missing, BuildError when a step fails.
     """
     started = time.monotonic()
@@ -174,7 +183,7 @@ def build(
     kernels = _kernels(manifest, generated)
     _say(f"nvcc {toolchain.dotted(nvcc.version)}; {forecast(manifest, kernels, jobs)}")
     identity = build_identity(generated)
-    _configure(work / "cmake", generated, nvcc, identity)
+    _configure(work / "cmake", generated, nvcc, identity, library)
     _link(work / "cmake", nvcc, jobs)
     made = _compile(kernels, work / "cubins", jobs)
     built = dest / "_built"
@@ -185,11 +194,11 @@ def build(
         _install((generated if name in TABLES else work) / name, built / name)
     for stale in {*built.glob(kernel_file.name_of("*"))} - {built / kernel_file.name_of(arch) for arch in kernels}:
         stale.unlink()
-    library = dest / "_C.so"
-    _install(work / "cmake" / "_C.so", library)
-    size = library.stat().st_size + sum((built / kernel_file.name_of(arch)).stat().st_size for arch in kernels)
-    _say(f"built {library} ({size / 1e6:.1f} MB with its kernels) in {duration(time.monotonic() - started)}")
-    return library
+    made_library = dest / "_C.so"
+    _install(work / "cmake" / "_C.so", made_library)
+    size = made_library.stat().st_size + sum((built / kernel_file.name_of(arch)).stat().st_size for arch in kernels)
+    _say(f"built {made_library} ({size / 1e6:.1f} MB with its kernels) in {duration(time.monotonic() - started)}")
+    return made_library
 
 
 def card_archs() -> list[str]:

@@ -137,12 +137,77 @@ def run_copies(pack: dict[str, Any]) -> Iterator[None]:
                 yield
 
 
+def run_ragged_copies(pack: dict[str, Any]) -> Iterator[None]:
+    """The same for ragged batches, which the kernel of the head_dim attends: sequences with tails, without keys, and
+    lengths that lie."""
+    import torch
+
+    gpu, ragged = importlib.import_module("gpu"), importlib.import_module("fp8cutlass.call.ragged")
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    found = gpu.built_variants("ragged", head_dim=pack["head_dim"], softmax="exp2")[:1]
+    for variant, (width, lies) in itertools.product(found, ((0, None), (16, None), (0, [-5, 99, 3, 2**31 - 1]))):
+        q, k, v = (
+            torch.randn(n, heads, variant.head_dim - width).to(torch.float8_e4m3fn).cuda()
+            for n, heads in ((211, 4), (395, 2), (395, 2))
+        )
+        ends = [torch.tensor(lies or x, dtype=torch.int32).cuda() for x in ([3, 133, 133, 209], [0, 130, 390, 393])]
+        window = {"full": (-1, -1), "causal": (-1, 0), "window": (70, 3)}[variant.mask]
+        descales = (torch.ones(1).cuda(),) * 3
+        call = ragged.RaggedCall(
+            q, k, v, *ends, None, None, 130, 260, descales, -0.125, *window, True, dtypes[variant.out], "fast", True, ""
+        )
+        lse = torch.empty(q.shape[1::-1], device=q.device)
+        ragged.launch(call, variant, gpu.built_manifest().index[variant.id], lse)
+        yield
+
+
+def run_pages(pack: dict[str, Any]) -> Iterator[None]:
+    """The same for long chunks over pages, beside steps of decode: tails, descales of tokens, pages and heads, a NaN in
+    V, keys that do not fit, and numbers that lie. What is chosen, copied and attended is launched by one operator."""
+    import torch
+
+    gpu, host = importlib.import_module("gpu"), importlib.import_module("decode_host")
+    card, native = importlib.import_module("decode_card"), importlib.import_module("fp8cutlass.native.decode")
+    head_dim, manifest = pack["head_dim"], gpu.built_manifest()
+    decodes = [d for d in gpu.built_decodes() if d.head_dim == head_dim]
+    variants = [v for v in gpu.built_variants("ragged", head_dim=head_dim, softmax="exp2") if v.key_block == 128]
+    if not decodes or not variants:
+        return
+    variant, kernel = variants[0], decodes[0]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[variant.out]
+    ends = {"full": (-1, -1), "causal": (-1, 0), "window": (150, 3)}[variant.mask]
+
+    def of(**rest: Any) -> Any:
+        return host.batch((300, 0, 40, 700, 131), [150, 2, 1, 260, 40], (4, 2), head_dim, 16, dtype=dtype, **rest)
+
+    plain, random = of(), torch.Generator().manual_seed(9)
+    inside = {"k_token": torch.rand(plain.k.shape[:3], generator=random) + 0.5}
+    inside |= {"v_page": torch.rand(plain.k.shape[0], 2, generator=random) + 0.5}
+    broken = of(seed=3)
+    broken.v[int(broken.table[3, 9]), 7, 1, 3] = 0x7F
+    wild = dataclasses.replace(plain, table=torch.full_like(plain.table, 2**31 - 1), lengths=plain.lengths * -(2**20))
+    for batch, capacity in ((plain, 4096), (dataclasses.replace(plain, **inside), 4096), (broken, 4096), (plain, 512)):
+        b = card.on_card(batch)
+        caches = native.Caches(b.k, b.v, b.k_descale, b.v_descale, b.k_token, b.v_page)
+        for case in (b, dataclasses.replace(b, table=wild.table.cuda(), lengths=wild.lengths.cuda())):
+            work = native.Work(kernel, manifest.decodes.index(kernel), 8, True, routed=True)
+            options = {"scale": b.scale, "left": ends[0], "right": ends[1]}
+            out, lse, rest = native.prefill(
+                work, manifest.index[variant.id], case.q, caches, case.table, case.lengths, case.cu_q, **options,
+                return_lse=True, score_amax=448.0, least=130, most=3, capacity=capacity,
+            )  # fmt: skip
+            native.attend(work, case.q, caches, case.table, rest, case.cu_q, **options, into=(out, lse))
+            yield
+
+
 def run_pack(pack: dict[str, Any]) -> Iterator[None]:
     """Launches a kernel that quantises and packs, once a turn, with tails of rows, of packed keys and of head_dim."""
     import torch
 
     if pack["source"] == "fp8":
         yield from run_copies(pack)
+        yield from run_ragged_copies(pack)
+        yield from run_pages(pack)
         return
     gpu, reference = importlib.import_module("gpu"), importlib.import_module("reference")
     fused = importlib.import_module("fp8cutlass.native.fused")

@@ -19,13 +19,14 @@ from codegen.decode import ALL, HEAD_DIMS, candidates
 from codegen.render import environment, render_cut, render_decode
 
 FAR = 1 << 30
+LIMITS = (2.0**-126, 2.0**126)  # of descales
 # Of `Call` in tests/host/decode_host.cpp, in its order; `*` a pointer, `!` a double.
 FIELDS = (
-    "lengths* cu_q* total_q sequences most_keys heads kv_heads left right ctas overhead whole q* q_row q_head q_bf16 "
-    "k* v* k_page k_token k_head v_page v_token v_head readable* readable_count token_descale* descale_page "
+    "lengths* cu_q* total_q sequences most_keys heads kv_heads left right each ctas overhead whole q* q_row q_head "
+    "q_bf16 k* v* k_page k_token k_head v_page v_token v_head readable* readable_count token_descale* descale_page "
     "descale_token descale_head page_descale* v_descale_page v_descale_head k_descale* v_descale* k_descale_sequence "
-    "k_descale_step v_descale_sequence v_descale_step page_table* table_row page_size pages sinks* sink_head "
-    "sink_token scale! softcap! o* o_row o_head lse* late seed cuts*"
+    "k_descale_step v_descale_sequence v_descale_step k_value! v_value! page_table* table_row page_size pages sinks* "
+    "sink_head sink_token sink_type scale! softcap! o* o_row o_head lse* late seed routed cuts*"
 ).split()
 _TYPES = {"*": ctypes.c_void_p, "!": ctypes.c_double}
 
@@ -41,11 +42,11 @@ class Batch:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    table: torch.Tensor
+    table: torch.Tensor | None  # None: page s is all of sequence s
     lengths: torch.Tensor
-    cu_q: torch.Tensor
-    k_descale: torch.Tensor  # (sequences, Hkv)
-    v_descale: torch.Tensor
+    cu_q: torch.Tensor | None  # None: all sequences have as many queries
+    k_descale: torch.Tensor | float  # (sequences, Hkv), any strides, or a number
+    v_descale: torch.Tensor | float
     k_token: torch.Tensor | None = None  # (pages, page_size, Hkv)
     v_page: torch.Tensor | None = None  # (pages, Hkv)
     sinks: torch.Tensor | None = None
@@ -53,6 +54,26 @@ class Batch:
     right: int = 0
     softcap: float = 0.0
     scale: float = 0.125
+    routed: bool = False  # sequences of negative length have no queries here
+
+    @property
+    def room(self) -> int:
+        """Keys of a row of the table."""
+        return self.k.shape[1] * (1 if self.table is None else self.table.shape[1])
+
+    def pages_of(self, s: int) -> torch.Tensor:
+        """Page numbers of sequence s, in the cache."""
+        row = torch.tensor([s]) if self.table is None else self.table[s].long()
+        return row.clamp(0, self.k.shape[0] - 1)
+
+    def queries_of(self, s: int) -> slice:
+        """Of sequence s."""
+        each = self.q.shape[0] // len(self.lengths)
+        begin, end = (s * each, s * each + each) if self.cu_q is None else self.cu_q[s : s + 2].tolist()
+        return slice(begin, end)
+
+
+SINKS = (torch.float32, torch.bfloat16, torch.float16)  # Sink of decode/params.h
 
 
 @dataclass(frozen=True)
@@ -118,25 +139,31 @@ class Kernel:
         lse = torch.full((b.q.shape[1], b.q.shape[0]), math.nan)
         cuts = torch.zeros(ctas + 1, 12, dtype=torch.int32)
         page, token, head = b.k.stride()[:3]
-        heads = b.k.shape[2]
         copied = (b.q, b.k, b.v, b.table, b.lengths, b.cu_q, b.k_descale, b.v_descale, b.k_token, b.v_page)
-        read = [x.untyped_storage() for x in copied if x is not None]
+        read = [x.untyped_storage() for x in copied if isinstance(x, torch.Tensor)]
         ends = [end for x in read for end in (x.data_ptr(), x.data_ptr() + x.nbytes())]
         readable = (ctypes.c_void_p * len(ends))(*ends)
         numbers: dict[str, Any] = {
             "lengths": b.lengths, "cu_q": b.cu_q, "total_q": b.q.shape[0], "sequences": len(b.lengths),
-            "most_keys": b.table.shape[1] * b.k.shape[1], "heads": b.q.shape[1], "kv_heads": heads, "left": b.left,
-            "right": b.right, "ctas": ctas, "overhead": overhead, "whole": int(whole), "q": b.q, "q_row": b.q.stride(0),
-            "q_head": b.q.stride(1), "q_bf16": int(b.q.dtype == torch.bfloat16), "k": b.k, "v": b.v, "k_page": page,
+            "most_keys": b.room, "heads": b.q.shape[1], "kv_heads": b.k.shape[2], "left": b.left,
+            "right": b.right, "each": b.q.shape[0] // len(b.lengths), "ctas": ctas,
+            "overhead": overhead, "whole": int(whole), "q": b.q, "q_row": b.q.stride(0), "q_head": b.q.stride(1),
+            "q_bf16": int(b.q.dtype == torch.bfloat16), "k": b.k, "v": b.v, "k_page": page,
             "k_token": token, "k_head": head, "v_page": b.v.stride(0), "v_token": b.v.stride(1),
             "v_head": b.v.stride(2), "readable": ctypes.addressof(readable), "readable_count": len(read),
-            "token_descale": b.k_token, "page_descale": b.v_page, "k_descale": b.k_descale, "v_descale": b.v_descale,
-            "k_descale_sequence": heads,
-            "k_descale_step": 1, "v_descale_sequence": heads, "v_descale_step": 1, "page_table": b.table,
-            "table_row": b.table.stride(0), "page_size": b.k.shape[1], "pages": b.k.shape[0], "sinks": b.sinks,
-            "sink_head": 1, "scale": b.scale, "softcap": b.softcap, "o": out, "o_row": out.stride(0),
-            "o_head": out.stride(1), "lse": lse, "late": int(late), "seed": seed, "cuts": cuts,
+            "token_descale": b.k_token, "page_descale": b.v_page, "page_table": b.table,
+            "table_row": 0 if b.table is None else b.table.stride(0), "page_size": b.k.shape[1],
+            "pages": b.k.shape[0], "sinks": b.sinks, "sink_head": 1,
+            "sink_type": 0 if b.sinks is None else SINKS.index(b.sinks.dtype), "scale": b.scale,
+            "softcap": b.softcap, "o": out, "o_row": out.stride(0), "o_head": out.stride(1), "lse": lse,
+            "late": int(late), "seed": seed, "routed": int(b.routed), "cuts": cuts,
         }  # fmt: skip
+        for name, x in (("k", b.k_descale), ("v", b.v_descale)):
+            if isinstance(x, torch.Tensor):
+                sequence, head = x.stride()
+                numbers |= {f"{name}_descale": x, f"{name}_descale_sequence": sequence, f"{name}_descale_step": head}
+            else:
+                numbers[f"{name}_value"] = x
         if b.k_token is not None:
             numbers |= dict(zip(("descale_page", "descale_token", "descale_head"), _bytes(b.k_token), strict=True))
         if b.v_page is not None:
@@ -158,17 +185,21 @@ def exact(b: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.zeros(tokens, heads, head_dim, dtype=torch.float64)
     lse = torch.full((heads, tokens), -math.inf, dtype=torch.float64)
     for s, keys in enumerate(b.lengths.tolist()):
-        of = slice(int(b.cu_q[s]), int(b.cu_q[s + 1]))
+        of = b.queries_of(s)
         rows = of.stop - of.start
         if not rows or not keys:
             continue
-        at = b.table[s].long().clamp(0, b.k.shape[0] - 1)
+        at = b.pages_of(s)
         k, v = (x[at].flatten(0, 1)[:keys].view(torch.float8_e4m3fn).double() for x in (b.k, b.v))
         if b.k_token is not None:
             k = k * b.k_token[at].flatten(0, 1)[:keys, :, None].double()
         if b.v_page is not None:
             v = v * b.v_page[at].repeat_interleave(b.k.shape[1], 0)[:keys, :, None].double()
-        k, v = k * b.k_descale[s].double()[:, None], v * b.v_descale[s].double()[:, None]
+        k_descale, v_descale = (
+            (x[s] if isinstance(x, torch.Tensor) else torch.full((b.k.shape[2],), x)).double()[:, None].clamp(*LIMITS)
+            for x in (b.k_descale, b.v_descale)
+        )
+        k, v = k * k_descale, v * v_descale
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         x = torch.einsum("qhd,khd->hqk", b.q[of].double(), k) * b.scale
         if b.softcap:

@@ -24,7 +24,7 @@ from fp8cutlass.accuracy.inputs import INPUTS, Shape
 from fp8cutlass.accuracy.standard import COLUMNS, GIVEN, LARGE, MODES, SMALL
 
 DRAWS = {SMALL: 8, LARGE: 3}  # of the operands
-QUANTISED = [mode for mode in MODES if not mode.peer]
+QUANTISED = [mode for mode in MODES if not mode.peer and not mode.precision]
 SIGNS_SEED = 3
 FP8_MAX = 448.0
 P_MAX = 256.0

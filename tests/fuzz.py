@@ -1,5 +1,5 @@
-"""Random calls of ``attention``, ``attention_varlen`` and ``attention_with_kvcache``, judged; a failure prints the line
-that runs it again.
+"""Random calls of ``attention``, with masks and without, ``attention_varlen`` and ``attention_with_kvcache``, judged; a
+failure prints the line that runs it again.
 
     python -m tests.fuzz --count 200                       # on CPU tensors: the emulator against float64
     python -m tests.fuzz --device cuda --minutes 5 --jobs 8
@@ -35,6 +35,7 @@ import torch  # noqa: E402
 from fuzz_cases import CELLS, draw  # noqa: E402
 from fuzz_check import run_case  # noqa: E402
 from fuzz_judge import Verdict  # noqa: E402
+from fuzz_masks import draw_masked, run_masked_case  # noqa: E402
 from fuzz_paged import draw_paged  # noqa: E402
 from fuzz_paged_check import run_paged_case  # noqa: E402
 from fuzz_varlen import draw_ragged  # noqa: E402
@@ -44,13 +45,12 @@ from processes import one_of_many  # noqa: E402
 from fp8cutlass.call import memo as eager  # noqa: E402
 from fp8cutlass.native import attend  # noqa: E402
 
-ATTENTION, VARLEN, KVCACHE = CALLS = ("attention", "varlen", "kvcache")
+ATTENTION, VARLEN, KVCACHE, MASKS = CALLS = ("attention", "varlen", "kvcache", "masks")
 
 
 def call_of(number: int, only: str | None) -> str:
-    """What case ``number`` calls: of four, two ``attention`` and one each of the others, unless ``only`` one of CALLS
-    is wanted."""
-    return only or (ATTENTION, KVCACHE, ATTENTION, VARLEN)[number % 4]
+    """What case ``number`` calls: of four one each, unless ``only`` one of CALLS is wanted."""
+    return only or (ATTENTION, KVCACHE, MASKS, VARLEN)[number % 4]
 
 
 @dataclass
@@ -103,7 +103,9 @@ LIMITS: tuple[dict[str, int], ...] = (
 
 def drawn(device: str, seed: int, number: int, call: str) -> Any:
     """A case of a call."""
-    draws: dict[str, Callable[..., Any]] = {ATTENTION: draw, VARLEN: draw_ragged, KVCACHE: draw_paged}
+    draws: dict[str, Callable[..., Any]] = {
+        ATTENTION: draw, VARLEN: draw_ragged, KVCACHE: draw_paged, MASKS: draw_masked
+    }  # fmt: skip
     return draws[call](seed, number, CELLS[device])
 
 
@@ -112,7 +114,7 @@ def judge_case(device: str, seed: int, number: int, call: str = ATTENTION) -> Ve
     torch.set_num_threads(1)
     eager.forget()  # calls that went another way
     runs: dict[str, Callable[..., Verdict]] = {
-        ATTENTION: run_case, VARLEN: run_ragged_case, KVCACHE: run_paged_case
+        ATTENTION: run_case, VARLEN: run_ragged_case, KVCACHE: run_paged_case, MASKS: run_masked_case
     }  # fmt: skip
     with torch.no_grad(), patch.dict(vars(attend), LIMITS[number % len(LIMITS)]):
         return runs[call](drawn(device, seed, number, call), device)

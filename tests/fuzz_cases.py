@@ -57,6 +57,8 @@ class Case:
     lse: bool
     pick: float | None
     window: tuple[int, int] | None = None  # (left, right) instead of a causal mask, -1 for all
+    softcap: float = 0.0
+    sinks: bool = False
 
     @property
     def half(self) -> bool:
@@ -110,6 +112,24 @@ def _windowed(case: Case) -> Case:
     return replace(case, window=(left, right), alignment=alignment)
 
 
+CAPS = (0.5, 5.0, 30.0, 50.0)
+
+
+def _scored(case: Case) -> Case:
+    """With a cap, sinks or both in a quarter of the cases that they go with. Drawn apart, as the window is."""
+    apart = random.Random(f"scores of {case.seed}/{case.number}")
+    if case.smooth_k or apart.random() >= 0.25:
+        return case
+    capped, sinks = apart.choice(((True, False), (False, True), (True, True)))
+    return replace(case, softcap=apart.choice(CAPS) if capped else 0.0, sinks=sinks)
+
+
+def sinks_of(case: Case) -> torch.Tensor | None:
+    """A logit for each head, from far below to above those of most rows."""
+    r = random.Random(f"sinks of {case.seed}/{case.number}")
+    return torch.tensor([r.uniform(-3, 6) for _ in range(case.heads)]) if case.sinks else None
+
+
 def draw(seed: int, number: int, cells: int) -> Case:
     """Case ``number`` of a seed, of at most ``cells`` scores. The same on every machine."""
     r = random.Random(f"{seed}/{number}")
@@ -152,7 +172,7 @@ def draw(seed: int, number: int, cells: int) -> Case:
         lse=r.random() < 0.5,
         pick=r.random() if r.random() < 0.4 else None,
     )
-    return _windowed(case)
+    return _scored(_windowed(case))
 
 
 def values_of(case: Case) -> list[torch.Tensor]:
@@ -266,6 +286,10 @@ def arguments(case: Case, inputs: Inputs, device: str) -> dict[str, Any]:
         options["scale"] = case.scale
     if case.smooth_k or case.hadamard:
         options |= {"smooth_k": case.smooth_k, "hadamard": case.hadamard}
+    if case.softcap:
+        options["softcap"] = case.softcap
+    if (sinks := sinks_of(case)) is not None:
+        options["sinks"] = sinks.to(device)
     if case.out is not None:
         options["out_dtype"] = SOURCES[case.out]
     if inputs.descales is not None:

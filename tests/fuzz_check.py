@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fuzz_cases import Case, Inputs, arguments, inputs_of, spread
+from fuzz_cases import Case, Inputs, arguments, inputs_of, sinks_of, spread
 from fuzz_judge import Expected, Verdict, judge, raised
 from gpu import is_emulated
 from layouts import on_card
@@ -58,7 +58,7 @@ def _run(case: Case, device: str) -> Verdict:
 
     operands, mean = operands_for(case, inputs, variant)
     real = [x.to(device) for x in operands.real]
-    reference = masked64(*real, case.softmax_scale, case.seen.to(device))
+    reference = masked64(*real, case.softmax_scale, case.seen.to(device), case.softcap, sinks_of(case))
     if case.out == "e4m3":
         options["out_descale"] = float(reference.out.abs().amax() / OUT_CODE) or 1.0
 
@@ -85,7 +85,10 @@ def _pinned(case: Case, tensors: list[torch.Tensor], options: dict[str, Any]) ->
     """One of the kernels that serve a call, by the case's draw; None where there is none."""
     at = target(tensors[0].device)
     wanted: dict[str, Any] = {"dtype": DTYPE_NAMES.get(tensors[0].dtype, "e4m3")}
-    if case.window_offset is None:
+    if case.softcap:
+        mask = "window" if case.window_offset is not None else "full" if case.causal_offset is None else "causal"
+        wanted |= {"kind": "capped", "walk": "dense", "mask": mask}
+    elif case.window_offset is None:
         wanted |= {"kind": "fwd", "causal": case.causal_offset is not None}
     else:
         wanted["kind"] = "window"
@@ -168,6 +171,8 @@ def _emulated(case: Case, operands: Operands, variant: Variant, options: dict[st
             scaling=case.scaling,
             causal_offset=FAR if case.causal_offset is None else case.causal_offset,
             window_offset=case.window_offset,
+            softcap=case.softcap,
+            sinks=options.get("sinks"),
             out_descale=out_descale if variant.out == "e4m3" else None,
             emulated_mma=is_emulated(variant),
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-from fuzz_cases import HALF, HEAD_DIMS, SOURCES, VALUES, Case, values_of
+from fuzz_cases import CAPS, HALF, HEAD_DIMS, SOURCES, VALUES, Case, values_of
 from layouts import laid_out
 
 from fp8cutlass.quant.quantize import quantize
@@ -53,6 +53,8 @@ class RaggedCase:
     orders: tuple[str, str, str]
     descales: str
     lse: bool
+    softcap: float = 0.0
+    sinks: bool = False
 
     @property
     def half(self) -> bool:
@@ -86,7 +88,7 @@ class RaggedCase:
             scaling="block" if self.half else "tensor" if self.descales == "(1,)" else "head",
             precision=self.precision, alignment=self.alignment if masked else None, smooth_k=False, hadamard=False,
             scale=self.scale, layout="bhsd", values=self.values[s], orders=("bhsd",) * 3, descales=("float",) * 3,
-            lse=self.lse, pick=None,
+            lse=self.lse, pick=None, softcap=self.softcap, sinks=self.sinks,
         )  # fmt: skip
 
     def seen(self, s: int) -> torch.Tensor:
@@ -121,7 +123,13 @@ def draw_ragged(seed: int, number: int, cells: int) -> RaggedCase:
 
     one_kind = r.random() < 0.5
     kinds = tuple("normal" if one_kind or r.random() < 0.4 else r.choice(VALUES) for _ in rows)
+    apart = random.Random(f"scores of varlen {seed}/{number}")  # so that cases keep the rest
+    softcap, sinks = (
+        (apart.choice(CAPS), apart.random() < 0.5) if apart.random() < 0.15 else (0.0, apart.random() < 0.1)
+    )
     return RaggedCase(
+        softcap=softcap,
+        sinks=sinks,
         seed=seed,
         number=number,
         rows=tuple(rows),
@@ -224,6 +232,12 @@ def descale_of(case: RaggedCase, descale: torch.Tensor, s: int, heads: int) -> t
     if descale.dim() == 1:
         return descale[0]
     return descale[s].repeat_interleave(heads // descale.shape[1])[None, :, None, None]
+
+
+def ragged_sinks(case: RaggedCase) -> torch.Tensor | None:
+    """A logit for each head, from far below to above those of most rows."""
+    r = random.Random(f"sinks of varlen {case.seed}/{case.number}")
+    return torch.tensor([r.uniform(-3, 6) for _ in range(case.heads)]) if case.sinks else None
 
 
 def unpoisoned(case: RaggedCase) -> RaggedCase:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from fuzz_cases import SOURCES
 from fuzz_judge import Expected, Verdict, judge, raised
-from fuzz_varlen import RaggedCase, RaggedInputs, descale_of, ragged_inputs, unpoisoned
+from fuzz_varlen import RaggedCase, RaggedInputs, descale_of, ragged_inputs, ragged_sinks, unpoisoned
 from layouts import on_card
 from reference import Operands, masked64, operands_of
 from tensor_core import cut_products
@@ -41,6 +41,8 @@ def called(case: RaggedCase, inputs: RaggedInputs, device: str) -> tuple[torch.T
     options: dict[str, Any] = {"precision": case.precision, "return_lse": case.lse, "softmax_scale": case.scale}
     options |= {"causal": case.causal, "window_size": case.window, "causal_alignment": case.alignment}
     options |= {f"seqused_{x}": on_device(used) for x, used in (("q", case.used_rows), ("k", case.used_keys))}
+    sinks = ragged_sinks(case)
+    options |= {"softcap": case.softcap, "sinks": None if sinks is None else sinks.to(device)}
     if case.out is not None:
         options["out_dtype"] = SOURCES[case.out]
     if inputs.descales is not None:
@@ -114,13 +116,14 @@ def judge_sequence(
     variant = _kernel(case, inputs, s, (q, k, v), device)
     operands = _operands(case, inputs, s, (q, k, v), variant)
     seen = case.seen(s)
-    reference = masked64(*(x.to(device) for x in operands.real), case.softmax_scale, seen.to(device))
+    how = case.softmax_scale, seen.to(device), case.softcap, ragged_sinks(case)
+    reference = masked64(*(x.to(device) for x in operands.real), *how)
     emulated = None
     if device == "cuda":
         with cut_products(two_terms=False):
             given = [d.to(device) for d in _own(case, inputs, s)]
             one, log_sum = emulate_sequence(
-                _ragged_call(case, inputs), q.to(device), k.to(device), v.to(device), tuple(given), variant
+                _ragged_call(case, inputs, device), q.to(device), k.to(device), v.to(device), tuple(given), variant
             )
         emulated = Expected(one.float(), log_sum, one.float().abs().amax())
     stored = out.dtype
@@ -149,11 +152,13 @@ def _operands(
     return Operands(qkv, tuple(_own(case, inputs, s)), real)  # type: ignore[arg-type]
 
 
-def _ragged_call(case: RaggedCase, inputs: RaggedInputs) -> RaggedCall:
+def _ragged_call(case: RaggedCase, inputs: RaggedInputs, device: str = "cpu") -> RaggedCall:
     q, k, v = inputs.tensors
     dtype = SOURCES[case.out] if case.out else q.dtype if case.half else torch.bfloat16
     lengths = (q.new_empty(0), q.new_empty(0), None, None, 0, 0)
-    options = (*case.ends, case.alignment == "bottom_right", dtype, case.precision, True, "")
+    sinks = ragged_sinks(case)
+    options = (*case.ends, case.alignment == "bottom_right", dtype, case.precision, True, "", case.softcap)
+    options = (*options, None if sinks is None else sinks.to(device))
     return RaggedCall(q, k, v, *lengths, tuple(inputs.descales or ()), case.softmax_scale, *options)
 
 
@@ -163,6 +168,7 @@ def _kernel(case: RaggedCase, inputs: RaggedInputs, s: int, qkv: tuple[torch.Ten
     if device == "cuda":
         return choose(target(torch.device("cuda")), call)[0]
     options: dict[str, Any] = {"scaling": case.sequence(s).scaling, "precision": case.precision}
+    options |= {"softcap": case.softcap}
     options |= {"is_causal": call.mask == "causal", "enable_gqa": True, "out_dtype": call.out_dtype}
     options |= dict(zip(NAMES, _own(case, inputs, s), strict=False))
     served, text = fp8cutlass.supports(*qkv, **options)

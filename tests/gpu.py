@@ -18,7 +18,7 @@ from fp8cutlass.call.call import Call, Outputs, Tensors
 from fp8cutlass.call.card import prepared_call
 from fp8cutlass.call.launch import fp8_operands, run, run_operands
 from fp8cutlass.call.plan import Plan
-from fp8cutlass.dtypes import OUT_DTYPES
+from fp8cutlass.dtypes import DTYPE_NAMES, OUT_DTYPES
 from fp8cutlass.emulator.emulate import Diagnostics
 from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.manifest import Decode, Manifest, Variant, generated_dir, load_manifest
@@ -58,12 +58,18 @@ def built_variants(kind: str, **axes: object) -> list[Variant]:
     ]
 
 
+def fp8_variants() -> list[Variant]:
+    """Those of kind "fwd" that take what a caller has in FP8; operands of integers are made of bf16 and fp16 alone."""
+    return [v for v in built_variants("fwd") if v.dtype in DTYPE_NAMES.values()]
+
+
 def built_packs(*, fp8: bool = False) -> list[dict[str, Any]]:
-    """The compiled kernels that quantise and pack, as the manifest has them, that the card runs; with ``fp8`` those of
-    FP8 operands."""
+    """The compiled kernels that quantise to FP8 and pack, as the manifest has them, that the card runs; with ``fp8``
+    those of FP8 operands."""
     rows = json.loads((built_manifest().directory / "manifest.json").read_text())["packs"]
     arch = card_arch()
-    return [row for row in rows if (arch is None or arch in row["targets"]) and (row["source"] == "fp8") == fp8]
+    mine = [row for row in rows if not row["id"].endswith("_s8") and (row["source"] == "fp8") == fp8]
+    return [row for row in mine if arch is None or arch in row["targets"]]
 
 
 def built_decodes() -> list[Decode]:

@@ -15,8 +15,9 @@ import torch
 from reference import Operands, attention64, operands_of, randn
 
 from fp8cutlass.accuracy.ztest import FLOOR, ZTest, deviation, summarise
-from fp8cutlass.emulator.emulate import LOG2E, MAX_RISE, Diagnostics, emulate
+from fp8cutlass.emulator.emulate import MAX_RISE, Diagnostics, emulate
 from fp8cutlass.emulator.softmax import E4M3_MAX
+from fp8cutlass.emulator.visible import LOG2E
 from fp8cutlass.manifest import Variant, generated_dir, load_manifest
 
 HEADS, HEAD_DIM = 2, 64

@@ -29,15 +29,28 @@ __all__ = [
 ]
 
 
-def masked64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor) -> Reference:
-    """``attention64`` where row i sees the keys of ``seen[i]``, (Sq, Sk) bool, whatever the mask."""
+def masked64(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    seen: torch.Tensor,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> Reference:
+    """``attention64`` where row i sees the keys of ``seen[i]``, (Sq, Sk) bool, whatever the mask. ``sinks`` (H,) join
+    the denominator of rows that see a key; probabilities are those of the keys alone."""
     repeat = q.shape[1] // k.shape[1]
     k64, v64 = (x.double().repeat_interleave(repeat, 1) for x in (k, v))
     q64 = scale * q.double()
     logits = q64 @ k64.transpose(-1, -2)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     largest = float(logits[..., seen].abs().max()) if bool(seen.any()) else 0.0
     logits = logits.masked_fill(~seen, -torch.inf)
     lse = logits.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.where(lse == -torch.inf, lse, torch.logaddexp(lse, sinks.to(lse)[:, None]))
     probabilities = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
     return Reference(probabilities @ v64, lse, probabilities, v64, largest, q64, k64)
 

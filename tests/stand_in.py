@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,13 +49,18 @@ class Numbers:
         hadamard = bool(self.of["hadamard"])
         return Call(kind, OUT_DTYPES[self.variant.out], self.scale, scaling=self.scaling, hadamard=hadamard, **more)
 
-    def attend(self, made: Operands, out_descale: Any, lse: Any, amax: Any) -> torch.Tensor:
-        """What the attention kernel makes of its operands, dense in the order that the numbers say."""
+    def attend(self, made: Operands, out_descale: Any, lse: Any, amax: Any, sinks: Any) -> torch.Tensor:
+        """What the attention kernel makes of its operands, dense in the order that the numbers say. Its LSE is that of
+        the keys alone."""
         variant = self.variant
+        softcap = self.of["softcap"]
+        assert (softcap > 0) == (variant.kind == "capped"), "a cap has kernels of its own"
+        assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
         assert made.q is not None and made.k is not None and made.v is not None and made.k_descale is not None
         keys, dtype = made.k.shape[2], torch.float8_e5m2 if variant.dtype == "e5m2" else torch.float8_e4m3fn
         k_descale = made.k_descale[:, :, :keys] if self.scaling == "token" else made.k_descale
-        result = emulate(
+        run = partial(
+            emulate,
             made.q.view(dtype),
             made.k.view(dtype),
             unpack_v(made.v.view(dtype), keys),
@@ -67,10 +73,12 @@ class Numbers:
             causal_offset=int(self.of["causal_offset"]),
             window_offset=int(self.of["window_offset"]) if variant.mask == "window" else None,
             out_descale=out_descale,
+            softcap=softcap,
             return_lse=lse is not None,
         )
+        result = run(sinks=sinks)
         if lse is not None:
-            lse.copy_(result.lse)
+            lse.copy_(result.lse if sinks is None else run().lse)
         if amax is not None:
             amax.copy_(torch.maximum(amax, result.amax))
         out = result.out.to(OUT_DTYPES[variant.out])
@@ -79,18 +87,18 @@ class Numbers:
 
 def attend(
     constants: torch.Tensor, q: Any, k: Any, v: Any, out_descale: Any = None, lse: Any = None, amax: Any = None,
-    k_mean: Any = None,
+    sinks: Any = None, k_mean: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     n = Numbers(constants)
     assert k_mean is None, "keys are not smoothed here"
     call = n.call("half")
     made = launch.quantised(call, n.variant, n.granularity, Tensors(q, k, v))
-    return n.attend(launch.fp8_operands(call, n.variant, made), out_descale, lse, amax)
+    return n.attend(launch.fp8_operands(call, n.variant, made), out_descale, lse, amax, sinks)
 
 
 def attend_fp8(
     constants: torch.Tensor, q: Any, k: Any, v: Any, q_descale: Any, k_descale: Any, v_descale: Any,
-    out_descale: Any = None, lse: Any = None, amax: Any = None,
+    out_descale: Any = None, lse: Any = None, amax: Any = None, sinks: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     n = Numbers(constants)
     for x in (q, k, v):
@@ -112,18 +120,18 @@ def attend_fp8(
             value = torch.nn.functional.pad(value, (0, x.shape[3] - value.shape[2]), value=1.0)
         descales[name] = value
     tensors = Tensors(q, k, v, *descales.values())
-    return n.attend(launch.fp8_operands(n.call("fp8"), n.variant, tensors), out_descale, lse, amax)
+    return n.attend(launch.fp8_operands(n.call("fp8"), n.variant, tensors), out_descale, lse, amax, sinks)
 
 
 def attend_packed(
     constants: torch.Tensor, q: Any, k: Any, v: Any, k_descale: Any, v_descale: Any,
-    out_descale: Any = None, lse: Any = None, amax: Any = None,
+    out_descale: Any = None, lse: Any = None, amax: Any = None, sinks: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     n = Numbers(constants)
     call = n.call("packed")
     fp8, q_descale = launch.quantised_query(call, n.variant, n.granularity, q)
     q8 = launch._query(fp8, n.variant, n.scale).view(torch.uint8)
-    return n.attend(Operands(q8, k, v, q_descale, k_descale, v_descale), out_descale, lse, amax)
+    return n.attend(Operands(q8, k, v, q_descale, k_descale, v_descale), out_descale, lse, amax, sinks)
 
 
 OPERATORS: dict[str, Operator] = {"attend": attend, "attend_fp8": attend_fp8, "attend_packed": attend_packed}

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from fp8cutlass.emulator import emulate as emulator
+from fp8cutlass.emulator import tile
 
 FRACTION = 2.0**-13
 STEP = 32
@@ -28,7 +29,7 @@ def power(x: torch.Tensor) -> torch.Tensor:
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, accumulator: str, emulated_mma: bool) -> torch.Tensor:
-    """Q K^T (G, R, N) of (G, R, D) and (G, N, D) FP8 values in float32, in the place of ``emulator._scores``.
+    """Q K^T (G, R, N) of (G, R, D) and (G, N, D) FP8 values in float32, in the place of ``emulator.scores_of``.
     ``emulated_mma`` must be False: where the instruction is emulated the accumulator is another."""
     if emulated_mma:
         raise ValueError("the tensor core's accumulator was asked for where the instruction is emulated")
@@ -37,7 +38,7 @@ def scores(q: torch.Tensor, k: torch.Tensor, accumulator: str, emulated_mma: boo
 
 def values(p: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """P V and the sums of P, (G, R, D) and (G, R, 1), of P (G, R, N) in two terms and V (G, N, D), in the place of
-    ``emulator._values``: a step of what e4m3 leaves of 32 P, then one of their e4m3. The sums are products with ones.
+    ``tile.values_of``: a step of what e4m3 leaves of 32 P, then one of their e4m3. The sums are products with ones.
     """
     p, v = F.pad(p, (0, -p.shape[2] % STEP)), F.pad(F.pad(v, (0, 1), value=1.0), (0, 0, 0, -v.shape[1] % STEP))
     high = p.to(torch.float8_e4m3fn).float()
@@ -67,6 +68,6 @@ def _rows(q: torch.Tensor, k: torch.Tensor, half: bool) -> torch.Tensor:
 @contextmanager
 def cut_products(*, two_terms: bool) -> Iterator[None]:
     """Within it the emulator computes its scores as the tensor core does, and P V if P is in two terms."""
-    with patch.object(emulator, "_scores", scores):
-        with patch.object(emulator, "_values", values) if two_terms else nullcontext():
+    with patch.object(emulator, "scores_of", scores):
+        with patch.object(tile, "values_of", values) if two_terms else nullcontext():
             yield

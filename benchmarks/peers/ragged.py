@@ -42,7 +42,7 @@ def call_of(data: RaggedData, fp8: list[Descaled] | None = None) -> RaggedCall:
 
 def kernel_launch(call: RaggedCall, variant: Variant, number: int) -> Callable[[], torch.Tensor]:
     """The plan and the kernel on operands that are ready."""
-    made = walk.fp8_operands(call, variant) if call.descales else walk.by_torch(call, variant)
+    made = walk.fp8_by_torch(call, variant) if call.descales else walk.by_torch(call, variant)
     sequences = call.cu_q.shape[0] - 1
     words = torch.ops.fp8cutlass_C.ragged_plan_words(number, call.q.shape[0], sequences)
     plan = torch.empty(words, dtype=torch.int32, device=call.q.device)

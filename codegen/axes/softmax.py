@@ -6,7 +6,8 @@ from codegen.axes.axis import Axis
 
 
 class Softmax(Axis):
-    """score: accumulator of Q K^T. terms: e4m3 numbers whose sum is a P; each takes a product with V and one with ones.
+    """score: accumulator of Q K^T, s32 for 8-bit integers.
+    terms: e4m3 numbers whose sum is a P; each takes a product with V and one with ones.
 
     bent: the code is bent inside an octave, as 2^x is, which takes a few registers more.
     rare: few calls have it, so that a class of problems gets fewer kernels.
@@ -67,10 +68,37 @@ class Softmax(Axis):
         },
     )
 
+    CODES = (
+        "codes",
+        {
+            "score": "s32",
+            "terms": 1,
+            "bent": False,
+            "rare": True,
+            "instructions": {"sm89": 3.8, "sm90a": 4.6},
+            "text": "code-domain softmax on s32 scores",
+        },
+    )
+
     @property
     def by_code(self) -> bool:
-        """Whether P comes from f16 scores by its e4m3 code, without an exponential."""
+        """Whether P comes from scores by its e4m3 code, without an exponential."""
+        return self.score != "f32"
+
+    @property
+    def exact(self) -> bool:
+        """Whether scores are sums of integers."""
+        return self.score == "s32"
+
+    @property
+    def narrow(self) -> bool:
+        """Whether scores are f16, which operands of any range would overflow."""
         return self.score == "f16"
+
+    @property
+    def score_registers(self) -> int:
+        """Of four scores."""
+        return 2 if self.narrow else 4
 
 
 class Precision(Axis):
@@ -85,3 +113,4 @@ class Precision(Axis):
     ACCURATE = "accurate", {"softmaxes": (Softmax.EXP2,)}
     HIGH = "high", {"softmaxes": (Softmax.EXP2X2,)}
     BALANCED = "balanced", {"softmaxes": (Softmax.QUADRATIC, Softmax.EXP2)}
+    INT8 = "int8", {"softmaxes": (Softmax.CODES,)}

@@ -27,7 +27,7 @@ class View:
 
 def common(v: Variant, d: Derived) -> dict[str, Any]:
     """The fields of View."""
-    grain = v.scaling.grain
+    grain = v.grain
     return {
         "summary": summary(v),
         "threads": d.threads,
@@ -43,9 +43,9 @@ def common(v: Variant, d: Derived) -> dict[str, Any]:
 
 def summary(v: Variant) -> str:
     """The lines of the head comment that say what the kernel computes."""
-    grain = v.scaling.grain
+    grain = v.grain
     text = (
-        f"head_dim {v.head_dim}, {v.dtype} operands, {v.out} output, {v.mask.text}, {v.softmax.text};\n"
+        f"head_dim {v.head_dim}, {v.dtype} operands, {v.out} output, {v.mask.text}, {v.softmax.text}{v.cap.text};\n"
         f"//   descales of Q per {grain.q}, of K per {grain.k}, of V per {grain.v}."
     )
     if v.kind.diagnostic:

@@ -10,8 +10,10 @@ import click
 from codegen.decode import decodes_of
 from codegen.options import arch_option, choose, emulated_option, filter_option, only_option, profile_option
 from codegen.pack import packs_of
+from codegen.resident import residents_of
 from codegen.table import built
 
+PARTS = ("packs", "decodes", "residents")  # what a report holds beside the kernels of attention
 DEFAULT_OUT = Path(__file__).resolve().parent.parent.parent / "build" / "gates"
 
 
@@ -31,7 +33,12 @@ DEFAULT_OUT = Path(__file__).resolve().parent.parent.parent / "build" / "gates"
 )
 @click.option("--report", default=None, help="Default for whole profiles: generated/gates/{arch}_{profile}.txt.")
 @click.option(
-    "--packs", "packs_only", is_flag=True, help="Only the kernels that quantise and pack, and their part of the report."
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice(PARTS),
+    help="Only these kernels, and their part of the report: those that quantise and pack, those of decode, those that "
+    "keep K and V in shared memory. Repeat for several.",
 )
 @click.option("--check", "check_only", is_flag=True, help="Compare with the committed report instead of writing it.")
 def gates(
@@ -44,7 +51,7 @@ def gates(
     out: Path,
     build_dir: Path | None,
     report: str | None,
-    packs_only: bool,
+    parts: tuple[str, ...],
     check_only: bool,
 ) -> None:
     """Compile the kernels, or read those of a build, and hold their registers, memory and instruction mix to what was
@@ -59,13 +66,20 @@ def gates(
         raise click.ClickException("--check compares whole profiles: leave out --only and --filter, or name a --report")
     if report is not None and len(request.archs) > 1 and "{arch}" not in report:
         raise click.ClickException(f"--report {report} must contain {{arch}}: there are {len(request.archs)} targets")
+    if not whole and (unbound := [part for part in parts if part != "packs"]):
+        raise click.ClickException(f"--part {unbound[0]} goes with whole profiles: leave out --only and --filter")
     # What a build for this target alone would hold, so that a report does not depend on the other targets.
     chosen = {a: built(request.variants, (a,), emulated or not whole) for a in request.archs}
+
+    def has(part: str) -> bool:
+        return part in parts if parts else whole
+
     try:
         good = run(
-            {} if packs_only else chosen,
-            packs={a: packs_of(variants) for a, variants in chosen.items()} if packs_only or whole else {},
-            decodes={a: decodes_of(profile, (a,)) for a in request.archs} if whole and not packs_only else {},
+            {} if parts else chosen,
+            packs={a: packs_of(variants) for a, variants in chosen.items()} if has("packs") else {},
+            decodes={a: decodes_of(profile, (a,)) for a in request.archs} if has("decodes") else {},
+            residents={a: residents_of(profile, (a,)) for a in request.archs} if has("residents") else {},
             profile=request.profile,
             jobs=jobs or job_count(),
             out=out,

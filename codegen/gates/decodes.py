@@ -1,5 +1,5 @@
-"""The kernels of decode, as the gates look at them, the one that cuts their work, and the one
-that appends."""
+"""The kernels of decode, as the gates look at them, the one that cuts their work, the one that appends, and the one
+that leaves long chunks to the kernels of ragged batches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from codegen.arch import TARGETS
 from codegen.decode import Decode
 from codegen.gates.subject import Kernel, ahead, write_source
-from codegen.outputs import APPEND, APPEND_PATH, CUT, CUT_PATH
-from codegen.render import environment, render_append, render_cut, render_decode
+from codegen.outputs import APPEND, APPEND_PATH, CUT, CUT_PATH, ROUTE, ROUTE_PATH
+from codegen.render import environment, render_append, render_cut, render_decode, render_route
 
 FAMILY = "decode"
+ROUTED = "sm90a"  # the target that has kernels of ragged batches
 APPEND_CTAS = 4  # of an SM, by the launch bounds of the source
 
 
@@ -45,4 +46,7 @@ def render(chosen: Mapping[str, tuple[Decode, ...]], folder: Path) -> list[Kerne
             write_source(folder / APPEND_PATH, render_append(env))
             appends = ahead(APPEND, target, folder / APPEND_PATH, "append/params.h", "kAppendThreads")
             kernels.append(replace(appends, ctas_per_sm=APPEND_CTAS))
+        if decodes and target == ROUTED:
+            write_source(folder / ROUTE_PATH, render_route(env))
+            kernels.append(ahead(ROUTE, target, folder / ROUTE_PATH, "prefill/params.h", "kRouteThreads"))
     return sorted(kernels, key=lambda k: (k.target, k.id))

@@ -1,5 +1,5 @@
 """The kernels that quantise and pack, as the gates look at them, and what their code must keep. A 16-bit source has
-four, to which most have two more for sm90a; an FP8 source has one."""
+four, to which most have two more for sm90a; an FP8 source has one, and for sm90a two more."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ SPILLED = 15
 # Of the lengths of a ragged batch: one to find a block's sequence and 3 of it; 3 to find those of some rows of O, and 3
 # of the first and of a row's own.
 LENGTH_READS = 13
+# Of the form that reads pages, beside the page and the descale of each row: members and their keys, one to find a
+# block's member, 5 of it, a descale of the head.
+GATHER_READS = 8
 DESCALE_READS = 1  # of a descale that is given
 MAXIMUM_READS = 2  # of a float32 maximum: that of a head or a tensor, that of a column
 
@@ -30,16 +33,19 @@ MAXIMUM_READS = 2  # of a float32 maximum: that of a head or a tensor, that of a
 class Form:
     """One of the kernels of a source. maxima: it raises the maxima of groups larger than a block, and packs nothing.
     transforms: it is the one for calls that smooth keys or rotate rows. ragged: the one for ragged batches. copies: it
-    is the one of an FP8 source."""
+    is one of an FP8 source. gathers: it reads pages."""
 
     name: str
     maxima: bool = False
     transforms: bool = False
     ragged: bool = False
     copies: bool = False
+    gathers: bool = False
 
     def entry(self, pack: Pack) -> str:
         """What its mangled name holds: the function's name, its length in front, and the template's argument."""
+        if self.gathers:
+            return mangled(f"{pack.id}_gather") + "E"
         if self.ragged:
             return mangled(f"{pack.id}_ragged") + "E"
         if self.copies:
@@ -54,13 +60,16 @@ FORMS = tuple(
 )
 RAGGED = Form(name="pack_ragged", ragged=True)
 COPY = Form(name="pack", copies=True)
+RAGGED_COPY = Form(name="pack_ragged", ragged=True, copies=True)
+GATHER = Form(name="pack_gather", copies=True, gathers=True)
 
 
 def forms(pack: Pack, target: str) -> tuple[Form, ...]:
     """Those of a source that are kernels on a target."""
+    ragged = pack.ragged and target == "sm90a"
     if not pack.quantises:
-        return (COPY,)
-    return (*FORMS, RAGGED) if pack.ragged and target == "sm90a" else FORMS
+        return (COPY, RAGGED_COPY, GATHER) if ragged else (COPY,)
+    return (*FORMS, RAGGED) if ragged else FORMS
 
 
 def static_smem(pack: Pack, form: Form) -> int:
@@ -73,18 +82,26 @@ def static_smem(pack: Pack, form: Form) -> int:
     return warps + own + shared + (4 * pack.head_dim if form.transforms else 0)
 
 
+def ctas_per_sm(pack: Pack, form: Form) -> int:
+    if form.gathers:
+        return pack.gather_ctas_per_sm
+    return pack.transform_ctas_per_sm if form.transforms else pack.ctas_per_sm
+
+
 def wide_loads(pack: Pack, form: Form) -> int:
     """Loads of 16 bytes in the code: every element once, and the samples of K's mean."""
     samples = -(-SAMPLES * pack.lanes // THREADS) * pack.chunks
     return pack.passes * pack.chunks + (samples if form.transforms else 0)
 
 
-def narrow_loads(form: Form) -> int:
+def narrow_loads(pack: Pack, form: Form) -> int:
     """Loads of 4 bytes in the code, on the way of rows as they are and on that of rows that are transformed."""
     if form.maxima:
         return 0
+    if form.gathers:
+        return GATHER_READS + 2 * pack.passes
     if form.copies:
-        return DESCALE_READS
+        return LENGTH_READS if form.ragged else DESCALE_READS
     return MAXIMUM_READS * (2 if form.transforms else 1) + (LENGTH_READS if form.ragged else 0)
 
 
@@ -102,7 +119,7 @@ def render(chosen: Mapping[str, tuple[Pack, ...]], folder: Path) -> list[Kernel]
             emulated=False,
             head_dim=pack.head_dim,
             threads=THREADS,
-            ctas_per_sm=pack.transform_ctas_per_sm if form.transforms else pack.ctas_per_sm,
+            ctas_per_sm=ctas_per_sm(pack, form),
             smem_bytes=0 if form.maxima and not form.transforms else pack.stage_bytes,
             smem_limit=TARGETS[target].smem_per_block,
             mma_in_loop=0,
@@ -110,7 +127,7 @@ def render(chosen: Mapping[str, tuple[Pack, ...]], folder: Path) -> list[Kernel]
             entry=form.entry(pack),
             static_smem=static_smem(pack, form),
             wide_loads=wide_loads(pack, form),
-            narrow_loads=narrow_loads(form),
+            narrow_loads=narrow_loads(pack, form),
         )
         for target, packs in chosen.items()
         for pack in packs

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from codegen.gates.decodes import FAMILY as DECODE
 from codegen.gates.packs import FAMILY as PACK
+from codegen.gates.residents import FAMILY as RESIDENT
 from codegen.gates.rules import applicable, check, occupancy, smem_bytes
 from codegen.gates.sass import MATRIX
 from codegen.gates.subject import Kernel, Measured
-from codegen.outputs import APPEND, CUT
+from codegen.outputs import APPEND, CUT, ROUTE
 from scripts.cubins import INCLUDE, code_of, digest_of, own_headers
 
 # The parts of a report, and how the first line of each begins.
@@ -21,9 +22,10 @@ PARTS = {
     "attention": "# Compiled code of",
     PACK: "# Kernels that quantise and pack, of",
     DECODE: "# Kernels of decode, of",
+    RESIDENT: "# Kernels that keep K and V in shared memory, of",
 }
 ATTENTION = ("sm89", "sm90a")
-LOOPS = (*ATTENTION, DECODE)
+LOOPS = (*ATTENTION, DECODE, RESIDENT)
 CODE_TOLERANCE = 0.05  # of the code size; below it a change is scheduling and padding
 
 
@@ -41,7 +43,7 @@ class Column:
     better: int = -1
     tolerance: float = 0.0
     compared: bool = True
-    families: tuple[str, ...] = (*ATTENTION, PACK, DECODE, CUT, APPEND)
+    families: tuple[str, ...] = (*ATTENTION, PACK, DECODE, CUT, APPEND, ROUTE, RESIDENT)
 
 
 def _count(opcode: str) -> Callable[[Kernel, Measured], int]:
@@ -81,15 +83,15 @@ COLUMNS = (
     Column(name="machine", value=lambda k, m: m.code, better=0),
     Column(name="qmma", value=_count("QMMA"), better=0, families=("sm89",)),
     Column(name="hmma", value=_count("HMMA"), families=("sm89", DECODE)),
-    Column(name="qgmma", value=_count("QGMMA"), better=0, families=("sm90a",)),
+    Column(name="qgmma", value=_count("QGMMA"), better=0, families=("sm90a", RESIDENT)),
     Column(name="tma", value=_count("UTMALDG"), better=0, families=("sm90a",)),
     Column(name="ldl+stl", value=lambda k, m: m.listing.counts.get("LDL", 0) + m.listing.counts.get("STL", 0)),
     Column(name="loop", value=_whole_loop, families=LOOPS),
     Column(name="l.qmma", value=_loop("QMMA"), better=0, families=("sm89",)),
     Column(name="l.ldgsts", value=_loop("LDGSTS"), families=("sm89", DECODE)),
     Column(name="l.ldsm", value=_loop("LDSM"), families=("sm89", DECODE)),
-    Column(name="l.qgmma", value=_loop("QGMMA"), better=0, families=("sm90a",)),
-    Column(name="l.wait", value=_loop("WARPGROUP"), families=("sm90a",)),
+    Column(name="l.qgmma", value=_loop("QGMMA"), better=0, families=("sm90a", RESIDENT)),
+    Column(name="l.wait", value=_loop("WARPGROUP"), families=("sm90a", RESIDENT)),
     Column(name="l.mov", value=_loop("MOV"), families=("sm90a",)),
     Column(name="l.mufu", value=_loop("MUFU"), families=LOOPS),
     Column(name="l.bar", value=_loop("BAR"), families=LOOPS),
@@ -131,6 +133,11 @@ PACK_LEGEND = """\
 """
 
 
+RESIDENT_LEGEND = """\
+# Two kernels a source, by mask. loop is what a warp does for a tile of keys, or for a row tile where there is one tile
+# of keys; qgmma: warpgroup products in the kernel; l.wait: WARPGROUP in the loop (fences and waits).
+"""
+
 DECODE_LEGEND = """\
 # The same words. The loop is a slice of keys of one warp. hmma: products in f16, which e4m3 becomes in registers.
 """
@@ -138,7 +145,7 @@ DECODE_LEGEND = """\
 
 def part_of(family: str) -> str:
     """The part of a report that a kernel stands in."""
-    return DECODE if family in (CUT, APPEND) else family if family in PARTS else "attention"
+    return DECODE if family in (CUT, APPEND, ROUTE) else family if family in PARTS else "attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +198,7 @@ def render(target: str, profile: str, compiler: str, measured: dict[Kernel, Meas
         lines.append(
             "# FP8 mma.sync is emulated on this target (F2FP and HMMA): registers and instruction mix are not held."
         )
-    legends = {PACK: PACK_LEGEND, DECODE: LEGEND + DECODE_LEGEND}
+    legends = {PACK: PACK_LEGEND, DECODE: LEGEND + DECODE_LEGEND, RESIDENT: LEGEND + RESIDENT_LEGEND}
     legend = legends.get(part, LEGEND + (SM90A_LEGEND if "sm90a" in families else ""))
     lines += ["#", *legend.splitlines(), ""]
     for row in rows:

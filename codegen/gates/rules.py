@@ -9,9 +9,10 @@ from codegen.arch import REGISTERS_PER_SM, REGISTERS_PER_THREAD
 from codegen.gates.decodes import FAMILY as DECODE
 from codegen.gates.occupancy import ctas_per_sm
 from codegen.gates.packs import FAMILY as PACK
+from codegen.gates.residents import FAMILY as RESIDENT
 from codegen.gates.sass import MATRIX
 from codegen.gates.subject import Failure, Kernel, Measured
-from codegen.outputs import APPEND, CUT, PLAN
+from codegen.outputs import APPEND, CUT, PLAN, ROUTE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +130,10 @@ def _count(opcode: str) -> Callable[[Kernel, Measured], str | None]:
     def check(kernel: Kernel, m: Measured) -> str | None:
         if m.listing.loop is None:
             return "no loop around matrix instructions"
-        if (have := m.listing.loop.counts.get(opcode, 0)) != kernel.mma_in_loop:
-            return f"{have} {opcode} in the main loop, the generator counts {kernel.mma_in_loop}"
+        counts = {opcode: kernel.mma_in_loop - kernel.integer_in_loop, "IGMMA": kernel.integer_in_loop}
+        for name, counted in counts.items():
+            if (have := m.listing.loop.counts.get(name, 0)) != counted:
+                return f"{have} {name} in the main loop, the generator counts {counted}"
         return None
 
     return check
@@ -162,7 +165,8 @@ def _hmma(kernel: Kernel, m: Measured) -> str | None:
 
 
 def _warp_products(kernel: Kernel, m: Measured) -> str | None:
-    found = {x: n for x in ("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA") if (n := m.listing.counts.get(x, 0))}
+    integers = () if kernel.integer_in_loop else ("IGMMA",)
+    found = {x: n for x in ("HMMA", "IMMA", "QMMA", "HGMMA", *integers) if (n := m.listing.counts.get(x, 0))}
     return ", ".join(f"{n} {x}" for x, n in found.items()) + ": not FP8 warpgroup products" if found else None
 
 
@@ -174,7 +178,7 @@ GATES = (
         why="sizeof(SharedStorage) is the manifest's smem_bytes, fits a block, and nothing lies beside it",
         native_only=False,
         check=_smem,
-        families=("sm89", "sm90a", DECODE),
+        families=("sm89", "sm90a", DECODE, RESIDENT),
     ),
     Gate(
         name="CP-ASYNC",
@@ -223,35 +227,35 @@ GATES = (
         why="the main loop has exactly the FP8 warpgroup products that the generator counts for a tile, or for an item",
         native_only=True,
         check=_count("QGMMA"),
-        families=("sm90a",),
+        families=("sm90a", RESIDENT),
     ),
     Gate(
         name="FP8-ONLY",
-        why="no product runs in 16 bits, as integers, or one warp at a time",
+        why="no product runs in 16 bits, as integers where operands are none, or one warp at a time",
         native_only=True,
         check=_warp_products,
-        families=("sm90a",),
+        families=("sm90a", RESIDENT),
     ),
     Gate(
         name="NO-ADVICE",
         why="ptxas had to serialise no warpgroup products (C7510 to C7514) and saw no other loss",
         native_only=True,
         check=_advice,
-        families=("sm90a",),
+        families=("sm90a", RESIDENT),
     ),
     Gate(
         name="SPILL",
         why="no register goes through local memory; a few words where rows are transformed (SPILLED)",
         native_only=True,
         check=_spill,
-        families=(PACK, PLAN, DECODE, CUT, APPEND),
+        families=(PACK, PLAN, DECODE, CUT, APPEND, ROUTE, RESIDENT),
     ),
     Gate(
         name="NO-LOCAL",
         why="no stack, no LDL, no STL beyond these words",
         native_only=True,
         check=_local,
-        families=(PACK, PLAN, DECODE, CUT, APPEND),
+        families=(PACK, PLAN, DECODE, CUT, APPEND, ROUTE, RESIDENT),
     ),
     Gate(
         name="SMEM",
@@ -272,7 +276,7 @@ GATES = (
         why="as many CTAs an SM as the manifest says",
         native_only=True,
         check=_pack_occupancy,
-        families=(DECODE,),
+        families=(DECODE, RESIDENT),
     ),
     Gate(
         name="HMMA-COUNT",

@@ -9,11 +9,13 @@ from codegen.decode import Decode
 from codegen.gates import decodes as decoding
 from codegen.gates import packs as packing
 from codegen.gates import report
+from codegen.gates import residents as keeping
 from codegen.gates.compile import measure_all
 from codegen.gates.rules import applicable, check
 from codegen.gates.subject import Failure, Kernel, Measured, render
 from codegen.gates.toolbox import open_toolbox
 from codegen.pack import Pack
+from codegen.resident import Resident
 from codegen.variant import Variant
 from scripts.cubins import ROOT
 
@@ -89,6 +91,7 @@ def run(
     *,
     packs: Mapping[str, tuple[Pack, ...]],
     decodes: Mapping[str, tuple[Decode, ...]],
+    residents: Mapping[str, tuple[Resident, ...]],
     profile: str,
     jobs: int,
     out: Path,
@@ -97,8 +100,8 @@ def run(
     check_only: bool,
     say: Callable[[str], None],
 ) -> bool:
-    """Measures variants, packs and kernels of decode, chosen for each target, and returns whether every gate, and the
-    baseline, holds.
+    """Measures variants, packs, kernels of decode and those that keep K and V, chosen for each target, and returns
+    whether every gate, and the baseline, holds.
 
     A report has a part about each of these; what is not measured keeps its part.
     check_only: compare with the committed report, the baseline, instead of writing it.
@@ -111,7 +114,7 @@ def run(
     tools = open_toolbox()
     out = out.resolve()
     kernels = render(chosen, out / "generated") + packing.render(packs, out / "generated")
-    kernels += decoding.render(decodes, out / "generated")
+    kernels += decoding.render(decodes, out / "generated") + keeping.render(residents, out / "generated")
     cubins = None if built is None else built / "cubins"
     results, failures = measure_all(kernels, tools, out, jobs, say, built=cubins)
     for kernel in sorted(results, key=lambda k: (k.target, k.id)):
@@ -121,7 +124,7 @@ def run(
 
     good = not failures
     compiler = f"nvcc {tools.version} {' '.join(tools.options)}"
-    for arch in dict.fromkeys([*chosen, *packs, *decodes]):
+    for arch in dict.fromkeys([*chosen, *packs, *decodes, *residents]):
         of_arch = {k: m for k, m in results.items() if k.target == arch}
         if not of_arch:
             continue

@@ -15,8 +15,8 @@ from codegen.gates.flow import innermost
 from codegen.gates.subject import Listing, Loop
 
 INSTRUCTION_BYTES = 16  # since sm_70
-MATRIX = ("QMMA", "HMMA", "IMMA", "QGMMA", "HGMMA")
-WARPGROUP = ("QGMMA", "HGMMA")
+MATRIX = ("QMMA", "HMMA", "IMMA", "QGMMA", "HGMMA", "IGMMA")
+WARPGROUP = ("QGMMA", "HGMMA", "IGMMA")
 
 _SECTION = re.compile(r"^\s*\.section\s+\.text\.([\w$]+)")
 _LABEL = re.compile(r"^(\.L\w+):")

@@ -22,6 +22,7 @@ class Kernel:
     emulated: whether the family is emulated on the target, so that the instruction mix says nothing.
     smem_bytes, smem_limit: dynamic shared memory of a launch and the most a block may have, in bytes.
     mma_in_loop: matrix instructions in the main loop's code, where an inner loop over k steps stands once.
+    integer_in_loop: of these, those of integers.
     spilled: registers that may go through local memory.
     entry: what the kernel's mangled name holds, where the source has several kernels.
     storage: what the source calls its dynamic shared memory in a static_assert, where it has several kernels.
@@ -41,6 +42,7 @@ class Kernel:
     smem_limit: int
     mma_in_loop: int
     spilled: int = 0
+    integer_in_loop: int = 0
     entry: str = ""
     storage: str = ""
     static_smem: int = 0
@@ -174,6 +176,7 @@ def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kern
                 smem_bytes=d.smem_bytes,
                 smem_limit=min(family.smem_per_block, TARGETS[target].smem_per_block),
                 mma_in_loop=d.mma_in_loop,
+                integer_in_loop=d.integer_in_loop,
                 spilled=d.spilled,
                 entry=f"{mangled(v.id)}E" if d.unrolled else "",
             )

@@ -97,7 +97,11 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) decode_sm89_d128_r16(con
       slot = slot == kStages - 1 ? 0 : slot + 1;
     }
     if (!ahead) {
-      decode::join_warps<kHeadDim, kRows, kWarps>(shared.exchange, state);
+      bool joined = false;
+      if constexpr (decode::kHoldsResult<kHeadDim, kRows, decltype(shared.slots[0])>) {
+        if (!more) decode::join_last(shared.exchange, shared.slots, state), joined = true;
+      }
+      if (!joined) decode::join_warps<kHeadDim, kRows, kWarps>(shared.exchange, state);
 
       bool whole = true;
       if (share.tile > 0 || share.end < share.all) {
@@ -107,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) decode_sm89_d128_r16(con
                                                             shared.exchange);
         if (whole) decode::join_parts<kHeadDim, kRows, kWarps>(p, first, last, shared.exchange);
       }
-      if (whole) decode::store_rows(p, share, shared.exchange, queries.v_descale[threadIdx.x / 32]);
+      if (whole) decode::store_rows(p, share, shared.exchange, decode::limited(queries.v_descale[threadIdx.x / 32]));
     }
     if (!more) break;
     if (share.tiles < kStages) {  // the group with the next unit's Q may be one of those that were not waited for

@@ -6,6 +6,7 @@
 // and writes them once. Bytes are not looked at, so that e4m3 and e5m2 are alike.
 
 #include "fp8cutlass/pack_fp8.cuh"
+#include "fp8cutlass/prefill/gather.cuh"
 
 namespace fp8cutlass {
 namespace {
@@ -23,6 +24,22 @@ static_assert(16 * kLanes * kChunks == kHeadDim && kThreads / kLanes * kPasses =
 using Stage = TransposeStage<kRows, kHeadDim, kLanes>;
 static_assert(Stage::kBytes == 16640);  // of shared memory
 
+__device__ __forceinline__ void copy_rows(const Fp8PackParams& p, const Block& block, const packing::Fp8Rows& of,
+                                          uint8_t* stage) {
+  const Fp8Operand& o = p.operand[block.operand];
+  uint4 x[kPasses][kChunks];
+  packing::load_bytes<kLanes>(x, of.rows, o.stride_row, of.base, of.tokens, p.head_dim);
+  if (block.operand != kPackV) {
+    packing::store_bytes<kHeadDim, kLanes>(o.out + int64_t{block.head} * o.rows * kHeadDim, x, of.base, of.tokens,
+                                           o.flip);
+    return;
+  }
+  packing::stage_bytes<Stage, kLanes>(stage, x);
+  __syncthreads();
+  packing::store_packed<Stage, kRows, kHeadDim>(o.out + int64_t{block.head} * kHeadDim * o.rows + of.to, o.rows,
+                                                of.room, stage);
+}
+
 }  // namespace
 
 __global__ void __launch_bounds__(kThreads)
@@ -34,19 +51,32 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const Block block = packing::find_block(p);
-  const Fp8Operand& o = p.operand[block.operand];
-  const int base = block.index * kRows, batch = block.head / o.heads, head = block.head % o.heads;
-  uint4 x[kPasses][kChunks];
-  packing::load_bytes<kLanes>(x, o.x + batch * o.stride_batch + head * o.stride_head, o.stride_row, base, o.tokens,
-                              p.head_dim);
-  if (block.operand != kPackV) {
-    packing::store_bytes<kHeadDim, kLanes>(o.out + int64_t{block.head} * o.rows * kHeadDim, x, base, o.tokens, o.flip);
+  copy_rows(p, block, packing::rows_of(p.operand[block.operand], block, kRows), stage);
+}
+
+// The same of a ragged batch. The last CTAs look for rows of O that belong to no sequence.
+__global__ void __launch_bounds__(kThreads)
+    pack_d128_n128_fp8_ragged(const __grid_constant__ Fp8PackParams p, const __grid_constant__ RaggedPack ragged) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // no other target walks a ragged batch
+  extern __shared__ __align__(16) uint8_t stage[];  // Stage
+  packing::allow_dependents();
+  if (int(blockIdx.x) >= ragged.first_cta) {
+    packing::clear_rows(ragged, int(blockIdx.x) - ragged.first_cta);
     return;
   }
-  packing::stage_bytes<Stage, kLanes>(stage, x);
-  __syncthreads();
-  packing::store_packed<Stage, kRows, kHeadDim>(o.out + int64_t{block.head} * kHeadDim * o.rows + base, o.rows,
-                                                o.rows - base, stage);
+  const Block block = packing::find_block(p);
+  copy_rows(p, block, packing::rows_of(p, ragged.batch, block, kRows), stage);
+#endif
+}
+
+// Keys of a paged cache, for a ragged batch.
+__global__ void __launch_bounds__(kThreads, 5)
+    pack_d128_n128_fp8_gather(const __grid_constant__ prefill::GatherParams p) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(16) uint8_t stage[];  // Stage
+  static_assert(kRows == prefill::kBlock);
+  prefill::gather_blocks<Stage, kHeadDim, kLanes, kPasses, kChunks>(p, stage);
+#endif
 }
 
 }  // namespace fp8cutlass

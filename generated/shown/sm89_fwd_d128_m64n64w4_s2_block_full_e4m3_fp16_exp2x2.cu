@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_fwd_d128_m64n64w4_s
 
   const int warp_row = threadIdx.x / 32 * kWarpRows;  // first row of this warp in the tile
   const int group = threadIdx.x % 32 / 4;             // a lane owns rows group and group + 8 of each 16
-  const bool want_lse = p.lse != nullptr;
+  const bool want_lse = p.lse != nullptr && !p.merge_lse;
 
   // Loads of one KV tile. Rows of K past the end become zeros; packed V is padded with zeros already.
   const auto load_k = [&](const WorkItem& work, int tile) {
@@ -225,8 +225,14 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_fwd_d128_m64n64w4_s
       const int row = work.row + thread / 32 * kWarpRows + 16 * f + thread % 32 / 4;
       clear_dead_rows(o[f], rows[f].sum);
       const int64_t first = work.batch * p.o_stride_batch + work.head * p.o_stride_head + row * p.o_stride_row;
+      if (p.lse != nullptr) {
+        float exact[2];  // each lane of a quad has the whole sum of P, and of the unquantised ones its part
+#pragma unroll
+        for (int r = 0; r < 2; ++r) exact[r] = want_lse ? rows[f].exact[r] : 0.25f * rows[f].sum[r];
+        store_lse(p, [&](int row) { return (int64_t(work.batch) * p.heads + work.head) * p.seqlen_q + row; }, p.seqlen_q, row, exact, rows[f].ref);
+      }
+      if (p.sinks != nullptr) add_sink(rows[f].sum, rows[f].ref, p, work.head, 1.f);
       store_rows<Out>(p, first, p.seqlen_q, row, o[f], rows[f].sum, v_descale, column_descale, 1.f);
-      if (want_lse) store_lse(p, [&](int row) { return (int64_t(work.batch) * p.heads + work.head) * p.seqlen_q + row; }, p.seqlen_q, row, rows[f].exact, rows[f].ref);
       if (p.amax != nullptr) store_amax(p, p.seqlen_q, row, o[f], rows[f].sum, v_descale, column_descale);
     }
     if (next >= items) return;

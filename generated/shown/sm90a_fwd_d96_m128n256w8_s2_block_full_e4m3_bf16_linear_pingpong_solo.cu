@@ -431,12 +431,14 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     const int local = row_in_tile(), row = item.row + local;
     constexpr float* column_descale = nullptr;
     // All that is seldom behind one jump; the vote keeps it uniform.
-    if (__any_sync(~0u, want_lse || p.amax != nullptr || sum[0] == 0.f || sum[1] == 0.f)) {
+    if (__any_sync(~0u, params.extras != 0 || sum[0] == 0.f || sum[1] == 0.f)) {
       clear_dead_rows(o, sum);
-      if (want_lse) {
-        const float2 exact = exact_sums().item;
+      if (p.lse != nullptr) {
+        // Each lane of a quad has the whole sum of P, and of the unquantised ones its part.
+        const float2 exact = want_lse ? exact_sums().item : make_float2(0.25f * sum[0], 0.25f * sum[1]);
         store_lse(p, Walk::lse(p, item), Walk::rows(p, item), row, {exact.x, exact.y}, ref);
       }
+      if (p.sinks != nullptr) add_sink(sum, ref, p, item.head, kExcess<Code::linear>);
       if (p.amax != nullptr) store_amax<kSplit>(p, Walk::rows(p, item), row, o, sum, kTruncation, column_descale);
     }
     store_rows<Out, kSplit>(p, item.out + local * p.o_stride_row, Walk::rows(p, item), row, o, sum, kTruncation, column_descale, 1.f);

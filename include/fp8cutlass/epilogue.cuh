@@ -94,6 +94,16 @@ __device__ __forceinline__ void store_lse(const ForwardParams& p, const Place& p
   }
 }
 
+// The sink of a head joins the sums of quantised P, which are relative to `ref`. A row that saw no key has no sum, and
+// stays so. `excess`: how many times too large the P of a softmax are on average. The LSE gets the sink afterwards,
+// from who asked for it: here it would cost registers where there are none.
+__device__ __forceinline__ void add_sink(float (&sum)[2], const float (&ref)[2], const ForwardParams& p, int head,
+                                         float excess) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    if (sum[r] != 0.f) sum[r] = fmaf(excess, exp2_approx(kLog2e * p.sinks[head] - ref[r]), sum[r]);
+}
+
 // Raises p.amax to the largest |o| that store_rows wrote with the same arguments, before the output scale.
 template <int kShares = 1, int kBlocks>
 __device__ __forceinline__ void store_amax(const ForwardParams& p, int rows, int row, const float (&o)[kBlocks][4],

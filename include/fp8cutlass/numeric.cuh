@@ -44,6 +44,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// To 2^-11 of the result.
+__device__ __forceinline__ float tanh_fast(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ uint32_t half2_fma_relu(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
   asm("fma.rn.relu.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));

@@ -5,8 +5,8 @@
 // l + kLanes, ..., so that the lanes of a row always touch one contiguous piece of memory.
 #pragma once
 
-#include "fp8cutlass/pack.cuh"
 #include "fp8cutlass/pack_fp8_params.h"
+#include "fp8cutlass/pack_ragged.cuh"
 
 namespace fp8cutlass::packing {
 
@@ -57,6 +57,30 @@ __device__ __forceinline__ void stage_bytes(uint8_t* stage, const uint4 (&x)[kPa
     for (int i = 0; i < kChunks; ++i)
       *reinterpret_cast<uint4*>(stage + Stage::offset(row, row % 16, 16 * (lane + kLanes * i))) = x[pass][i];
   }
+}
+
+// A CTA's rows of an operand, and where they go.
+struct Fp8Rows {
+  const uint8_t* rows;  // row 0 of the sequence and head
+  int base, tokens;     // the first row; past `tokens` there are none
+  int to, room;         // of packed V: the first column, and how many are the CTA's
+};
+
+// Of a dense batch. `block.head` counts those of all batch elements.
+__device__ __forceinline__ Fp8Rows rows_of(const Fp8Operand& o, const Block& block, int rows) {
+  const int base = block.index * rows, batch = block.head / o.heads, head = block.head % o.heads;
+  return {o.x + batch * o.stride_batch + head * o.stride_head, base, o.tokens, base, o.rows - base};
+}
+
+// Of a ragged one: V's blocks of keys are cut into CTAs, and Q and K stay as they are. All lanes of a warp come here.
+__device__ __forceinline__ Fp8Rows rows_of(const Fp8PackParams& p, const RaggedBatch& batch, const Block& block,
+                                           int rows) {
+  const Fp8Operand& o = p.operand[block.operand];
+  if (block.operand != kPackV) return rows_of(o, block, rows);
+  const int parts = (p.key_block + rows - 1) / rows, number = block.index / parts, part = block.index % parts * rows;
+  const BlockKeys keys = keys_of_block(batch, number, p.key_block);
+  return {o.x + block.head * o.stride_head + keys.first * o.stride_row, keys.begin + part, keys.count,
+          number * p.key_block + part, p.key_block - part};
 }
 
 // Spreads the descales of all operands over the shapes that attention kernels read. CTA `cta` of `ctas` comes here.

@@ -38,6 +38,7 @@ struct Fp8PackParams {
   int batch;
   int head_dim;   // D, a multiple of 16, at most the kernel's
   int first_cta;  // that looks after descales; set by the launch
+  int key_block;  // of a ragged batch: keys of a block of V, a multiple of 64
 };
 
 }  // namespace fp8cutlass

@@ -7,18 +7,30 @@
 
 namespace fp8cutlass::packing {
 
+// The keys of a block: `first` is the first token of its sequence, which has `count`, and the block begins with number
+// `begin` of these. Of a block that is no sequence's there are none.
+struct BlockKeys {
+  int first, count, begin;
+};
+
+// All lanes of a warp come here.
+__device__ __forceinline__ BlockKeys keys_of_block(const RaggedBatch& batch, int block, int key_block) {
+  const int s = last_begun(batch.sequences, block,
+                           [&](int i) { return block_at(between(batch.cu_k[i], 0, batch.key_tokens), i, key_block); });
+  const Span keys = keys_at(batch, s);
+  const int begin = (block - block_at(keys.first, s, key_block)) * key_block;
+  const bool there = begin >= 0 && begin < keys.count;
+  return {keys.first, there ? keys.count : 0, there ? begin : 0};
+}
+
 // Makes `o`, K or V, the keys of the sequence that block number `block` belongs to, and returns which of them the block
-// begins with. Of a block that is no sequence's there are no keys, and it becomes zeros. All lanes of a warp come here.
+// begins with.
 template <int kKeyBlock>
 __device__ __forceinline__ int find_keys(PackOperand& o, const RaggedBatch& batch, int block) {
-  const int s = last_begun(batch.sequences, block,
-                           [&](int i) { return block_at(between(batch.cu_k[i], 0, batch.key_tokens), i, kKeyBlock); });
-  const Span keys = keys_at(batch, s);
-  const int begin = (block - block_at(keys.first, s, kKeyBlock)) * kKeyBlock;
-  const bool there = begin >= 0 && begin < keys.count;
+  const BlockKeys keys = keys_of_block(batch, block, kKeyBlock);
   o.x = static_cast<const uint16_t*>(o.x) + keys.first * o.stride_row;
-  o.tokens = there ? keys.count : 0;
-  return there ? begin : 0;
+  o.tokens = keys.count;
+  return keys.begin;
 }
 
 // Rows of O that belong to no sequence become zeros, and their LSE -inf. The attention kernel, which writes after this

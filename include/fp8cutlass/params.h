@@ -77,7 +77,7 @@ struct ForwardParams {
   float* amax;  // (1,) running maximum of |o| before the output scale, or null; the caller zeroes it
   int batch, heads, kv_heads, seqlen_q, seqlen_k, seqlen_k_padded;
   int causal_offset;  // key j is visible to row i when j <= i + causal_offset; read where the mask has a diagonal
-  float scale;        // softmax scale, >= 0
+  float scale;        // softmax scale, >= 0; over the cap, of kernels that cap scores
   int sm_count;       // multiprocessors of the device: sizes the persistent grid
   int item_rows;  // of kernels for windows, set by the launch: rows of an item, tile_m of one head or half as many of
                   // two
@@ -90,10 +90,15 @@ struct ForwardParams {
   unsigned* ready;
   int ready_blocks;
   int window_offset;  // key j is visible to row i when j >= i + window_offset; read where the mask is a window
+  int merge_lse;      // the LSE is that of the quantised P, whose sums are there anyway
   RaggedBatch ragged;
+  const float* sinks;  // (H,) logits without a value, which join the sum of a row's exponentials once; or null
+  // Of kernels that cap scores: the cap in octaves. `scale` is then what the tanh takes a product times.
+  float cap;
 };
 
 enum class OutType { bf16, fp16, e4m3 };
-enum class Granularity { tensor, head, block, token, channel };  // what shares one descale
+// What shares one descale; group: of each 8 tokens of a block two neighbours.
+enum class Granularity { tensor, head, block, token, channel, group };
 
 }  // namespace fp8cutlass

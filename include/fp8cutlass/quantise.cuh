@@ -5,6 +5,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cfloat>
 #include <cstdint>
 
 #include "fp8cutlass/numeric.cuh"
@@ -80,6 +81,12 @@ __device__ __forceinline__ Scale scale_of(float group, float limit, float limit_
   return {__fmul_rn(group, limit_reciprocal), __fmul_rn(__frcp_rn(group), limit)};
 }
 
+// The same for integers, which have no NaN: a group of which something is not finite has the descale NaN, and zeros.
+__device__ __forceinline__ Scale integer_scale_of(float group, float limit, float limit_reciprocal) {
+  const Scale scale = scale_of(group, limit, limit_reciprocal);
+  return group <= FLT_MAX ? scale : Scale{__int_as_float(0x7fffffff), 0.f};
+}
+
 // ---- conversion -----------------------------------------------------------------------------------------------------
 
 // A chunk, each element times its factor. Values need no clamp: |x| / group <= 1, so that a product lies beyond the
@@ -96,6 +103,29 @@ template <class Source>
 __device__ __forceinline__ uint2 e4m3x8(const uint4& x, float factor) {
   const float factors[8] = {factor, factor, factor, factor, factor, factor, factor, factor};
   return e4m3x8<Source>(x, factors);
+}
+
+// Four floats rounded to even s8; a in the lowest byte. NaN is 0.
+__device__ __forceinline__ uint32_t s8x4(float a, float b, float c, float d) {
+  uint32_t r;
+  asm("{\n.reg .s32 a, b, c, d;\n"
+      "cvt.rni.s32.f32 a, %1;\n"
+      "cvt.rni.s32.f32 b, %2;\n"
+      "cvt.rni.s32.f32 c, %3;\n"
+      "cvt.rni.s32.f32 d, %4;\n"
+      "cvt.pack.sat.s8.s32.b32 %0, d, c, 0;\n"
+      "cvt.pack.sat.s8.s32.b32 %0, b, a, %0;\n}"
+      : "=r"(r)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
+
+template <class Source>
+__device__ __forceinline__ uint2 s8x8(const uint4& x, float factor) {
+  return {s8x4(__fmul_rn(Source::low(x.x), factor), __fmul_rn(Source::high(x.x), factor),
+               __fmul_rn(Source::low(x.y), factor), __fmul_rn(Source::high(x.y), factor)),
+          s8x4(__fmul_rn(Source::low(x.z), factor), __fmul_rn(Source::high(x.z), factor),
+               __fmul_rn(Source::low(x.w), factor), __fmul_rn(Source::high(x.w), factor))};
 }
 
 }  // namespace fp8cutlass::packing

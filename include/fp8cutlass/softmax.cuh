@@ -31,6 +31,16 @@ __device__ __forceinline__ void scale_columns(float (&s)[kBlocks][4], const floa
   }
 }
 
+// Scores under a cap: what is left of them is the tanh, which the cap multiplies. slope[r]: logits over the cap, a
+// score unit.
+template <int kBlocks>
+__device__ __forceinline__ void cap_scores(float (&s)[kBlocks][4], const float (&slope)[2]) {
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] = tanh_fast(s[n][i] * slope[i / 2]);
+}
+
 // Columns beyond last[r] (relative to the tile) become -inf.
 template <int kBlocks>
 __device__ __forceinline__ void mask_columns(float (&s)[kBlocks][4], const int (&last)[2]) {
@@ -138,6 +148,10 @@ constexpr float kBelow = kCode == Code::linear ? 0.f : 11.f / 16;
 
 // What u of a row's maximum is sent to. `linear`: 122 instead of 120, which is P = 2^8, because linear interpolation
 // between powers of two is 4% high on average: the maximum is then biased like the rest. `quadratic`: code 120.
+// How much larger than they should be P are on average, which a sink is not: (1 + x) / 2^x over an octave.
+template <Code kCode>
+constexpr float kExcess = kCode == Code::linear ? 1.0407f : 1.f;
+
 template <Code kCode>
 constexpr float kTop = kCode == Code::linear ? 122.f : 120.f - kBelow<kCode>;
 

@@ -3,7 +3,10 @@
 * ``attention`` takes the place of ``torch.nn.functional.scaled_dot_product_attention``. ``attention_varlen`` serves
   ragged batches.
 * ``attention_with_kvcache`` and ``PagedKVCache`` keep keys and values in pages, for the serving of language models.
-* ``pack_kv`` quantises and packs keys and values once for many calls.
+  ``plan_attention`` cuts the work of a step once for all layers.
+* ``BlockMask`` is a mask that is packed once: padding, documents, trees, blocks.
+* ``pack_kv`` quantises and packs keys and values once for many calls. ``merge_attention`` makes one result of two over
+  different keys.
 * ``quantize`` makes FP8 tensors and their descales. ``StaticScale`` and ``DelayedScale`` make descales that are known
   before the tensor is.
 * ``supports`` and ``explain`` say whether a kernel serves a call, and which; ``supports_kvcache`` and
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 __all__ = [
+    "BlockMask",
     "DelayedScale",
     "PackedKV",
     "PagedKVCache",
@@ -31,7 +35,9 @@ __all__ = [
     "attention_with_kvcache",
     "explain",
     "explain_kvcache",
+    "merge_attention",
     "pack_kv",
+    "plan_attention",
     "quantize",
     "served",
     "supports",
@@ -45,12 +51,15 @@ HOMES = (
     "api.ask_kvcache",
     "api.attention",
     "api.kvcache",
+    "api.merge",
     "api.pack",
+    "api.plan_kvcache",
     "api.tune",
     "api.varlen",
     "cache.packed",
     "cache.paged",
     "errors",
+    "masks.block_mask",
     "quant.quantize",
     "quant.scaling",
     "stats",
@@ -72,12 +81,15 @@ if TYPE_CHECKING or not _is_command():
     from .api.ask_kvcache import explain_kvcache, supports_kvcache
     from .api.attention import attention
     from .api.kvcache import attention_with_kvcache
+    from .api.merge import merge_attention
     from .api.pack import pack_kv
+    from .api.plan_kvcache import plan_attention
     from .api.tune import tune
     from .api.varlen import attention_varlen
     from .cache.packed import PackedKV
     from .cache.paged import PagedKVCache
     from .errors import UnsupportedError
+    from .masks.block_mask import BlockMask
     from .quant.quantize import quantize
     from .quant.scaling import DelayedScale, StaticScale
     from .stats import served

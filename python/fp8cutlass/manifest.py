@@ -23,6 +23,8 @@ from .errors import UnsupportedError
 
 FORMAT = 1
 KEY_BLOCK = 128  # keys that share a `block` descale in public tensors; packed V is padded to a multiple of it
+INTEGER = {"int8": "s8", "int8_full": "s8u8"}  # what bf16 and fp16 operands become, by precision; others become e4m3
+GROUPS, GROUP_STEP = 4, 8  # `group`: of each 8 keys of a block two neighbours, as a lane of a kernel has them
 # Of Q and K for kernels with f16 scores: 256 products of two values up to 14 are at most 50,176, which f16 (65,504)
 # holds at every head_dim <= 256. 14 = 448 / 32, so the largest element of a block is as exact as at 448.
 SCORE_AMAX = 14.0
@@ -41,7 +43,7 @@ class Variant:
 
     id: str
     family: str
-    kind: str  # "fwd", "diag", or what has no cell of the table: "window" and "ragged"
+    kind: str  # "fwd", "diag", or what has no cell of the table: "window", "ragged" and "capped", of any mask and walk
     head_dim: int
     tile_m: int
     tile_n: int
@@ -97,6 +99,21 @@ class Decode:
 
 
 @dataclass(frozen=True)
+class Resident:
+    """A kernel that keeps a head's K and V in shared memory, for at most ``keys`` keys. Its position in
+    ``Manifest.residents`` is its number in an extension built from it."""
+
+    id: str
+    head_dim: int
+    keys: int
+    source: str  # of Q, K, V and O: "bf16" or "fp16"
+    threads: int
+    ctas_per_sm: int
+    smem_bytes: int
+    profile: str  # the smallest that has it
+
+
+@dataclass(frozen=True)
 class Manifest:
     """``manifest.json``; the position of a variant in ``variants`` is its number in an extension built from it."""
 
@@ -106,9 +123,11 @@ class Manifest:
     capability: dict[str, tuple[int, int]]  # of the devices that run each architecture's code
     key_block: int
     scaling: dict[str, dict[str, str]]
+    operands: dict[str, dict[str, str]]  # of each dtype of a variant, the numbers of Q and K ("qk"), of P and of V
     head_dims: dict[str, tuple[int, ...]]  # of each architecture, ascending: a caller's is padded up to the next
     variants: tuple[Variant, ...]
     decodes: tuple[Decode, ...]
+    residents: tuple[Resident, ...]
     index: dict[str, int]
 
     def find(self, variant_id: str) -> Variant:
@@ -139,6 +158,10 @@ def _variant(row: dict[str, Any]) -> Variant:
 def _decode(row: dict[str, Any]) -> Decode:
     (arch,) = row["targets"]
     return Decode(arch=arch, **{field.name: row[field.name] for field in fields(Decode) if field.name != "arch"})
+
+
+def _resident(row: dict[str, Any]) -> Resident:
+    return Resident(**{field.name: row[field.name] for field in fields(Resident)})
 
 
 def _frozen(value: Any) -> Any:
@@ -203,6 +226,7 @@ def load_manifest(directory: Path) -> Manifest:
     try:
         variants = tuple(_variant(row) for row in data["variants"])
         decodes = tuple(_decode(row) for row in data["decodes"])
+        residents = tuple(_resident(row) for row in data["residents"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{directory / 'manifest.json'} lacks {error}: {REMEDY}") from error
     return Manifest(
@@ -212,9 +236,11 @@ def load_manifest(directory: Path) -> Manifest:
         capability={arch: (major, minor) for arch, (major, minor) in data["capability"].items()},
         key_block=data["key_block"],
         scaling=data["scaling"],
+        operands=data["operands"],
         head_dims={arch: tuple(dims) for arch, dims in data["head_dims"].items()},
         variants=variants,
         decodes=decodes,
+        residents=residents,
         index={variant.id: number for number, variant in enumerate(variants)},
     )
 

@@ -20,6 +20,7 @@ import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from . import log
+from ._ops import NAMESPACE
 
 MOST_KEYS = 1000  # more of them are counted as one, OTHER
 OTHER = "other"
@@ -184,11 +185,11 @@ def _add(at: torch.Tensor | None, kind: str, door: str, where: str, what: str, t
 
 _logger = log.requested("fallback") or logging.getLogger("fp8cutlass.fallback")
 
-_library = torch.library.Library("fp8cutlass", "FRAGMENT")
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _library.define("count(Tensor? at, str kind, str door, str where, str what, str text, SymInt work) -> ()")
 _library.impl("count", _add, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8cutlass::count", lambda *args: None, lib=_library)
-_operator = torch.ops.fp8cutlass.count.default
+torch.library.register_fake(f"{NAMESPACE}::count", lambda *args: None, lib=_library)
+_operator = getattr(torch.ops, NAMESPACE).count.default
 _register_effectful_op(_operator, _EffectType.ORDERED)  # else graphs drop it, as nothing reads a result
 
 

@@ -28,11 +28,15 @@ from fp8cutlass.accuracy.reference import attention64
 from fp8cutlass.accuracy.report import CSV_TITLES, line, read_csv, record, write_csv
 from fp8cutlass.accuracy.standard import COLUMNS, HIGH_ERROR, LARGE, MODES, RMSE_LIMIT, SCALINGS, SMALL, STATED, Mode
 from fp8cutlass.accuracy.ztest import FLOOR, LIMITS, ZTest
+from fp8cutlass.dtypes import INTEGER
 from fp8cutlass.emulator.emulate import emulate
+from fp8cutlass.manifest import generated_dir, load_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (1, 2, 96, 64)
 PLAIN = [mode for mode in MODES if not mode.peer and not mode.transforms]
+FP8 = [mode for mode in MODES if not mode.precision]  # and the peer
+FP8_PRECISIONS = tuple(precision for precision in PRECISIONS if precision not in INTEGER)
 GOOD = ZTest(elements=10**6, columns=64, rms=0.9, max=5.0, row_rms=1.3, mean=0.001)
 
 
@@ -53,13 +57,14 @@ def run(*arguments: str) -> Any:
 
 
 def test_the_small_table_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `--quick` measures on the CPU, every figure finite: every mode, those that leave Q and K alone at every
-    precision. The others run the same kernels: rotated ones `fast`, smoothed ones `accurate`, with both `high`."""
-    changed = [mode for mode in MODES if mode.transforms]
-    monkeypatch.setattr(measure, "MODES", [mode for mode in MODES if not mode.transforms])
+    """What `--quick` measures on the CPU, every figure finite: every mode, those that leave Q and K alone and those of
+    integers at every precision. The others run the same kernels: each at one precision, and each precision serves
+    three of them."""
+    changed = [mode for mode in FP8 if mode.transforms]
+    monkeypatch.setattr(measure, "MODES", [mode for mode in MODES if mode not in changed])
     rows = list(table("cpu", PRECISIONS, quick=True))
-    for number, precision in enumerate(PRECISIONS):
-        monkeypatch.setattr(measure, "MODES", changed[number :: len(PRECISIONS)])
+    for number, precision in enumerate(FP8_PRECISIONS):
+        monkeypatch.setattr(measure, "MODES", changed[number :: len(FP8_PRECISIONS)])
         rows += table("cpu", (precision,), quick=True)
     assert [line(row) for row in rows if row.status == "FAIL"] == []
     measured = [row for row in rows if row.status == "pass"]
@@ -70,7 +75,11 @@ def test_the_small_table_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sum(name.endswith("_linear") for name in kernels) == 1  # by blocks; token has exp2 alone
         assert sum(name.endswith("_exp2") for name in kernels) == 2
         assert sum(name.endswith("_exp2x2") for name in kernels) == 2
-    assert len(measured) == len(rows) == 2 * (3 * 3 + 2 + 1 + 3 * 4)  # at 4 scalings, of which token has one less
+        for precision, softmax in (("int8", "codes"), ("int8_full", "bytes")):
+            (kernel,) = {x.kernel for x in measured if (x.inputs, x.precision) == (inputs, precision)}
+            assert kernel.endswith("_" + softmax) and kernel in kernels
+    # At 4 scalings, of which token has one less; the peer, the transforms, the integers.
+    assert len(measured) == len(rows) == 2 * (3 * 3 + 2 + 1 + 3 * 4 + 2)
     for row in measured:
         values = dataclasses.asdict(row.figures)
         z, own_error = values.pop("z"), values.pop("own_error")
@@ -80,13 +89,14 @@ def test_the_small_table_passes(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (own_error <= HIGH_ERROR) == (row.precision == "high")
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", FP8_PRECISIONS)
 @pytest.mark.parametrize("mode", PLAIN, ids=lambda mode: mode.name)
 def test_the_operands_of_the_z_test_are_those_of_the_kernel(mode: Mode, precision: str) -> None:
     """Bit for bit: attention's result is the emulator's on the operands that the z-test dequantises."""
     q, k, v = normal((1, 2, 300, 64))
-    ((_, variant, name),) = kernels_of(mode, [precision], (q, k, v))
-    assert variant is not None and variant.id == name
+    ((_, served, name),) = kernels_of(mode, [precision], (q, k, v))
+    assert served
+    variant = load_manifest(generated_dir()).find(name)
     scaling = mode.arguments["scaling"]
     x = operands_of(variant, q, k, v, scaling)
     want = emulate(*x.fp8, *x.descales, variant=variant, scale=0.125, scaling=scaling).out
@@ -96,7 +106,7 @@ def test_the_operands_of_the_z_test_are_those_of_the_kernel(mode: Mode, precisio
 def test_the_figures_are_documented() -> None:
     """docs/evidence/accuracy.md has the figures of every mode, in their order."""
     text = (ROOT / "docs" / "evidence" / "accuracy.md").read_text()
-    table = text[text.index("## What the user loses") : text.index("## The z-test")]
+    table = text[text.index("## What the user loses") : text.index("### 8-bit integers")]
     rows = [line.strip("|").split("|")[1:] for line in table.splitlines() if "| ." in line]
     assert [tuple(float(cell) for cell in row) for row in rows] == [mode.figures for mode in MODES]
 
@@ -200,7 +210,7 @@ def test_the_command_writes_what_it_prints(tiny: None, tmp_path: Path) -> None:
         stamp, rows = read_csv(file)
     assert stamp["device"] == "the CPU emulator" and stamp["torch"] == torch.__version__
     printed = result.output.splitlines()
-    assert len(rows) == len(printed) - 2 == 2 * len(MODES)  # without titles and summary
+    assert len(rows) == len(printed) - 2 == 2 * len(FP8)  # without titles and summary
     for row, text in zip(rows, printed[1:], strict=False):
         assert row["mode"] in text and row["status"] in text
         assert (row["relative_l2"] != "") == (row["status"] == "pass")
@@ -215,7 +225,7 @@ def test_a_missed_gate_is_the_exit_status(tiny: None, monkeypatch: pytest.Monkey
     assert result.exit_code == 1
     failed = [text for text in result.output.splitlines() if "FAIL" in text]
     assert len([text for text in failed if "z rms" in text]) == 2 * len(PLAIN)
-    assert all("relative L2" in text for text in failed[: len(MODES) - 1])
+    assert all("relative L2" in text for text in failed[: len(FP8) - 1])
 
 
 def test_a_kernel_that_is_not_there_is_skipped_with_the_reason(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +289,7 @@ def test_a_page_is_made_of_files_without_measuring(tiny: None, tmp_path: Path) -
     options = ["--precision", "accurate", "--quick", "--csv", str(csv_file)]
     assert run(*options, "--beside", other, str(pages[0])).exit_code == 0
     result = run("--from", str(csv_file), "--beside", other, str(pages[1]))
-    assert result.exit_code == 0 and result.output == f"{2 * len(MODES)} rows passed, 0 failed, 0 skipped\n"
+    assert result.exit_code == 0 and result.output == f"{2 * len(FP8)} rows passed, 0 failed, 0 skipped\n"
     assert pages[0].read_text() == pages[1].read_text() and "[a.csv](a.csv)" in pages[1].read_text()
     for option in (["--quick"], ["--device", "cpu"], ["--csv", str(csv_file)], ["--precision", "high"]):
         result = run("--from", str(csv_file), *option)
@@ -303,7 +313,7 @@ def test_the_committed_page_is_made_of_the_committed_tables(monkeypatch: pytest.
 def test_the_stated_rmse_is_asked_of_modes_that_rotate_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """At (2, 8, 4096, 128) alone, and beside the gate of (1, 4, 4096, 128)."""
     asked = {mode.name for mode in MODES if mode.rmse_limit(STATED) == RMSE_LIMIT == 9.5e-3}
-    assert asked == {f"{scaling}, {name}" for scaling in SCALINGS for name in ("Hadamard", "both")}
+    assert asked == {*INTEGER, *(f"{scaling}, {name}" for scaling in SCALINGS for name in ("Hadamard", "both"))}
     assert all(m.rmse_limit(LARGE) == math.inf for m in MODES)
     assert all(m.figure("outlier", STATED) == m.figure("outlier", LARGE) for m in MODES)
     figures = Figures(0.04, 9.4e-3, 1e-2, 0.99, None, None)

@@ -84,6 +84,14 @@ def outs(call: dict[str, Any]) -> st.SearchStrategy[Any]:
     return st.one_of(tensors(call), st.sampled_from([*fitting, None]))
 
 
+def masks(call: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Of sizes that fit, unless query and key are none."""
+    sizes = [x.shape for x in (call["query"], call["key"]) if isinstance(x, torch.Tensor) and x.dim() == 4]
+    rows, keys = (shape[-2 if call["layout"] == "bhsd" else -3] for shape in (sizes * 2)[:2]) if sizes else (2, 2)
+    shapes = st.sampled_from(((rows, keys), (1, 1, 1, keys), (1, rows, 1), (keys,), ()))
+    return st.builds(tensor, shapes, st.sampled_from((torch.bool, torch.float32, torch.bfloat16, torch.float64)))
+
+
 def among(*values: Any) -> Any:
     return lambda call: st.one_of(st.sampled_from(values), st.sampled_from(JUNK))
 
@@ -94,7 +102,7 @@ CHANGES: dict[str, Any] = {
     "value": tensors,
     "out": outs,
     **dict.fromkeys((*DESCALES, "out_descale"), descales),
-    "attn_mask": among(None, torch.ones(2, 2)),
+    "attn_mask": lambda call: st.one_of(masks(call), tensors(call)),
     "dropout_p": among(0.0, 0, 0.1),
     "scale": among(0.0, -0.3, 1, 1e39, -math.inf),
     **dict.fromkeys(
@@ -102,7 +110,7 @@ CHANGES: dict[str, Any] = {
     ),
     "layout": among("bhsd", "bshd", "sbhd"),
     "scaling": among("tensor", "token", "row"),
-    "precision": among("fast", "balanced", "accurate", "best"),
+    "precision": among("fast", "balanced", "accurate", "int8", "int8_full", "best"),
     "out_dtype": among(*DTYPES),
     "causal_alignment": among("top_left", "bottom_right"),
     "kernel": among("", "sm89_fwd"),
@@ -183,13 +191,18 @@ def objections(call: dict[str, Any]) -> list[str]:
     if result_shape(call) is None:
         wrong.append("batches or heads")
     for name in FLAGS:
-        wrong += [name] * (not isinstance(get(name, False), bool))
-    wrong += ["precision"] * (not is_one_of(get("precision", "fast"), "fast", "balanced", "accurate"))
+        unsaid = name in ("smooth_k", "hadamard") and get(name) is None  # as the precision has it
+        wrong += [name] * (not unsaid and not isinstance(get(name, False), bool))
+    integers = is_one_of(get("precision", "fast"), "int8", "int8_full")
+    wrong += ["precision"] * (not integers and not is_one_of(get("precision", "fast"), "fast", "balanced", "accurate"))
+    mask = get("attn_mask")
+    biased = isinstance(mask, torch.Tensor) and mask.dtype != torch.bool
+    wrong += ["precision"] * (integers and (q.dtype in FP8 or get("scaling", "block") != "block" or biased))
     wrong += ["causal_alignment"] * (not is_one_of(get("causal_alignment", "top_left"), "top_left", "bottom_right"))
     wrong += ["bottom_right"] * (get("causal_alignment") == "bottom_right" and get("is_causal") is not True)
     scale = get("scale")
     wrong += ["scale"] * (scale is not None and not (is_number(scale) and abs(scale) <= FLT_MAX))
-    wrong += ["attn_mask"] * (get("attn_mask") is not None)
+    wrong += ["attn_mask"] * (not good_mask(call))
     wrong += ["dropout_p"] * (not (is_number(get("dropout_p", 0.0)) and get("dropout_p", 0.0) == 0))
     wrong += ["kernel"] * (get("kernel") is not None)  # of those that are drawn none is a kernel's
     wrong += ["fallback"] * (not is_one_of(get("fallback", "error"), "error"))
@@ -222,6 +235,25 @@ def objections(call: dict[str, Any]) -> list[str]:
         elif out.numel() and out.data_ptr() == call["query"].data_ptr():
             wrong.append("out")
     return wrong
+
+
+def good_mask(call: dict[str, Any]) -> bool:
+    """Whether a mask broadcasts to (..., H, Sq, Sk)."""
+    mask, shape = call.get("attn_mask"), result_shape(call)
+    if mask is None or shape is None:
+        return mask is None
+    if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.bool, torch.float32, *HALF):
+        return False
+    if mask.device.type != "cpu" or mask.requires_grad or (mask.dtype == torch.bool and call.get("is_causal") is True):
+        return False
+    if len(shape) > 2 and call["layout"] == "bshd":
+        shape = (*shape[:-3], shape[-2], shape[-3], shape[-1])
+    key = call["key"]
+    keys = key.shape[-2 if call["layout"] == "bhsd" or key.dim() == 2 else -3]
+    try:
+        return torch.broadcast_shapes(mask.shape, (*shape[:-1], keys)) == (*shape[:-1], keys)
+    except RuntimeError:
+        return False
 
 
 @pytest.mark.edge(25, 26, 55, 56)

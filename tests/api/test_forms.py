@@ -290,8 +290,8 @@ def test_what_torch_refuses_too_is_our_error() -> None:
     q = randn(1, 2, 8, 64, seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(UnsupportedError, match="attn_mask is not supported.*torch's attention does not serve it"):
-            attention(q, q, q, torch.zeros(3, 5, dtype=torch.bool), fallback="sdpa")
+        with pytest.raises(UnsupportedError, match="dropout_p is not supported.*torch's attention does not serve it"):
+            attention(q, q, q, dropout_p=2.0, fallback="sdpa")
 
 
 @pytest.mark.parametrize("name", ["5-D, batches broadcast", "one KV head", "narrow value", "3-D, wide value"])

@@ -169,8 +169,9 @@ DEVICE, GROUPED, MISMATCH = pytest.mark.edge(37), pytest.mark.edge(24), pytest.m
         pytest.param({"query": QUERY[:1]}, ["batch size", "1 and 2"], marks=MISMATCH),
         pytest.param({"query": QUERY[..., :32]}, ["head_dim", "32 and 64"], marks=MISMATCH),
         ({"k_descale": 1.0}, ["k_descale is for FP8 operands"]),
-        pytest.param({"attn_mask": torch.ones(1)}, ["attn_mask"], marks=pytest.mark.edge(56)),
-        ({"attn_mask": torch.ones(1), "fallback": "sdpa"}, ["attn_mask", "fallback='sdpa'", "PackedKV"]),
+        pytest.param({"dropout_p": 0.5}, ["dropout_p"], marks=pytest.mark.edge(56)),
+        ({"dropout_p": 0.5, "fallback": "sdpa"}, ["dropout_p", "fallback='sdpa'", "PackedKV"]),
+        ({"attn_mask": torch.ones(7, 200)}, ["attn_mask", "(7, 200)", "does not broadcast"]),
         ({"kernel": "sm90a_fwd"}, ["sm90a_fwd", "manifest"]),
     ],
 )
@@ -222,7 +223,7 @@ def test_what_it_says_of_itself() -> None:
     for text in ("(2, 2, 200, 64)", "torch.bfloat16", "scaling='head'", "hadamard=True", "amax=14", packed.kernel):
         assert text in repr(packed)
     assert "packed with amax 14 for " + packed.kernel in explain(QUERY, packed, enable_gqa=True)
-    assert all(getattr(DEFAULTS, name) in ("block", "fast", False) for name in HELD)  # what counts as not given
+    assert all(getattr(DEFAULTS, name) in ("block", "fast", None) for name in HELD)  # what counts as not given
     assert supports(QUERY, packed, enable_gqa=True) == supports(
         QUERY, *KEYS, enable_gqa=True, scaling="head", hadamard=True
     )

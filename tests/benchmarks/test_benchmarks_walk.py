@@ -259,3 +259,12 @@ def test_no_batch_is_begun_after_the_budget(commands: None, tmp_path: Path) -> N
 def test_without_a_card_the_command_says_what_it_needs(command: str) -> None:
     found = CliRunner().invoke(cli, [command])
     assert found.exit_code == 2 and "needs a CUDA device" in found.output and "Traceback" not in found.output
+
+
+def test_a_prompt_over_pages_stands_beside_the_fastest_dense_kernel() -> None:
+    """A share of a slower one would flatter it."""
+    mix = Mix("8k", (8192,), 32, 8, 128, True)
+    times = {"fp8cutlass_pages": 103.0, "fp8cutlass_dense": 110.0, "fp8cutlass_dense_1": 100.0}
+    rows = [replace(row_of(mix, name, "fp8", "ok"), median_us=us, tflops=1.0) for name, us in times.items()]
+    text = walk_report.prefill_markdown({}, rows)
+    assert "| 128 | 8k | fp8cutlass_pages | 103.0 | 1 | 100.0 | 1.030 |" in text and "dense_1 |" not in text

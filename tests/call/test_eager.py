@@ -80,7 +80,10 @@ def test_every_argument_is_in_the_signature_or_takes_the_long_way(monkeypatch: p
         if name in ("attn_mask", "out", "out_descale"):
             assert not seen, name
             continue
-        ((_, _, _, descales, options),) = seen
+        ((_, _, _, descales, options, sinks),) = seen
+        assert (sinks is value) == (name == "sinks")
+        if name == "sinks":
+            continue
         if name.endswith("_descale"):
             assert [x is value for x in descales] == [name.startswith(x) for x in "qkv"]
         else:
@@ -199,6 +202,21 @@ def test_packed_keys_by_the_short_way(made: dict[str, Any], head_dim: int, monke
         call = partial(fp8cutlass.attention, **changed)
         got, want = by_the_short_way(monkeypatch, "attend_packed", partial(call, q, packed), partial(call, more, other))
         assert same(got, want)
+
+
+@pytest.mark.parametrize("kind", ["attend", "attend_fp8", "attend_packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_by_the_short_way(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others than those of the first call; the LSE gets them once."""
+    q, k, v = operands("cpu", 40)
+    sinks, options = torch.tensor([0.5, -1.0, 3.0]).to(dtype), {"is_causal": True, "return_lse": True}
+    if kind == "attend_fp8":
+        (q, k, v), descales = fp8("cpu", 40)
+        options |= {**descales, "scaling": "head"}
+    keys = (fp8cutlass.pack_kv(k, v), None) if kind == "attend_packed" else (k, v)
+    call = partial(fp8cutlass.attention, q, *keys, **options)
+    got, want = by_the_short_way(monkeypatch, kind, partial(call, sinks=sinks), partial(call, sinks=sinks + 2))
+    assert same(got, want) and not same(got, outputs(call(sinks=sinks)))
 
 
 def test_packed_keys_are_told_apart_by_a_text_that_a_copy_does_not_keep() -> None:
@@ -383,9 +401,9 @@ class TestOnACard:
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            (lambda c: c[:9], "constants must be 16 numbers"),
-            (lambda c: c.float(), "constants must be 16 numbers"),
-            (lambda c: c.cuda(), "constants must be 16 numbers"),
+            (lambda c: c[:9], "constants must be 19 numbers"),
+            (lambda c: c.float(), "constants must be 19 numbers"),
+            (lambda c: c.cuda(), "constants must be 19 numbers"),
             (lambda c: with_number(c, "variant", 0.5), "variant must be an integer"),
             (lambda c: with_number(c, "variant", -1.0), "variant -1 is not in the registry"),
             (lambda c: with_number(c, "q_granularity", torch.nan), "q_granularity must be an integer"),

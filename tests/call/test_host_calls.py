@@ -61,6 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Callable[[], ob
         made[f"fp8, {scaling}"] = partial(attention, *fp8, scaling=scaling, **descales)
     made["fp8, one for all"] = partial(attention, *fp8, **dict.fromkeys(names, torch.tensor(0.5)))
     made["fp8, numbers"] = partial(attention, *fp8, **dict.fromkeys(names, 0.5))
+    made["bf16, sinks"] = partial(attention, q, k, v, sinks=torch.zeros(4))
     made["packed"] = partial(attention, q, pack_kv(k, v))
     made["packed, smooth_k"] = partial(attention, q, pack_kv(k, v, smooth_k=True))
     memo.forget()
@@ -83,11 +84,12 @@ def test_a_known_call_does_no_operation_of_torch(calls: dict[str, Callable[[], o
 
 def test_fp8_and_packed_calls_enter_the_functions_of_a_bf16_call(calls: dict[str, Callable[[], object]]) -> None:
     bf16 = functions(calls["bf16"])
-    once = ("attention", "signature", "look_up", "run", "_deliver")
+    once = ("attention", "signature", "look_up", "run", "deliver")
     assert bf16 == Counter(once) + Counter({"<lambda>": 3})  # Options, Outputs, and what is kept of a call
     for what, call in calls.items():
         more = functions(call) - bf16
-        assert more == (Counter(["_of_descales"]) if what.startswith("fp8") else Counter()), what
+        besides = ["_of_descales"] if what.startswith("fp8") else ["signature"] if what.endswith("sinks") else []
+        assert more == Counter(besides), what
     memo.forget()
     assert sum(functions(calls["fp8, head"]).values()) > 100  # the long way
 
@@ -105,4 +107,5 @@ def test_the_operator_gets_no_argument_that_it_can_do_without(
         call()
         call()
         long, short = given[-2:]
-        assert short == (4 if what == "bf16" else 6 if what.startswith("packed") else 7) and long >= short
+        least = {"bf16": 4, "bf16, sinks": 8}.get(what, 6 if what.startswith("packed") else 7)
+        assert short == least and long >= short

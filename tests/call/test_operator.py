@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from fp8cutlass.quant.v_layout import unpack_v
 
 E4M3 = torch.float8_e4m3fn
 NAMES = ("query", "key", "value")
+SCORES: dict[str, Any] = {"softcap": 0.5, "sinks": torch.tensor([-1.0, 4.0]), "merge_lse": True}  # of two heads
 
 
 def operands(batch: int = 2, heads: int = 2, seqlen: int = 40, head_dim: int = 64, **_: Any) -> list[torch.Tensor]:
@@ -48,13 +50,15 @@ def test_opcheck(order: str, out: torch.dtype) -> None:
 @pytest.mark.edge(57)
 @pytest.mark.parametrize("order", ["bhsd", "bshd"])
 @pytest.mark.parametrize("head_dim", [64, 40])
-@pytest.mark.parametrize("scaling", ["block", "token"])
-def test_opcheck_of_the_operator_that_quantises(order: str, head_dim: int, scaling: str) -> None:
-    """The same; of a head_dim that is padded, too."""
+@pytest.mark.parametrize(("scaling", "scores"), [("block", {}), ("token", {}), ("block", SCORES)])
+def test_opcheck_of_the_operator_that_quantises(
+    order: str, head_dim: int, scaling: str, scores: dict[str, Any]
+) -> None:
+    """The same; of a head_dim that is padded, and of capped scores and sinks, too."""
     q, k, v = operands(seqlen=133, head_dim=head_dim)
     if order == "bshd":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    arguments = half_arguments(q, k, v, right=3, scaling=scaling, precision="fast")
+    arguments = half_arguments(q, k, v, right=3, scaling=scaling, precision="fast", **scores)
     torch.library.opcheck(attend, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
 
 
@@ -348,7 +352,7 @@ def test_the_text_of_a_call_is_read_back_and_nothing_else_is() -> None:
     """What the operator is told besides tensors: every field, or a refusal."""
     for call in (
         Call("half", torch.bfloat16, 0.1),
-        Call("packed", torch.float16, -0.5, "token", "high", 3, 0, True, True, True, "some_id", True, True, 64, 14.0),
+        Call("packed", torch.float16, -0.5, "token", "high", 3, 0, *[True] * 4, "some_id", *[True] * 4, 64, 14.0, 2.0),
     ):
         assert parse(call.text(), call.numbers()) == call
     for text in ("", "kind=half", Call("half", torch.bfloat16, 0.1).text() + " more=1", "kind=half out_dtype=int8"):
@@ -396,34 +400,53 @@ def test_other_blocks_than_those_of_fp8_operands_are_refused(manifest: Manifest)
 
 @pytest.mark.parametrize("order", ["bhsd", "bshd"])
 @pytest.mark.parametrize(
-    ("head_dim", "scaling", "out_dtype"),
-    [(64, "block", torch.bfloat16), (40, "token", torch.bfloat16), (40, "tensor", E4M3), (64, "head", E4M3)],
+    ("head_dim", "scaling", "out_dtype", "scores"),
+    [
+        (64, "block", torch.bfloat16, {}),
+        (40, "token", torch.bfloat16, {}),
+        (40, "tensor", E4M3, {}),
+        (64, "head", E4M3, {}),
+        (64, "block", torch.bfloat16, SCORES),
+        (40, "token", torch.bfloat16, {"sinks": SCORES["sinks"]}),
+        (40, "tensor", torch.bfloat16, {"softcap": 0.5}),
+        (64, "head", E4M3, {"merge_lse": True}),
+    ],
 )
 def test_what_a_launch_is_given(
-    head_dim: int, scaling: str, out_dtype: torch.dtype, order: str, monkeypatch: pytest.MonkeyPatch, manifest: Manifest
+    head_dim: int,
+    scaling: str,
+    out_dtype: torch.dtype,
+    scores: dict[str, Any],
+    order: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The emulator in the place of the compiled kernel, on what the launch hands over: aligned bytes of the kernel's
-    head_dim, V packed, K's descales of whole tiles; the result is that of the CPU path."""
-    q, k, v = operands(heads=4, seqlen=150, head_dim=head_dim)
+    head_dim, V packed, K's descales of whole tiles, the cap and the sinks; the result is that of the CPU path. The LSE
+    of a kernel lacks the sinks, which the launch adds."""
+    q, k, v = operands(seqlen=150, head_dim=head_dim)
     if order == "bshd":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     out_descale = torch.full((1,), 0.01) if out_dtype == E4M3 else None
     asked = {"scaling": scaling, "out_dtype": out_dtype, "out_descale": out_descale, "scale": -0.2}
+    asked |= scores
     want = attend(*half_arguments(q, k, v, **asked))
     call, tensors = split("half", q=q, k=k, v=v, **asked)
     plan = resolve(call, q, k)
     variant = plan.variant
 
     def forward(given: int, *arguments: Any) -> None:
-        q8, k8, packed, *descales, out_descale, out, lse, amax, scale, offset, window = arguments
+        q8, k8, packed, *descales, out_descale, out, lse, amax, scale, offset, window, merge, cap, sinks = arguments
         assert given == plan.number and window == 0 and out.shape[3] == variant.head_dim
+        assert (merge, cap) == (scores.get("merge_lse", False), scores.get("softcap", 0.0))
+        assert sinks is scores.get("sinks")
         assert all(x.dtype == torch.uint8 and aligned(x) is x for x in (q8, k8, packed))
         assert packed.is_contiguous() and packed.shape[3] == 256
         if scaling == "token":
             assert descales[1].shape[2] == 256 and descales[2].shape[2] == variant.head_dim
             descales[1] = descales[1][:, :, :150]
         v8 = unpack_v(packed.view(E4M3), 150)
-        result = emulate(
+        kernel = partial(
+            emulate,
             q8.view(E4M3),
             k8.view(E4M3),
             v8,
@@ -433,9 +456,12 @@ def test_what_a_launch_is_given(
             scaling=scaling,
             causal_offset=offset,
             out_descale=out_descale,
+            softcap=cap,
+            merge_lse=merge,
         )
+        result = kernel(sinks=sinks)
         out.copy_(as_bytes(result.out))
-        lse.copy_(result.lse)
+        lse.copy_(kernel().lse)
         amax.copy_(result.amax)
 
     monkeypatch.setattr(torch.ops, "fp8cutlass_C", SimpleNamespace(forward=forward), raising=False)

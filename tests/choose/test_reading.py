@@ -87,15 +87,25 @@ def test_the_same_query_gets_the_kernel_that_it_was_packed_for() -> None:
         assert choose(asked, form_of(made_for)) is made_for
 
 
-def test_the_nearest_cell_serves_and_says_so() -> None:
-    """128 keys a block, as few queries have them, for many: a kernel of the same length before one of another."""
+def test_the_second_of_a_cell_serves_and_says_so() -> None:
+    """128 keys a block, as few queries have them, for many: the fastest kernel for many that reads them."""
     few, heavy = problem(batch=1), problem()
-    made_for, own = choose(few), choose(heavy)
+    made_for, (own, _, alone) = choose(few), decide(generated_dir(), heavy, "", None)
     assert made_for.key_block == 128 and own.key_block != 128
     got, _, decision = decide(generated_dir(), heavy, "", form_of(made_for))
-    assert got in [choose(problem(batch=batch)) for batch in BATCHES.values()]
+    assert got.id == alone.runner_up and decision.cost_us == alone.runner_up_cost_us and decision.runner_up is None
+    assert "second in this cell of the table" in decision.criterion
     assert f"{own.id} reads a descale per {own.key_block} keys, packed with one per 128" in decision.criterion
-    assert decision.cost_us is None and decision.runner_up is None
+
+
+def test_the_nearest_cell_serves_and_says_so(manifest: Manifest) -> None:
+    """Where the second does not read the keys: a kernel of the same length before one of another."""
+    own, _, decision = decide(generated_dir(), problem(), "", None)
+    near = [decide(generated_dir(), problem(batch=batch), "", None)[2] for batch in BATCHES.values()]
+    form = form_of(choose(problem(batch=1)))
+    got = readable(replace(decision, runner_up=None), near, (), manifest, form, "block", False)
+    assert got.variant in [x.variant for x in near] and "near this cell of the table: " + own.id in got.criterion
+    assert got.cost_us is None and got.runner_up is None
 
 
 @pytest.mark.parametrize("precision", ["fast", "balanced", "accurate", "high"])
@@ -103,6 +113,7 @@ def test_a_kernel_that_no_cell_chooses_serves_and_says_so(manifest: Manifest, pr
     """As if the table had no other cell: what is left are all kernels of the call's kind, the fastest of them first."""
     asked = problem(head_dim=64, causal=True, precision=precision)
     own, _, decision = decide(generated_dir(), asked, "", None)
+    decision = replace(decision, runner_up=None)
     left = [manifest.find(str(other.variant)) for other in unchosen(manifest, asked, own.id)]
     assert own in left and left[0].cluster == "solo" and left[0].softmax == own.softmax
     assert {(v.head_dim, v.causal, v.out, v.dtype) for v in left} == {(64, True, "bf16", "e4m3")}

@@ -52,6 +52,7 @@ ALONE = replace(BASE, tile=tile(128, 128, 8), stages=4)
 EXP2 = replace(BASE, softmax=Softmax.EXP2)
 HOPPER_EXP2 = replace(HOPPER, softmax=Softmax.EXP2)
 TERMS, HOPPER_TERMS = (replace(v, softmax=Softmax.EXP2X2) for v in (BASE, HOPPER))
+INTEGERS = replace(HOPPER, dtype=Operand.S8, softmax=Softmax.CODES)
 HOPPER_BENT = replace(HOPPER, softmax=Softmax.QUADRATIC)
 BENT_SPILLS = replace(HOPPER_BENT, head_dim=128, tile=tile(128, 192, 8), schedule=Schedule.PINGPONG, out=Out.E4M3)
 BENT_COLUMNS = replace(HOPPER_BENT, head_dim=192, schedule=Schedule.COLUMNS)
@@ -117,6 +118,9 @@ CASES: list[tuple[str, Variant, str]] = [
         replace(TERMS, dtype=Operand.E5M2),
         "two terms of P with e5m2 operands are not offered (e4m3 are)",
     ),
+    ("EXACT-SCORES", replace(BASE, softmax=Softmax.CODES), "codes softmax takes s32 scores, those of e4m3 are f32"),
+    ("EXACT-SCORES", replace(BASE, dtype=Operand.S8), "linear softmax takes f16 scores, those of s8 are s32"),
+    ("NO-INTEGERS", replace(INTEGERS, family="sm89"), "no kernel of this family multiplies s8"),
     ("HEAD-DIM", replace(BASE, head_dim=48), "head_dim 48 is none of 32, 64, 96, 128, 256"),
     (
         "LOAD-ROWS",
@@ -171,6 +175,14 @@ CASES: list[tuple[str, Variant, str]] = [
         replace(HOPPER_TERMS, dtype=Operand.E5M2),
         "two terms of P with e5m2 operands are not offered (e4m3 are)",
     ),
+    ("EXACT-SCORES", replace(HOPPER, softmax=Softmax.CODES), "codes softmax takes s32 scores, those of e4m3 are f32"),
+    (
+        "INTEGER-SCALING",
+        replace(INTEGERS, scaling=Scaling.TOKEN),
+        "token descales of s8 operands are not offered (block are)",
+    ),
+    ("INTEGER-OUT", replace(INTEGERS, out=Out.E4M3), "e4m3 output of s8 operands is not offered (bf16 and fp16 are)"),
+    ("INTEGER-HEAD-DIM", replace(INTEGERS, head_dim=96), "s8 operands are offered for head_dim 64 and 128"),
     ("HEAD-DIM", replace(HOPPER, head_dim=80), "head_dim 80 is none of 64, 96, 128, 192, 256"),
     ("WARPGROUP-ROWS", replace(HOPPER, tile=tile(128, 64, 4)), "128 rows for 4 warps, which own 64"),
     ("KEY-STEPS", replace(HOPPER, tile=tile(128, 96, 8)), "tile_n 96 is no multiple of 64 up to 256"),
@@ -227,6 +239,8 @@ CASES: list[tuple[str, Variant, str]] = [
 # Rules that reject no declared point, with the reason for which they stand there all the same.
 GUARDS = {
     "sm89": {
+        "EXACT-SCORES": "the matrix of integers keeps it; it says why a cell of the table is empty",
+        "NO-INTEGERS": "the matrix of integers keeps it; it says why a cell of the table is empty",
         "HEAD-DIM": "the declared head_dims keep it; it guards one that somebody adds",
         "LOAD-ROWS": "the declared tiles keep it; it guards a tile that somebody adds",
         "WARP-ROWS": "the declared tiles keep it; it guards a tile that somebody adds",
@@ -234,6 +248,10 @@ GUARDS = {
         "LINEAR-RANGE": "head_dim 256 keeps it with 50,176; it guards a larger head_dim or amax",
     },
     "sm90a": {
+        "EXACT-SCORES": "the matrix of integers keeps it; it says why a cell of the table is empty",
+        "INTEGER-SCALING": "the matrix of integers keeps it; it says why a cell of the table is empty",
+        "INTEGER-OUT": "the matrix of integers keeps it; it says why a cell of the table is empty",
+        "INTEGER-HEAD-DIM": "the matrix of integers keeps it; it says why a cell of the table is empty",
         "HEAD-DIM": "the declared head_dims keep it; it guards one that somebody adds",
         "WARPGROUP-ROWS": "the declared tiles keep it; it guards a tile that somebody adds",
         "KEY-STEPS": "the declared tiles keep it; it guards a tile that somebody adds",
@@ -398,12 +416,15 @@ def test_python_and_cpp_agree_on_every_condition(family: str, tmp_path: Path) ->
 
 def test_every_condition_stands_in_every_kernel() -> None:
     env = template_environment()
-    lines = {f: [f'static_assert({cpp}, "{message}");' for cpp, message in kernel_asserts(FAMILIES[f])] for f in RULES}
-    for family, rules in RULES.items():
-        assert len(lines[family]) == sum(rule.condition is not None for rule in rules)
     for v in select().emitted:
+        lines = [f'static_assert({cpp}, "{message}");' for cpp, message in kernel_asserts(v)]
+        assert len(lines) == sum(rule.condition is not None and rule.among(v) for rule in RULES[v.family])
         text = render_kernel(v, env)
-        assert [line for line in lines[v.family] if line not in text] == [], v.id
+        assert [line for line in lines if line not in text] == [], v.id
+        if v.dtype is Operand.E4M3:
+            assert all(rule.among(v) for rule in RULES[v.family]), (
+                "a rule that is not asked of e4m3 is asked of nothing"
+            )
 
 
 def compiled(v: Variant, folder: Path) -> tuple[bool, str]:

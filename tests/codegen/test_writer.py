@@ -20,12 +20,13 @@ from pathlib import Path
 import pytest
 
 from codegen.arch import TARGETS
-from codegen.axes import Cluster, Kind, Scaling, Walk
+from codegen.axes import Cap, Cluster, Kind, Operand, Scaling, Walk
 from codegen.decode import ALL, decodes_of
 from codegen.families import derive
 from codegen.outputs import Request, files, kernel_path
 from codegen.pack import packs_of
 from codegen.profiles import PROFILES, of_profile
+from codegen.resident import ALL as RESIDENTS
 from codegen.scaling import key_block
 from codegen.select import select
 from codegen.writer import DIFF_LINES, compare, is_ours, write
@@ -90,7 +91,9 @@ def test_the_same_bytes_everywhere(generated: tuple[Path, Path]) -> None:
 
 def test_generating_again_touches_nothing(generated: tuple[Path, Path]) -> None:
     root, selection = generated[1], select()
-    request = Request(archs=tuple(TARGETS), profile="release", variants=selection.emitted, decodes=ALL)
+    request = Request(
+        archs=tuple(TARGETS), profile="release", variants=selection.emitted, decodes=ALL, residents=RESIDENTS
+    )
     rendered = files(request, selection)
     assert {name: text.encode() for name, text in rendered.items()} == tree(root)
     age(root)
@@ -109,7 +112,7 @@ def test_the_manifest_lists_the_files(generated: tuple[Path, Path]) -> None:
     manifest = json.loads((root / "manifest.json").read_text())
     variants = manifest["variants"]
     assert [v["id"] for v in variants] == sorted(v["id"] for v in variants) == [v.id for v in select().emitted]
-    kernels = [*variants, *manifest["packs"], *manifest["decodes"], *manifest["plans"]]
+    kernels = [*variants, *manifest["packs"], *manifest["decodes"], *manifest["residents"], *manifest["plans"]]
     assert {k["file"] for k in kernels} == {p.relative_to(root).as_posix() for p in root.rglob("*.cu")}
     digests = {k["file"]: hashlib.sha256((root / k["file"]).read_bytes()).hexdigest() for k in kernels}
     assert {k["file"]: k["sha256"] for k in kernels} == digests
@@ -121,10 +124,11 @@ def test_the_manifest_says_what_a_kernel_reads_and_where_it_runs(generated: tupl
     for entry in manifest["variants"]:
         hopper = entry["family"] == "sm90a"
         assert entry["targets"] == (["sm90a"] if hopper else ["sm89", "sm90a"])
-        coarser = ["tensor", "head"] if entry["scaling"] == "block" else []
+        integer = entry["dtype"] == "s8"
+        coarser = ["tensor", "head"] if entry["scaling"] == "block" and not integer else []
         assert entry["scalings"] == [*coarser, entry["scaling"]]
         assert entry["key_block"] == (128 if 128 % entry["tile_n"] == 0 else entry["tile_n"])
-        assert entry["score"] == "f16" or entry["key_block"] == 128, "FP8 operands have blocks of 128 keys"
+        assert integer or entry["score"] == "f16" or entry["key_block"] == 128, "FP8 operands have blocks of 128 keys"
         assert (entry["schedule"] == "multistage") == (not hopper)
         assert entry["cluster"] == "solo" or hopper
 
@@ -132,20 +136,22 @@ def test_the_manifest_says_what_a_kernel_reads_and_where_it_runs(generated: tupl
 def test_every_variant_has_the_kernels_that_make_its_operands(generated: tuple[Path, Path]) -> None:
     """Of both 16-bit sources in its blocks of keys, and of FP8, on each of its targets, in its profile; no others."""
     manifest = json.loads((generated[0] / "manifest.json").read_text())
-    packs = {(p["head_dim"], p["key_block"], p["source"]): p for p in manifest["packs"]}
+    packs = {(p["head_dim"], p["key_block"], p["source"], p["id"].endswith("_s8")): p for p in manifest["packs"]}
     assert len(packs) == len(manifest["packs"])
     assert list(packs) == sorted(packs)
     users = defaultdict(list)
     for v in manifest["variants"]:
+        integer = v["dtype"] == "s8"
         for source in ("bf16", "fp16"):
-            users[v["head_dim"], v["key_block"], source].append(v)
-        users[v["head_dim"], 128, "fp8"].append(v)
+            users[v["head_dim"], v["key_block"], source, integer].append(v)
+        if not integer:
+            users[v["head_dim"], 128, "fp8", False].append(v)
     assert packs.keys() == users.keys()
     for key, pack in packs.items():
         assert set(pack["targets"]) == {target for v in users[key] for target in v["targets"]}
         assert PROFILES.index(pack["profile"]) == min(PROFILES.index(v["profile"]) for v in users[key])
-        head_dim, key_block, source = key
-        assert pack["id"] == f"pack_d{head_dim}_n{key_block}_{source}"
+        head_dim, key_block, source, integer = key
+        assert pack["id"] == f"pack_d{head_dim}_n{key_block}_{source}" + ("_s8" if integer else "")
 
 
 def table_of(registry: str, name: str) -> tuple[list[str], list[str]]:
@@ -179,10 +185,10 @@ def test_the_registry_has_the_packs_in_the_manifest_s_order(generated: tuple[Pat
     _, rows = table_of(registry, "kPacks")
     for p, row in zip(packs, rows, strict=True):
         assert row.startswith(f'{{"{p["id"]}", {p["head_dim"]}, {p["key_block"]}, SourceType::{p["source"]}, ')
-        copies = p["source"] == "fp8"
-        delivers = p["head_dim"] in (64, 128) and not copies
-        ragged = p["head_dim"] != 32 and not copies  # sm89 alone has heads of 32
-        end = f", {str(ragged).lower()}}},"
+        copies, integer = p["source"] == "fp8", p["id"].endswith("_s8")
+        delivers = p["head_dim"] in (64, 128) and not copies and not integer
+        ragged = p["head_dim"] != 32 and not integer  # sm89 alone has heads of 32
+        end = f", {str(ragged).lower()}, {str(integer).lower()}}},"
         text = (generated[0] / p["file"]).read_text()
         stated = dict(re.findall(r"constexpr int (k\w+) = (\d+);", text))
         stage = re.search(r"static_assert\(Stage::kBytes == (\d+)\)", text)
@@ -195,8 +201,9 @@ def test_the_registry_has_the_packs_in_the_manifest_s_order(generated: tuple[Pat
         else:
             numbers += ["0"] * 3
         assert row.endswith(", ".join(numbers) + end)
-        assert (f"\n    {p['id']}_ragged(const __grid_constant__ PackParams p, " in text) == ragged
         params = "Fp8PackParams" if copies else "PackParams"
+        assert (f"\n    {p['id']}_ragged(const __grid_constant__ {params} p, " in text) == ragged
+        assert (f"\n    {p['id']}_gather(" in text) == (ragged and copies)
         assert text.startswith(f"// {p['id']}\n") and f"\n    {p['id']}(const __grid_constant__ {params} p)" in text
 
 
@@ -205,8 +212,8 @@ def test_the_registry_has_the_manifest_s_order(generated: tuple[Path, Path]) -> 
     is the same number in its row."""
     columns, rows = table_of((generated[0] / "registry.cpp").read_text(), "kVariants")
     for v, row in zip(select().emitted, rows, strict=True):
-        cells = row.removeprefix("{").removesuffix("},").split(", ", len(columns) - 1)  # the last one has commas
-        values = dict(zip(columns, cells, strict=True))
+        cells = row.removeprefix("{").removesuffix("},").split(", ", len(columns) - 2)  # the last but one has commas
+        values = dict(zip(columns, [*cells[:-1], *cells[-1].rsplit(", ", 1)], strict=True))
         d = derive(v)
         assert (
             values
@@ -220,14 +227,15 @@ def test_the_registry_has_the_manifest_s_order(generated: tuple[Path, Path]) -> 
                 "mask": f"Mask::{v.mask}",
                 "out": f"OutType::{v.out}",
                 "q": f"Granularity::{v.scaling.grain.q}",
-                "k": f"Granularity::{v.scaling.grain.k}",
+                "k": "Granularity::group" if v.dtype is Operand.S8 else f"Granularity::{v.scaling.grain.k}",
                 "v": f"Granularity::{v.scaling.grain.v}",
                 "diagnostic": str(v.kind is Kind.DIAG).lower(),
                 "key_block": str(key_block(v)),
-                "coarse": str(v.scaling is Scaling.BLOCK).lower(),
+                "coarse": str(v.scaling is Scaling.BLOCK and v.dtype is not Operand.S8).lower(),
                 "draws": str(v.family == "sm90a" and v.cluster is Cluster.SOLO).lower(),
                 "quantises_q": str(d.quantises_q).lower(),
                 "ragged": str(v.walk is Walk.RAGGED).lower(),
+                "capped": str(v.cap is Cap.TANH).lower(),
                 "unrolled": "{" + ", ".join(f"{{{u.least_keys}, {u.most_keys}}}" for u in d.unrolled) + "}",
             }
             == values
@@ -253,10 +261,11 @@ def test_the_registry_names_its_manifest_and_targets(generated: tuple[Path, Path
 
 def test_the_plan_is_compiled_once_where_there_are_ragged_batches(generated: tuple[Path, Path]) -> None:
     manifest = json.loads((generated[0] / "manifest.json").read_text())
-    plan, cut, append = manifest["plans"]
+    plan, cut, append, route = manifest["plans"]
     assert (plan["id"], plan["file"], plan["targets"]) == ("plan", "plan.cu", ["sm90a"])
     assert (cut["id"], cut["file"], cut["targets"]) == ("cut", "cut.cu", ["sm89", "sm90a"])
     assert (append["id"], append["file"], append["targets"]) == ("append", "append.cu", ["sm89", "sm90a"])
+    assert (route["id"], route["file"], route["targets"]) == ("route", "route.cu", ["sm90a"])
     holds = [p.name for p in generated[0].rglob("*.cu") if "walk/plan.cuh" in p.read_text()]
     assert holds == ["plan.cu"]
 

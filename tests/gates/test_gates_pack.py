@@ -20,6 +20,7 @@ from codegen.cli import main
 from codegen.gates import compile as compiling
 from codegen.gates import packs as packing
 from codegen.gates import report
+from codegen.gates.command import PARTS
 from codegen.gates.compile import measure, measure_all, parse_resources
 from codegen.gates.rules import GATES, check
 from codegen.gates.sass import SassError, parse
@@ -265,7 +266,7 @@ def test_the_packs_alone_replace_their_part_of_a_report(tools: Toolbox, tmp_path
     committed = tmp_path / "sm89.txt"
     attention = _part(tmp_path, 100, "sm89")
     committed.write_text(attention)
-    arguments = ["gates", "--packs", "--arch", "sm89", "--only", variant.id, "--out", str(tmp_path / "out")]
+    arguments = ["gates", "--part", "packs", "--arch", "sm89", "--only", variant.id, "--out", str(tmp_path / "out")]
 
     def gates(*more: str) -> tuple[int, str]:
         result = CliRunner().invoke(main, [*arguments, "--jobs", "1", "--report", str(tmp_path / "{arch}.txt"), *more])
@@ -288,11 +289,31 @@ def test_whole_profiles_hold_their_packs_and_selections_hold_none(monkeypatch: p
     asked: list[tuple[dict[str, Any], dict[str, Any]]] = []
     monkeypatch.setattr("codegen.gates.run.run", lambda chosen, **options: not asked.append((chosen, options["packs"])))
     arguments = ["gates", "--arch", "sm89", "--profile", "dev"]
-    for options in ([], ["--packs"], ["--filter", "head_dim=64"]):
+    for options in ([], ["--part", "packs"], ["--filter", "head_dim=64"]):
         assert CliRunner().invoke(main, [*arguments, *options]).exit_code == 0
     (variants, packs), (none, alone), (some, no_packs) = asked
     assert set(variants) == set(some) == {"sm89"} and packs == {"sm89": packs_of(variants["sm89"])} != {"sm89": ()}
     assert (none, alone, no_packs) == ({}, packs, {})
+
+
+def test_parts_of_whole_profiles_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a run of one part would compile another, and a selection would replace the rows of a whole profile."""
+    asked: list[dict[str, bool]] = []
+
+    def run(chosen: dict[str, Any], **options: Any) -> bool:
+        asked.append({"attention": bool(chosen)} | {part: bool(options[part]) for part in PARTS})
+        return True
+
+    monkeypatch.setattr("codegen.gates.run.run", run)
+    for parts in ([], *([part] for part in PARTS), list(PARTS[1:])):
+        arguments = ["gates", "--profile", "dev", *(word for part in parts for word in ("--part", part))]
+        assert CliRunner().invoke(main, arguments).exit_code == 0
+        assert asked.pop() == {"attention": not parts} | {part: part in parts or not parts for part in PARTS}
+    for part in PARTS[1:]:
+        refused = CliRunner().invoke(main, ["gates", "--part", "packs", "--part", part, "--filter", "head_dim=64"])
+        assert refused.exit_code == 1 and f"--part {part} goes with whole profiles" in refused.output
+    assert CliRunner().invoke(main, ["gates", "--part", "attention"]).exit_code == 2
+    assert asked == []
 
 
 @functools.cache
@@ -313,14 +334,16 @@ def test_the_reports_were_read_from_the_committed_packs(arch: str, profile: str,
     # In the order of the rows, which is that of the ids.
     sources = list(dict.fromkeys(k.source for k in packing.render({arch: packs}, tmp_path)))
     assert f"# sources: {report.sources_digest(sources)}\n" in text, (
-        f"run `python -m codegen gates --packs --arch {arch} --profile {profile}` and commit generated/gates/"
+        f"run `python -m codegen gates --part packs --arch {arch} --profile {profile}` and commit generated/gates/"
     )
 
 
 def test_the_kernel_that_hands_over_is_one_of_sm90a(tmp_path: Path) -> None:
     """Of head_dim 64 and 128, with the shared memory that the source states of it and not that of the other four."""
     narrow = Pack(head_dim=96, key_block=128, source=Source.BF16)
-    assert [f.name for f in packing.forms(dataclasses.replace(PACK, source=Source.FP8), "sm90a")] == ["pack"]
+    copies = dataclasses.replace(PACK, source=Source.FP8)
+    assert [f.name for f in packing.forms(copies, "sm90a")] == ["pack", "pack_ragged", "pack_gather"]
+    assert [f.name for f in packing.forms(copies, "sm89")] == ["pack"]
     kernels = packing.render({"sm89": (PACK,), "sm90a": (PACK, narrow)}, tmp_path)
     (kernel,) = (k for k in kernels if k.id.endswith(".deliver"))
     assert (kernel.id, kernel.target, len(kernels)) == (f"{PACK.id}.deliver", "sm90a", 3 * len(packing.FORMS) + 2 + 1)
@@ -339,6 +362,9 @@ def test_what_is_counted_of_a_pack() -> None:
     """By hand for head_dim 64: 4 lanes a row, 64 rows at a time, 2 chunks a lane."""
     plain, rotated = (next(f for f in packing.FORMS if f.name == name) for name in ("pack", "pack_transform"))
     assert (packing.wide_loads(PACK, plain), packing.wide_loads(PACK, rotated)) == (2 * 2, 2 * 2 + 2)
-    assert (packing.narrow_loads(plain), packing.narrow_loads(rotated)) == (2, 4)
+    assert (packing.narrow_loads(PACK, plain), packing.narrow_loads(PACK, rotated)) == (2, 4)
+    copies = dataclasses.replace(PACK, source=Source.FP8)  # whose chunks are 16 elements, so 32 rows are 2 of 128
+    gather = next(f for f in packing.forms(copies, "sm90a") if f.gathers)
+    assert (packing.wide_loads(copies, gather), packing.narrow_loads(copies, gather)) == (2, 8 + 2 * 2)
     assert (packing.static_smem(PACK, plain), packing.static_smem(PACK, rotated)) == (1024 + 32, 1024 + 32 + 256)
     assert rotated.entry(PACK) == "18pack_d64_n128_bf16ILb1E"

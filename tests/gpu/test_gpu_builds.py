@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from gpu import ROOT, built_decodes, built_variants, card_arch, loop_form
+from gpu import ROOT, built_decodes, card_arch, fp8_variants, loop_form
 from sources import write_source
 
 from codegen.arch import TARGETS
@@ -41,7 +41,7 @@ while True:
 
 def kinds() -> list[str]:
     """One kernel of each schedule, form of the loop and cluster of the card's own family, with and without a mask."""
-    native = [v for v in built_variants("fwd") if v.family == card_arch()]
+    native = [v for v in fp8_variants() if v.family == card_arch()]
     return [v.id for v in {(v.schedule, loop_form(v), v.cluster, v.causal): v for v in reversed(native)}.values()]
 
 

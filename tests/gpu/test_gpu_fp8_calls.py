@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import built_packs, built_variants, call_of, needs, out_descale_for
+from gpu import built_packs, call_of, fp8_variants, needs, out_descale_for
 from reference import operands_of, randn
 
 from fp8cutlass import attention, pack_kv, quantize
@@ -27,7 +27,7 @@ from fp8cutlass.native.fused import Operands, quantise_and_pack
 
 pytestmark = pytest.mark.gpu
 
-VARIANTS = list({(v.family, v.head_dim, v.key_block, v.scaling, v.dtype): v for v in built_variants("fwd")}.values())
+VARIANTS = list({(v.family, v.head_dim, v.key_block, v.scaling, v.dtype): v for v in fp8_variants()}.values())
 SHAPES = (2, 6, 2, 257, 391), (1, 2, 1, 5, 1), (3, 2, 2, 70, 128)  # batch, heads, kv_heads, rows, keys
 
 
@@ -54,7 +54,7 @@ def fp8_call(variant: Variant, shape: tuple[int, ...], width: int, scaling: str,
 
 
 def test_each_head_dim_has_its_kernel() -> None:
-    assert {p["head_dim"] for p in built_packs(fp8=True)} == {v.head_dim for v in built_variants("fwd")}
+    assert {p["head_dim"] for p in built_packs(fp8=True)} == {v.head_dim for v in fp8_variants()}
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.id)
@@ -195,9 +195,9 @@ def test_a_hundred_times_the_same_bits() -> None:
 def test_in_a_graph() -> None:
     """A capture of a known call replays with new operands and new descales.
 
-    Operands are 7.5 at most, so that every score fits f16 (docs/design/numerics.md).
+    Operands are 7.5 at most, so that scores fit f16, which kernels of codes keep them in (docs/design/numerics.md).
     """
-    variant = next(v for v in VARIANTS if v.scaling == "block" and v.dtype == "e4m3" and v.out == "bf16")
+    variant = next(v for v in fp8_variants() if (v.scaling, v.dtype, v.out) == ("block", "e4m3", "bf16"))
     plan, t = fp8_call(variant, SHAPES[0], variant.head_dim - 16, "block", 0.125)
     descales = (t.q_descale, t.k_descale, t.v_descale)
     run = known(replace(plan, call=replace(plan.call, return_lse=False, return_amax=False)), t, descales)

@@ -18,7 +18,7 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from gpu import ROOT, built_manifest, built_variants, is_emulated, needs, out_descale_for, run_kernel
+from gpu import ROOT, built_manifest, fp8_variants, is_emulated, needs, out_descale_for, run_kernel
 from kernel_gates import emulator_limit
 from mapped import at_the_end, mapping
 from reference import Operands, operands_of, randn, relative_l2
@@ -33,7 +33,7 @@ from fp8cutlass.native.fused import Operands as Packed
 
 pytestmark = pytest.mark.gpu
 
-VARIANTS = built_variants("fwd")
+VARIANTS = fp8_variants()
 EACH = list({(v.family, v.head_dim, v.schedule, v.cluster, v.out): v for v in reversed(VARIANTS)}.values())
 SCHEDULES = list({(v.family, v.schedule, v.cluster, v.causal): v for v in reversed(VARIANTS)}.values())
 E4M3 = torch.float8_e4m3fn
@@ -154,9 +154,9 @@ FAILING = """
 import sys
 sys.path[:0] = ["tests", "python"]
 import torch
-from gpu import built_manifest, built_variants, card_arch
+from gpu import built_manifest, fp8_variants, card_arch
 from fp8cutlass.native import extension
-variant = next(v for v in built_variants("fwd") if v.family == "sm90a" and v.scaling == "block" and v.out == "bf16")
+variant = next(v for v in fp8_variants() if v.family == "sm90a" and v.scaling == "block" and v.out == "bf16")
 d, number = variant.head_dim, built_manifest().index[variant.id]
 extension.load()
 k = torch.zeros(1, 1, 128, d, dtype=torch.uint8, device="cuda")

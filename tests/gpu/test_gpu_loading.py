@@ -34,7 +34,7 @@ def call(head_dim):
     if operands == "fp8":
         options |= {f"{name}_descale": torch.full((1,), 0.5, device="cuda") for name in "qkv"}
         made = [(2 * x).to(torch.float8_e4m3fn) for x in made]
-        options["scaling"] = "tensor"
+        options |= {"scaling": "tensor", "precision": "high"}
     return lambda: fp8cutlass.attention(*made, **options)
 
 call(64)()

@@ -186,8 +186,13 @@ class TestWhichWay:
     def test_attention_takes_the_faster_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Above the limits Q is left to the kernel, below it is packed; the result is the same."""
         seen: list[tuple[float, ...]] = []
-        constants = attend._constants
-        monkeypatch.setattr(attend, "_constants", lambda *x: (seen.append(x[-2:]), constants(*x))[1])
+        made = attend.constants
+
+        def constants(fields: tuple[str, ...], **values: float) -> torch.Tensor:
+            seen.append((values["leave_q"], values["hand_over"]))
+            return made(fields, **values)
+
+        monkeypatch.setattr(attend, "constants", constants)
         eager.forget()
         for rows, left, handed in ((1024, True, False), (1000, False, False), (6144, True, True)):
             q = randn(4, 16, rows, 64, seed=0, device="cuda").to(torch.bfloat16)

@@ -19,7 +19,15 @@ from kernel_gates import emulator_limit
 from fp8cutlass import attention_varlen, quantize
 from fp8cutlass.call.call import Call, Tensors
 from fp8cutlass.call.launch import kernel_operands, quantised, score_amax
-from fp8cutlass.call.ragged import RaggedCall, blocks_of, by_torch, emulate_sequence, launch, launch_made
+from fp8cutlass.call.ragged import (
+    RaggedCall,
+    blocks_of,
+    by_torch,
+    emulate_sequence,
+    fp8_by_torch,
+    launch,
+    launch_made,
+)
 from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import Variant
 from fp8cutlass.native import extension
@@ -276,3 +284,26 @@ def test_fp8_operands(shared: str) -> None:
         **dict(zip(names, on_card(tuple(given)), strict=True)),
     )  # fmt: skip
     assert far(there.cpu(), here) <= 0.02  # the CPU's kernel has other tiles
+
+
+@pytest.mark.parametrize("v", built_variants("ragged", softmax="exp2"), ids=lambda v: v.id)
+def test_one_call_on_fp8_operands_is_that_of_torch_to_the_bit(v: Variant) -> None:
+    """V of a sequence in another block, rows of no sequence that keep what was there, a sign, and a narrower head_dim;
+    rows and heads with gaps."""
+    q, k, values, cu_q, cu_k = batch(v)
+    cu_q[0], cu_q[-1] = 3, cu_q[-1] - 2
+    used = torch.tensor([50, 0, 517, 1, 100, 299, 64, 0], dtype=torch.int32)
+    number, dtype = built_manifest().index[v.id], {"bf16": torch.bfloat16, "fp16": torch.float16}[v.out]
+    for scale, head_dim in ((0.125, v.head_dim), (-0.125, v.head_dim), (0.125, v.head_dim - 16)):
+        fp8 = [x.to(torch.float8_e4m3fn).view(torch.uint8).cuda() for x in (q, k, values)]
+        apart = [torch.cat([x, x], 1)[:, x.shape[1] :, :head_dim].view(torch.float8_e4m3fn) for x in fp8]
+        descales = tuple((torch.rand(8, heads) + 0.5).cuda() for heads in (4, 2, 2))
+        call = RaggedCall(
+            *apart, *on_card((cu_q, cu_k, used)), None, 0, 0, descales, scale, *WINDOWS[v.mask][0], True, dtype, "fast",
+            True, "",
+        )  # fmt: skip
+        lse, other = (torch.full((4, len(q)), torch.nan).cuda() for _ in range(2))
+        out = launch(call, v, number, lse)
+        wanted = launch_made(call, fp8_by_torch(call, v), v, number, other)
+        assert torch.equal(out, wanted) and torch.equal(lse, other)
+        assert not out.isnan().any()

@@ -18,7 +18,7 @@ using namespace fp8cutlass;
 struct Call {
   const int* lengths;
   const int* cu_q;
-  int64_t total_q, sequences, most_keys, heads, kv_heads, left, right;
+  int64_t total_q, sequences, most_keys, heads, kv_heads, left, right, each;
   int64_t ctas, overhead, whole;
   const void* q;
   int64_t q_row, q_head, q_bf16;
@@ -32,15 +32,16 @@ struct Call {
   int64_t v_descale_page, v_descale_head;
   const float *k_descale, *v_descale;
   int64_t k_descale_sequence, k_descale_step, v_descale_sequence, v_descale_step;
+  double k_value, v_value;
   const int* page_table;
   int64_t table_row, page_size, pages;
-  const float* sinks;
-  int64_t sink_head, sink_token;
+  const void* sinks;
+  int64_t sink_head, sink_token, sink_type;
   double scale, softcap;
   void* o;
   int64_t o_row, o_head;
   float* lse;
-  int64_t late, seed;
+  int64_t late, seed, routed;
   int* cuts;  // (ctas + 1, 12), written
 };
 
@@ -57,7 +58,9 @@ extern "C" const char* run(const Call* call) {
                             decode::divisor(int(c.heads / c.kv_heads)),
                             decode::divisor(int(c.kv_heads)),
                             int(c.left),
-                            int(c.right)};
+                            int(c.right),
+                            int(c.each),
+                            int(c.routed)};
   std::vector<decode::Cut> cuts(c.ctas + 1);
   std::vector<unsigned> arrived(c.ctas, 77);
   std::vector<float> parts(2 * c.ctas * decode::kPartFloats<kHeadDim, kRows>, NAN);
@@ -75,12 +78,13 @@ extern "C" const char* run(const Call* call) {
   p.k = {c.k, c.k_page, c.k_token, c.k_head}, p.v = {c.v, c.v_page, c.v_token, c.v_head};
   p.k_token = {c.token_descale, c.descale_page, c.descale_token, c.descale_head};
   p.v_token = {c.page_descale, c.v_descale_page, 0, c.v_descale_head};
-  p.k_descale = {c.k_descale, int(c.k_descale_sequence), int(c.k_descale_step)};
-  p.v_descale = {c.v_descale, int(c.v_descale_sequence), int(c.v_descale_step)};
+  p.k_descale = {c.k_descale, int(c.k_descale_sequence), int(c.k_descale_step), float(c.k_value)};
+  p.v_descale = {c.v_descale, int(c.v_descale_sequence), int(c.v_descale_step), float(c.v_value)};
   p.page_table = c.page_table, p.table_row = c.table_row, p.by_page_size = decode::divisor(int(c.page_size)),
   p.pages = int(c.pages);
   p.entries = int(c.most_keys / c.page_size);
-  p.sinks = c.sinks, p.sink_head = c.sink_head, p.sink_token = c.sink_token, p.ctas = int(c.ctas);
+  p.sinks = c.sinks, p.sink_head = c.sink_head, p.sink_token = c.sink_token, p.sink_type = int(c.sink_type);
+  p.ctas = int(c.ctas);
   p.scale = float(c.scale), p.softcap = float(c.softcap);
   p.o = c.o, p.o_row = c.o_row, p.o_head = c.o_head, p.lse = c.lse;
   p.cuts = cuts.data(), p.arrived = arrived.data(), p.parts = parts.data();

@@ -14,6 +14,7 @@
 #include "counters.h"
 #include "kernels.h"
 #include "launch_pack.h"
+#include "launch_resident.h"
 #include "runtime.h"
 
 namespace fp8cutlass {
@@ -275,13 +276,15 @@ const VariantEntry kVariants[] = {
      {}},
 };
 const int kVariantCount = 11;
-const PackEntry kPacks[] = {{"pack", 64, 128, SourceType::bf16, 128, 1, 8000, 256, 50176, 3, true},
-                            {"halved", 256, 256, SourceType::bf16, 128, 2, 33000, 0, 0, 0, true},
-                            {"narrow", 32, 128, SourceType::bf16, 128, 1, 4000, 0, 0, 0, false},
-                            {"copies", 64, 128, SourceType::fp8, 128, 1, 8448, 0, 0, 0, false}};
+const PackEntry kPacks[] = {{"pack", 64, 128, SourceType::bf16, 128, 1, 8000, 256, 50176, 3, true, false},
+                            {"halved", 256, 256, SourceType::bf16, 128, 2, 33000, 0, 0, 0, true, false},
+                            {"narrow", 32, 128, SourceType::bf16, 128, 1, 4000, 0, 0, 0, false, false},
+                            {"copies", 64, 128, SourceType::fp8, 128, 1, 8448, 0, 0, 0, true, false}};
 const int kPackCount = 4;
 const DecodeEntry kDecodes[] = {{"decode_d64", "sm90a", 64, 8, 128, 128, 70000, 2, 528}};
 const int kDecodeCount = 1;
+const ResidentEntry kResidents[] = {{"keeps", SourceType::bf16, 64, 256, 256, 50000, 2}};
+const int kResidentCount = 1;
 // The last three have files that are not what they should be.
 const TargetEntry kTargets[] = {{"sm90a", 9, 0}, {"other", 9, 1}, {"stale", 9, 2}, {"missing", 9, 3}, {"short", 9, 4}};
 const int kTargetCount = 5;
@@ -450,6 +453,30 @@ static void check_windows() {
   report(plan.dependent && last().dependent, "a plan whose lengths are there begins beside the kernel before");
 }
 
+static void check_residents() {
+  ResidentParams r{};
+  r.p = problem();
+  const auto& got = [&](ResidentForm form) -> const ResidentParams& {
+    launch(kResidents[0], form, r, 0, nullptr);
+    return last().params<ResidentParams>();
+  };
+  const ResidentParams few = got(kResidentFull);  // 4 heads of K and V, 4 row tiles of 2 query heads each
+  report(few.row_tiles == 2 && few.item_tiles == 2 && few.head_items == 2 && few.items == 8 && last().ctas == 8 &&
+             last().threads == 256 && last().smem_bytes == 50000 && !last().dependent,
+         "few heads: cut into as many items as warpgroups can share");
+  report(last().kernel->library == "keeps" && last().kernel->name == "_ZN10fp8cutlass10keeps_fullENS_14ResidentParamsE",
+         "the kernel of a mask in its source's cubin");
+  r.p.batch = 200;
+  const ResidentParams many = got(kResidentCausal);
+  report(many.item_tiles == 4 && many.head_items == 1 && many.items == 400 && last().ctas == 264 &&
+             last().kernel->name == "_ZN10fp8cutlass12keeps_causalENS_14ResidentParamsE",
+         "many heads: an item is all that share one of K and V, and CTAs take several");
+  r.p.batch = 2, r.p.seqlen_q = 64 * 1000;
+  const ResidentParams longer = got(kResidentFull);  // 2000 row tiles of a head, 264 CTAs for 4 heads
+  report(longer.item_tiles == 32 && longer.head_items == 63 && longer.items == 252 && last().ctas == 252,
+         "long queries on few heads: no more items than CTAs");
+}
+
 static void check_shapes() {
   const ForwardParams base = problem();  // 16 items
   run(base);
@@ -513,6 +540,7 @@ static void check_shapes() {
   ragged.ragged.most = 100;
   run(ragged, "walks");
   report(last().ctas == 132 && counted == counted_before + 1, "where more items than CTAs are left, they are drawn");
+  check_residents();
   check_windows();
 
   const int opted_before = runtime::opted_in;
@@ -627,7 +655,7 @@ static void check_loading() {
   report(runtime::found == found + 5, "threads that come at a time load each form once");
   const int before = runtime::found;
   for (const PackEntry& pack : kPacks) load_kernels(pack, 2);
-  report(runtime::found == before + 6 + 5 + 4 + 1, "all forms of a pack, and none that it does not have");
+  report(runtime::found == before + 6 + 5 + 4 + 3, "all forms of a pack, and none that it does not have");
 }
 
 // FP8 operands: V and K take CTAs, Q is read as it lies; descales of one operand are spread.
@@ -657,6 +685,18 @@ static void check_copies() {
   p.descale[kPackQ].count = 0;
   launch_fp8(kPacks[3], p, 0, nullptr);
   report(runtime::launches.size() == before + 2, "nothing to copy takes no launch");
+
+  Fp8PackParams packed{};
+  packed.batch = 1, packed.head_dim = 64, packed.key_block = 192;
+  Fp8Operand& v = packed.operand[kPackV];
+  v.x = reinterpret_cast<const uint8_t*>(0x500000), v.heads = 3, v.tokens = 1000, v.rows = 8 * 192;
+  RaggedPack batch{};
+  batch.tokens = 700, batch.heads = 4;
+  launch_fp8_ragged(kPacks[3], packed, batch, 0, nullptr);
+  report(last().params<Fp8PackParams>().operand[kPackV].blocks == 16 && last().ctas == 48 + 3 &&
+             last().ragged.first_cta == 48 && last().ragged.tokens == 700 && last().smem_bytes == 8448 &&
+             last().kernel->name == "_ZN10fp8cutlass13copies_raggedENS_13Fp8PackParamsENS_10RaggedPackE",
+         "a ragged batch in FP8: no CTA has keys of two blocks, and CTAs behind look for rows of no sequence");
 }
 
 static void check_refusals() {

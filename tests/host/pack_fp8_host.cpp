@@ -23,9 +23,47 @@ alignas(16) uint8_t stage[64 * 1024];
 
 using namespace fp8cutlass;
 
-extern "C" int params_bytes() { return int(sizeof(Fp8PackParams)); }
+#define JOINED(a, b) a##b
+#define RAGGED_OF(kernel) JOINED(kernel, _ragged)
 
-// Runs `descale_ctas` CTAs behind those of the operands, all in a random order; what went wrong, or null.
+extern "C" int params_bytes() { return int(sizeof(Fp8PackParams)); }
+extern "C" int ragged_bytes() { return int(sizeof(RaggedPack)); }
+
+// Runs all CTAs in a random order; what went wrong, or null.
+template <class Program>
+static const char* run_grid(int seed, const Program& program) {
+  device::Cta cta;
+  cta.random.seed(unsigned(seed));
+  std::vector<unsigned> order(grid);
+  for (unsigned i = 0; i < grid; ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), cta.random);
+  for (const unsigned block : order) {
+    cta.block = block;
+    std::memset(stage, 0xff, sizeof(stage));
+    if (device::run(cta, kThreads, program) != nullptr) return cta.failure;
+  }
+  return nullptr;
+}
+
+#ifdef RAGGED
+// The form for a ragged batch, `blocks` CTAs a head of V; what went wrong, or null.
+extern "C" const char* run_ragged(const Fp8PackParams* given, const RaggedPack* batch, int seed) {
+  Fp8PackParams p = *given;
+  RaggedPack ragged = *batch;
+  int ctas = 0;
+  for (Fp8Operand& o : p.operand) {
+    if (o.x == nullptr) continue;
+    const int whole = &o == &p.operand[kPackV] ? p.key_block : o.rows;
+    o.blocks = o.rows / whole * ((whole + kRows - 1) / kRows), o.ctas = o.heads * o.blocks;
+    ctas += o.ctas;
+  }
+  ragged.first_cta = ctas;
+  grid = unsigned(ctas + ragged.tokens / kThreads + 1);
+  return run_grid(seed, [&] { RAGGED_OF(KERNEL)(p, ragged); });
+}
+#endif
+
+// Runs `descale_ctas` CTAs behind those of the operands; what went wrong, or null.
 extern "C" const char* run(const Fp8PackParams* given, int descale_ctas, int seed) {
   Fp8PackParams p = *given;
   int ctas = 0;
@@ -36,15 +74,5 @@ extern "C" const char* run(const Fp8PackParams* given, int descale_ctas, int see
   }
   p.first_cta = ctas;
   grid = unsigned(ctas + descale_ctas);
-  device::Cta cta;
-  cta.random.seed(unsigned(seed));
-  std::vector<unsigned> order(grid);
-  for (unsigned i = 0; i < grid; ++i) order[i] = i;
-  std::shuffle(order.begin(), order.end(), cta.random);
-  for (const unsigned block : order) {
-    cta.block = block;
-    std::memset(stage, 0xff, sizeof(stage));
-    if (device::run(cta, kThreads, [&] { KERNEL(p); }) != nullptr) return cta.failure;
-  }
-  return nullptr;
+  return run_grid(seed, [&] { KERNEL(p); });
 }

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "fp8cutlass/resident_params.h"
 #include "fp8cutlass/sm90/kernel_params.h"
 #include "fp8cutlass/walk/plan_params.h"
 
@@ -74,11 +75,15 @@ inline CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t r
 // Bytes of a kernel's first argument, whose type its name ends with.
 inline size_t argument_bytes(const std::string& name) {
   using namespace fp8cutlass;
-  const std::pair<const char*, size_t> sizes[] = {
-      {"12KernelParamsE", sizeof(sm90::KernelParams)},       {"13DeliverParamsE", sizeof(sm90::DeliverParams)},
-      {"13Fp8PackParamsE", sizeof(Fp8PackParams)},           {"10PackParamsE", sizeof(PackParams)},
-      {"10PackParamsENS_10RaggedPackE", sizeof(PackParams)}, {"10PlanParamsE", sizeof(planning::PlanParams)},
-      {"13ForwardParamsEi", sizeof(ForwardParams)}};
+  const std::pair<const char*, size_t> sizes[] = {{"12KernelParamsE", sizeof(sm90::KernelParams)},
+                                                  {"13DeliverParamsE", sizeof(sm90::DeliverParams)},
+                                                  {"13Fp8PackParamsE", sizeof(Fp8PackParams)},
+                                                  {"10PackParamsE", sizeof(PackParams)},
+                                                  {"13Fp8PackParamsENS_10RaggedPackE", sizeof(Fp8PackParams)},
+                                                  {"10PackParamsENS_10RaggedPackE", sizeof(PackParams)},
+                                                  {"10PlanParamsE", sizeof(planning::PlanParams)},
+                                                  {"14ResidentParamsE", sizeof(ResidentParams)},
+                                                  {"13ForwardParamsEi", sizeof(ForwardParams)}};
   for (const auto& [type, bytes] : sizes) {
     if (name.size() > std::strlen(type) && name.compare(name.size() - std::strlen(type), name.npos, type) == 0)
       return bytes;

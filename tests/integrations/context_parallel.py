@@ -1,9 +1,11 @@
-"""One of two processes over which diffusers spreads a sequence; test_diffusers.py starts them."""
+"""One of several processes over which diffusers spreads a sequence; test_diffusers.py starts them."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import tiny_diffusers as tiny
 import torch
 from diffusers.models import attention_dispatch as dispatch
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
@@ -13,6 +15,11 @@ from fp8cutlass import UnsupportedError, stats
 from fp8cutlass.integrations import diffusers as fp8
 
 WORLD = 2
+MODELS = {"wan": tiny.wan, "flux": tiny.flux}
+DEGREES: dict[int, dict[str, dict[str, int]]] = {
+    2: {"ring": {"ring_degree": 2}, "ulysses": {"ulysses_degree": 2}},
+    4: {"ring": {"ring_degree": 4}, "both": {"ring_degree": 2, "ulysses_degree": 2}},
+}
 WAYS = {"ring": {"ring_degree": WORLD}, "ulysses": {"ulysses_degree": WORLD}}
 
 
@@ -50,5 +57,24 @@ def worker(rank: int, folder: str) -> None:
             unknown = str(error)
         reasons = sorted({key.what for key in seen.result().counts})
         found[way] = {"out": out, "served": served, "wide": wide, "reasons": reasons, "unknown": unknown}
+    torch.save(found, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def models(rank: int, ranks: int, folder: str) -> None:
+    """Writes to ``folder`` what small models give over so many processes, and the calls that were counted."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    torch.accelerator.device_count = lambda: 1  # it names a device by it, also on the CPU
+    logging.Logger.warning_once = logging.Logger.warning  # diffusers 0.42 calls it of a logger that has none
+    found: dict[str, Any] = {}
+    for name, make in MODELS.items():
+        for way, degrees in DEGREES[ranks].items():
+            model, given = tiny.built(make)
+            fp8.enable(model)
+            model.enable_parallelism(config=ContextParallelConfig(**degrees))
+            with stats.collect() as seen:
+                out = tiny.run(model, given).clone()  # waits for the last exchange
+            counted = seen.result()
+            found[f"{name} {way}"] = out, counted.served.calls, counted.fallback.calls
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()

@@ -138,17 +138,20 @@ BANDS = [
 
 
 @pytest.mark.parametrize(("band", "rows", "keys"), [case[1:] for case in BANDS], ids=[case[0] for case in BANDS])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (None, True), (0.5, True)])
 @pytest.mark.parametrize("width", [32, 24])
-def test_serve(band: Band, rows: int, keys: int, sinks: bool, width: int) -> None:
+def test_serve(band: Band, rows: int, keys: int, softcap: float | None, sinks: bool, width: int) -> None:
     """Against torch's attention with the dense mask; a sink is one more key, whose value is 0."""
     q, k, v = operands(rows, keys, width)
     mask = band.dense(3, rows, keys, DEVICE)
     score = torch.tensor([-1.0, 0.0, 1.0, 2.0]) if sinks else None
-    got = serve(q, k, v, band, 0.2, score)
+    got = serve(q, k, v, band, 0.2, softcap, score)
     assert isinstance(got, torch.Tensor) and got.shape == (3, rows, 4, width) and got.is_contiguous()
     k, v = (x.float().repeat_interleave(2, 1) for x in (k, v))
-    scores = (q.float() @ k.transpose(2, 3) * 0.2).masked_fill(~mask, -torch.inf)
+    scores = q.float() @ k.transpose(2, 3) * 0.2
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
     if score is not None:
         scores = torch.cat((scores, score[None, :, None, None].expand(3, -1, rows, 1)), 3)
     want = (scores.softmax(3).nan_to_num()[..., :keys] @ v).transpose(1, 2)
@@ -161,10 +164,10 @@ def test_packed_keys_are_read_where_nothing_of_them_changed() -> None:
     q, k, v = operands(3, 9)
     note_packed(k, v, pack_kv(k, v * 2))  # of other values, to see which are read
     plain = scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
-    got = serve(q, k, v, Band(), None, None)
+    got = serve(q, k, v, Band(), None, None, None)
     assert isinstance(got, torch.Tensor) and tiny.relative(got, 2 * plain) < 0.08
     v.add_(0)
-    got = serve(q, k, v, Band(), None, None)
+    got = serve(q, k, v, Band(), None, None, None)
     assert isinstance(got, torch.Tensor) and tiny.relative(got, plain) < 0.08
 
 
@@ -180,7 +183,7 @@ def test_refusals() -> None:
     assert reason() is reason(sinks=score) is reason(rest={"use_cache": True, "output_attentions": False}) is None
     assert reason(rest={"a_new_one": None}) is None
     assert reason(rest={"a_new_one": 0}) is reason(rest={"output_attentions": True}) is Reason.KEYWORD
-    assert reason(softcap=50.0) is Reason.SOFTCAP and reason(position_bias=score) is Reason.BIAS
+    assert reason(softcap=50.0) is None and reason(position_bias=score) is Reason.BIAS
     assert reason(dropout=0.1) is Reason.DROPOUT and reason(paged=True) is Reason.PAGED
     assert reason(q=q.float()) is Reason.DTYPE and reason(v=v.half()) is Reason.DTYPE
     assert reason(q=q.requires_grad_()) is Reason.GRAD
@@ -207,14 +210,14 @@ def test_minimum_length() -> None:
     assert integrations.minimum_length(192, True, on_card=True) == 2048
     try:
         integrations.set_minimum_length(10)
-        found = serve(q, k, v, Band(), None, None)
+        found = serve(q, k, v, Band(), None, None, None)
         assert isinstance(found, Refusal) and found.reason is Reason.SHORT
         padded = bands.padded(Band(right=0), VALID, 9, 9)
-        assert padded is not None and isinstance(serve(q, k, v, padded, None, None), Refusal)
+        assert padded is not None and isinstance(serve(q, k, v, padded, None, None, None), Refusal)
         note_packed(k, v, pack_kv(k, v))
-        assert isinstance(serve(q, k, v, Band(), None, None), torch.Tensor)
+        assert isinstance(serve(q, k, v, Band(), None, None, None), torch.Tensor)
         integrations.set_minimum_length(9)
-        assert isinstance(serve(*operands(9, 9), Band(), None, None), torch.Tensor)
+        assert isinstance(serve(*operands(9, 9), Band(), None, None, None), torch.Tensor)
     finally:
         integrations.set_minimum_length(None)
     for wrong in (-1, 1.5, True, "9"):

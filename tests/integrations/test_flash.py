@@ -108,7 +108,6 @@ def test_ragged_batches(arguments: dict[str, Any]) -> None:
     ("name", "value"),
     [
         ("dropout_p", 0.1),
-        ("softcap", 30.0),
         ("alibi_slopes", torch.zeros(4)),
         ("qv", torch.zeros(1)),
         ("attention_chunk", 128),
@@ -134,8 +133,8 @@ def test_pages_are_refused_by_name() -> None:
 def test_the_fourth_argument_means_dropout_or_the_scale_and_goes_by_name() -> None:
     with pytest.raises(TypeError):
         flash_attn_func(*operands(), 0.5)  # type: ignore[misc]
-    with pytest.raises(TypeError, match="learnable_sink"):
-        flash_attn_func(*operands(), learnable_sink=None)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="sinks"):
+        flash_attn_func(*operands(), sinks=None)  # type: ignore[call-arg]
 
 
 def caches(tokens: int = 64) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:

@@ -94,11 +94,10 @@ def made(case: str, build: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize(("model", "way", "name"), causal_cases())
 def test_decoders(model: str, way: str, name: str) -> None:
-    """All layers of all forward passes are served, whatever the mask; softcap is not."""
+    """All layers of all forward passes are served, whatever the mask, with softcap and with sinks."""
     calls = 4 if way.startswith(("chunked", "static", "decode")) else 2
     reference = "eager" if model in tiny.BY_EAGER else "sdpa"
-    why = {"softcap"} if model == "gemma2" else set()
-    compare(made(model, tiny.CAUSAL[model]), name, tiny.WAYS[way], reference, calls, why, f"{model} {way}")
+    compare(made(model, tiny.CAUSAL[model]), name, tiny.WAYS[way], reference, calls, set(), f"{model} {way}")
 
 
 CALLS = {"bert_decoder": 4, "whisper": 6, "t5": 6, "modernbert": 3, "modernbert_padded": 3}

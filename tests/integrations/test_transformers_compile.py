@@ -90,3 +90,25 @@ def test_a_missing_kernel_is_found_while_tracing(monkeypatch: pytest.MonkeyPatch
     with torch.no_grad(), stats.collect() as seen:
         assert torch.equal(compiled(tiny.tokens()), want)
     assert {key.what for key in seen.result().counts} == {"window"} and seen.result().fallback.calls == 2
+
+
+@pytest.mark.parametrize("name", ["sdpa", FULL])
+def test_a_compiled_step_on_a_static_cache(name: str) -> None:
+    """How far the cache is filled, only its numbers tell: the step falls back, and is that of sdpa."""
+    made = tiny.make(tiny.CAUSAL["llama"])
+    made.set_attn_implementation("sdpa")
+    ids = tiny.tokens()
+    with torch.no_grad():
+        want = made(ids).logits[:, -1]
+        cache = tiny.static(made)
+        made(ids[:, :-1], **tiny.cached(made, cache))
+        made.set_attn_implementation(name)
+        step = torch.compile(
+            lambda last: made(last, **tiny.cached(made, cache)).logits, backend="aot_eager", fullgraph=True
+        )
+        with stats.collect() as seen:
+            got = step(ids[:, -1:])[:, -1]
+    assert tiny.relative(got, want) < 0.02
+    assert {key.what: count.calls for key, count in seen.result().counts.items()} == (
+        {} if name == "sdpa" else {"mask": 2}
+    )

@@ -315,6 +315,14 @@ def test_values_narrower_than_keys(scale: str) -> None:
     assert tiny.relative(torch.cat(found, 1), want.transpose(1, 2)) < 0.04
 
 
+def test_float32_runs_on_what_the_pages_hold() -> None:
+    """Append takes it; attention has no kernel for such queries, and says so."""
+    model = tiny.make(tiny.CAUSAL["llama"], torch.float32)
+    want, _ = run(model, "sdpa", in_parts(39, 40), tiny.dynamic)
+    got, served = run(model, FULL, in_parts(39, 40), pages)
+    assert {key.what for key in served.counts} == {"dtype"} and 0 < tiny.relative(got, want) < BOUND
+
+
 def test_autocast_is_seen() -> None:
     model = tiny.make(tiny.CAUSAL["llama"], torch.float32)
     found = []
@@ -352,7 +360,7 @@ def test_what_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="negative"):
         pages(model).crop(3)
     with pytest.raises(UnsupportedError, match="append quantises"):
-        model.float()
+        model.double()
         call(ids, pages(model))
     with pytest.raises(UnsupportedError, match="encoder-decoder"):
         ft.PagedCache(transformers.WhisperConfig())

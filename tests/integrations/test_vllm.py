@@ -15,6 +15,7 @@ from engine_steps import Requests, Sequence, Shape
 
 from fp8cutlass import stats
 from fp8cutlass.errors import UnsupportedError
+from fp8cutlass.integrations import pages
 from fp8cutlass.integrations.vllm import plugin, register
 
 OURS = "fp8cutlass.integrations.vllm."
@@ -72,7 +73,7 @@ class Engine:
             ends, ends, seq_lens, len(seq_lens), tokens, max(rows), max(lengths) + 5, table, slots, causal
         )
         q = self.requests.random(tokens, shape.heads, shape.head_dim)
-        metadata = self.builder.build(0, common)
+        self.metadata = metadata = self.builder.build(0, common)
         self.impl.do_kv_cache_update(self.layer, k, v, self.cache, slots)
         output = torch.full((tokens, shape.heads * shape.head_dim), torch.nan, dtype=q.dtype)
         found = self.impl.forward(self.layer, q, k, v, self.cache, metadata, output)
@@ -248,3 +249,22 @@ for do in (ours.register, lambda: __import__("fp8cutlass.integrations.{engine}.b
 """
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env={"PYTHONPATH": "python"})
     assert done.returncode == 0, done.stderr
+
+
+def test_the_work_of_a_step_is_cut_once_for_its_layers(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once more for a layer with a window."""
+    made: list[Any] = []
+    make = pages.plan_attention
+    monkeypatch.setattr(pages, "plan_attention", lambda *args, **rest: made.append(rest) or make(*args, **rest))
+    engine, one = Engine(Shape()), Sequence()
+    engine.step([(one, 20)])
+    assert len(made) == 1
+    metadata, shape = engine.metadata, engine.shape
+    q, output = torch.randn(20, shape.heads, shape.head_dim).bfloat16(), torch.empty(20, 256).bfloat16()
+    for left in (-1, 4, 4, -1):
+        engine.impl.left = left
+        engine.impl.forward(engine.layer, q, None, None, engine.cache, metadata, output)
+    assert [x["window_size"] for x in made] == [(-1, 0), (4, 0)]
+    engine.impl.left = -1
+    engine.step([(one, 1)])
+    assert len(made) == 3

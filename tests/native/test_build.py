@@ -22,68 +22,17 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from operators import SCHEMAS, schema
 
 from codegen.cli import main as codegen_main
 from codegen.gates import machine
+from fp8cutlass._ops import LIBRARY
 from scripts import build_extension, cubins, kernel_file, toolchain
 from scripts.progress import forecast
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.xdist_group("library")  # one process makes what all of these read
 PLACES = (ROOT / "build" / "test" / "fp8cutlass", ROOT / "python" / "fp8cutlass")
-
-COMMON = (
-    "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
-    "Tensor? out_descale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? amax, float scale, int causal_offset"
-)
-PACK = (
-    "int key_block, Tensor? q, Tensor? k, Tensor? v, int q_granularity, int k_granularity, int v_granularity, "
-    "float score_amax, float v_amax, bool negate_q, Tensor(a!)? q8, Tensor(b!)? k8, Tensor(c!)? v8, "
-    "Tensor(d!)? q_descale, Tensor(e!)? k_descale, Tensor(f!)? v_descale, Tensor(g!)? amax, bool hadamard, "
-    "Tensor(h!)? k_mean"
-)
-ATTEND = (
-    "Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? out_descale=None, Tensor(a!)? lse=None, "
-    "Tensor(b!)? amax=None, Tensor(c!)? k_mean=None"
-)
-ATTEND_FP8 = (
-    "Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
-    "Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None"
-)
-ATTEND_PACKED = (
-    "Tensor constants, Tensor q, Tensor k, Tensor v, Tensor k_descale, Tensor v_descale, Tensor? out_descale=None, "
-    "Tensor(a!)? lse=None, Tensor(b!)? amax=None"
-)
-DIAGNOSTIC = "Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o"
-
-ATTEND_RAGGED = (
-    "int variant, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, "
-    "Tensor? seqused_k, Tensor(a!)? lse, float score_amax, float v_amax, float scale, int window_left, "
-    "int window_right, bool bottom_right, bool leave_q, Tensor(b!)? workspace=None"
-)
-RAGGED = (
-    "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor(a!) plan, "
-    "Tensor(b!) out, Tensor(c!)? lse, float scale, int window_left, int window_right, bool bottom_right, "
-    "bool keys_in_blocks"
-)
-
-CUT = (
-    "int decode, Tensor lengths, Tensor cu_seqlens_q, int total_q, int most_keys, int heads, int kv_heads, int left, "
-    "int right, int overhead, bool share, Tensor(a!) cuts, Tensor(b!) arrived"
-)
-APPEND = (
-    "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_token_descale, "
-    "Tensor(d!)? v_page_descale, Tensor? k_descale, Tensor? v_descale, Tensor? slots, Tensor? positions, "
-    "Tensor? cu_seqlens, Tensor? lengths, Tensor? page_table, Tensor(e!)? used, Tensor? rotary_cos, "
-    "Tensor? rotary_sin, bool interleaved, Tensor? k_mean, bool hadamard"
-)
-DECODE = (
-    "int decode, Tensor q, Tensor k, Tensor v, Tensor? k_token_descale, Tensor? v_page_descale, Tensor k_descale, "
-    "Tensor v_descale, Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, Tensor? sinks, Tensor(a!) out, "
-    "Tensor(b!)? lse, Tensor cuts, Tensor(c!) arrived, Tensor(d!) parts, float scale, float softcap, int left, "
-    "int right"
-)
 
 # Run in its own process: the operators can be registered once, and the package may have loaded another copy.
 INSPECT = """
@@ -94,10 +43,10 @@ ops = torch.ops.fp8cutlass_C
 c = ctypes.CDLL(path)
 c.fp8cutlass_variant_id.restype = ctypes.c_char_p
 c.fp8cutlass_kernel_name.restype = ctypes.c_char_p
-c.fp8cutlass_manifest.restype = ctypes.c_char_p
+c.fp8cutlass_manifest.restype = c.fp8cutlass_library.restype = ctypes.c_char_p
 count = c.fp8cutlass_variant_count()
 def names(source):
-    found = [c.fp8cutlass_kernel_name(source, form) for form in range(-1, 7)]
+    found = [c.fp8cutlass_kernel_name(source, form) for form in range(-1, 8)]
     return [name.decode() for name in found if name is not None]
 
 x = torch.zeros(1, 1, 128, 32, dtype=torch.uint8)
@@ -108,17 +57,12 @@ try:
 except NotImplementedError as error:
     refusal = str(error)
 print(json.dumps({
-    "schemas": [str(ops.forward.default._schema), str(ops.diagnose.default._schema),
-                str(ops.pack.default._schema), str(ops.attend.default._schema),
-                str(ops.attend_fp8.default._schema), str(ops.attend_packed.default._schema),
-                str(ops.forward_ragged.default._schema), str(ops.ragged_plan_words.default._schema),
-                str(ops.attend_ragged.default._schema), str(ops.load.default._schema),
-                str(ops.append.default._schema), str(ops.cut.default._schema),
-                str(ops.decode.default._schema), str(ops.load_decode.default._schema)],
+    "schemas": {name: str(getattr(ops, name).default._schema) for name in sys.argv[3:]},
     "ids": [c.fp8cutlass_variant_id(i).decode() for i in range(count)],
     "outside": [c.fp8cutlass_variant_id(-1), c.fp8cutlass_variant_id(count), c.fp8cutlass_kernel_name(-1, 0)],
-    "names": [names(source) for source in range(count + int(sys.argv[2]) + 4)],
+    "names": [names(source) for source in range(int(sys.argv[2]) + 1)],
     "manifest": c.fp8cutlass_manifest().decode(),
+    "library": c.fp8cutlass_library().decode(),
     "refusal": refusal,
 }))
 """
@@ -139,7 +83,8 @@ class Built:
                 "-c",
                 INSPECT,
                 str(self.library),
-                str(len(self.manifest["packs"]) + len(self.manifest["decodes"])),
+                str(len(sources_of(self.manifest))),
+                *SCHEMAS,
             ],
             capture_output=True,
             text=True,
@@ -165,22 +110,7 @@ def answers(built: Built) -> dict[str, Any]:
 
 
 def test_schemas(answers: dict[str, Any]) -> None:
-    assert answers["schemas"] == [
-        f"fp8cutlass_C::forward({COMMON}, int window_offset=0) -> ()",
-        f"fp8cutlass_C::diagnose({COMMON}, {DIAGNOSTIC}) -> ()",
-        f"fp8cutlass_C::pack({PACK}) -> ()",
-        f"fp8cutlass_C::attend({ATTEND}) -> Tensor",
-        f"fp8cutlass_C::attend_fp8({ATTEND_FP8}) -> Tensor",
-        f"fp8cutlass_C::attend_packed({ATTEND_PACKED}) -> Tensor",
-        f"fp8cutlass_C::forward_ragged({RAGGED}) -> ()",
-        "fp8cutlass_C::ragged_plan_words(int variant, int tokens, int sequences) -> int",
-        f"fp8cutlass_C::attend_ragged({ATTEND_RAGGED}) -> Tensor",
-        "fp8cutlass_C::load(int variant, int device, int source=-1) -> ()",
-        f"fp8cutlass_C::append({APPEND}) -> ()",
-        f"fp8cutlass_C::cut({CUT}) -> ()",
-        f"fp8cutlass_C::decode({DECODE}) -> ()",
-        "fp8cutlass_C::load_decode(int decode, int device) -> ()",
-    ]
+    assert answers["schemas"] == {name: str(schema(text)) for name, text in SCHEMAS.items()}
 
 
 def test_errors_are_made_without_streams() -> None:
@@ -222,8 +152,8 @@ def kernel_files(built: Built) -> dict[str, kernel_file.KernelFile]:
 def sources_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """What the library numbers, in its order; what its profile does not have, without targets."""
     plans = {plan["id"]: plan for plan in manifest["plans"]}
-    last = [plans.get(name, {"id": name, "targets": []}) for name in ("plan", "cut", "append")]
-    return [*manifest["variants"], *manifest["packs"], *manifest["decodes"], *last]
+    last = [plans.get(name, {"id": name, "targets": []}) for name in ("plan", "cut", "append", "route")]
+    return [*manifest["variants"], *manifest["packs"], *manifest["decodes"], *last, *manifest["residents"]]
 
 
 def test_every_kernel_is_compiled_for_its_targets(built: Built) -> None:
@@ -255,6 +185,11 @@ def test_the_library_asks_for_kernels_by_their_names(built: Built, answers: dict
 def test_the_library_knows_its_manifest(built: Built, answers: dict[str, Any]) -> None:
     text = (built.library.parent / "_built" / "manifest.json").read_bytes()
     assert answers["manifest"] == hashlib.sha256(text).hexdigest()
+
+
+def test_the_library_knows_where_its_operators_are(answers: dict[str, Any]) -> None:
+    """Python looks for them under this name."""
+    assert answers["library"] == LIBRARY == build_extension.LIBRARY
 
 
 def test_what_is_generated_is_what_the_build_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     return Kernel(KERNELS[0], tmp_path_factory.mktemp("decode"))
 
 
+def _by_sequence(b: Batch, x: torch.Tensor) -> torch.Tensor:
+    """The first page of each sequence, in their order."""
+    return torch.stack([x[int(b.pages_of(s)[0])] for s in range(len(b.lengths))])
+
+
 def cases(head_dim: int) -> dict[str, Batch]:
     """Of each kind of call one, with one to five queries a sequence."""
     one, some = [1] * 5, [1, 2, 0, 5, 3]
@@ -46,8 +51,22 @@ def cases(head_dim: int) -> dict[str, Batch]:
     page, token = divmod(LENGTHS[3] - 2, 16)
     # The last key but one of sequence 3, which the last two of its 5 queries see.
     hit.v[int(hit.table[3, page]), token, 0, 5] = 0x7F
+    equal = of([3] * 5, seed=4)
+    heads, far = torch.rand(2, generator=random) + 0.5, torch.full((5, 1), torch.inf)
+    shared = batch(LENGTHS, one, (4, 2), head_dim, 352, seed=5)  # a page each
     return {
         "plain": plain,
+        "as many queries each": replace(equal, cu_q=None),
+        "a page each": replace(
+            shared, table=None, cu_q=None, k=_by_sequence(shared, shared.k), v=_by_sequence(shared, shared.v)
+        ),
+        "descales of heads": replace(plain, k_descale=heads.expand(5, 2), v_descale=heads.flip(0).expand(5, 2)),
+        "numbers as descales": replace(plain, k_descale=0.7, v_descale=1.3),
+        "descales out of range": replace(
+            plain, v=torch.full_like(plain.v, 0x20), k_descale=torch.full((5, 2), -1.0), v_descale=far.expand(5, 2)
+        ),
+        "sinks in bf16": of(some, sinks=torch.tensor([-1.0, 0.5, 3.0, 9.0]).bfloat16()),
+        "sinks in fp16": of(some, sinks=torch.tensor([-1.0, 0.5, 3.0, 9.0]).half()),
         "queries": of(some),
         "pages of 64": of(some, 64),
         "pages of 1": batch((30, 0, 40), [1, 2, 1], (4, 2), head_dim, 1),
@@ -108,7 +127,7 @@ def test_without_sharing_a_sequence_does_not_depend_on_the_others(small: Kernel)
     b = batch((300, 700, 90), [1] * 3, (4, 2), 64)
     alone = replace(
         b, q=b.q[1:2], table=b.table[1:2], lengths=b.lengths[1:2], cu_q=torch.tensor([0, 1], dtype=torch.int32),
-        k_descale=b.k_descale[1:2].contiguous(), v_descale=b.v_descale[1:2].contiguous(),
+        k_descale=b.k_descale[1:2], v_descale=b.v_descale[1:2],
     )  # fmt: skip
     together, single = small.run(b, ctas=20, whole=True), small.run(alone, ctas=3, whole=True)
     assert torch.equal(together.out[1:2], single.out)
@@ -122,6 +141,25 @@ def test_keys_past_the_end_and_lying_tables_reach_nothing(small: Kernel) -> None
     assert torch.equal(small.run(b).out, small.run(zeroed).out)
     lying = replace(b, lengths=torch.tensor([10**9, -4], dtype=torch.int32), table=b.table.clone().fill_(10**9))
     assert small.run(lying).out.shape == b.q.shape  # a copy from elsewhere raises
+
+
+def test_sequences_of_another_kernel_are_left_alone(small: Kernel) -> None:
+    """Neither are their rows written, nor does anybody wait for their share; others keep their bits. Without the word a
+    negative length is 0."""
+    plain = cases(64)["queries"]
+    whole = small.run(plain, whole=True)
+    for taken in ([1, 3], [0, 4], [0, 1, 2, 3, 4], [2]):
+        lengths = plain.lengths.clone()
+        lengths[taken] = -1
+        result = small.run(replace(plain, lengths=lengths, routed=True), whole=True)
+        theirs = torch.zeros(len(plain.q), dtype=torch.bool)
+        for s in taken:
+            theirs[int(plain.cu_q[s]) : int(plain.cu_q[s + 1])] = True
+        assert result.out[theirs].isnan().all() and result.lse[:, theirs].isnan().all()
+        assert torch.equal(result.out[~theirs], whole.out[~theirs])
+        assert torch.equal(result.lse[:, ~theirs], whole.lse[:, ~theirs])
+        dead = small.run(replace(plain, lengths=lengths), whole=True)
+        assert (dead.out[theirs] == 0).all() and torch.equal(dead.out[~theirs], whole.out[~theirs])
 
 
 def test_queries_of_no_sequence_are_zero(small: Kernel) -> None:
@@ -160,7 +198,7 @@ FAULTS = {
         "plain", False, ("kernel.cu", "ask_queries(p, next, shared.exchange.queries[buffer])",
          "ask_queries(p, next, shared.exchange.queries[buffer ^ 1])")),
     "pages are used before they arrive": (
-        "plain", True, ("kernel.cu", "tile >= kStages - 1) {", "tile >= kStages - 2) {")),
+        "queries", True, ("kernel.cu", "tile >= kStages - 1) {", "tile >= kStages - 2) {")),
     "keys are looked up where those of the next load lie": (
         "plain", True, ("kernel.cu", "places[before == 0 ? kStages - 1 : before - 1]", "places[before]")),
     "lengths are used before they arrive": (
@@ -182,9 +220,12 @@ FAULTS = {
     "a warp's sum is left out": (
         "plain", True,
         ("finish.cuh", "for (int w = 0; w < kWarps; ++w) sum +=", "for (int w = 1; w < kWarps; ++w) sum +=")),
-    "the sink of another head": ("sinks", True, ("finish.cuh", "p.sinks[head * p.sink", "p.sinks[0 * p.sink")),
+    "the sink of another head": ("sinks", True, ("finish.cuh", "at = head * p.sink_head", "at = 0 * p.sink_head")),
     "V's descale of a page is ignored": (
         "descales of tokens and pages", True, ("softmax.cuh", "slot.v_descale[16 * m + g + i / 2 * 8] * per", "per")),
+    "V's descale of another warp": (
+        "descales of tokens and pages", True, ("finish.cuh", "* exchange.v_descale[w];", "* exchange.v_descale[0];")),
+    "O of another warp": ("plain", True, ("finish.cuh", "w = (set + kWarps - round) % kWarps", "w = set")),
     "K's descale of a token is that of another": (
         "descales of tokens and pages", True,
         ("softmax.cuh", "slot.k_descale[16 * m + g + i / 2 * 8]", "slot.k_descale[16 * m + g]")),

@@ -22,7 +22,14 @@ def manifest_of(ids: list[str]) -> str:
     return json.dumps(manifest)
 
 
-def stub(folder: Path, ids: list[str], *, exports: str = "fp8cutlass", manifest: str | None = None) -> Path:
+def stub(
+    folder: Path,
+    ids: list[str],
+    *,
+    exports: str = "fp8cutlass",
+    manifest: str | None = None,
+    library: str = "fp8cutlass_C",
+) -> Path:
     """A library that says it holds these variants, of this manifest, and registers nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     compiler = shutil.which("cc") or shutil.which("gcc")
@@ -34,11 +41,12 @@ def stub(folder: Path, ids: list[str], *, exports: str = "fp8cutlass", manifest:
         f"static const char* ids[] = {{{table}, 0}};\n"
         f"int {exports}_variant_count() {{ return {len(ids)}; }}\n"
         f'const char* {exports}_manifest() {{ return "{digest}"; }}\n'
+        f'const char* {exports}_library() {{ return "{library}"; }}\n'
         f"const char* {exports}_variant_id(int i) {{ return i >= 0 && i < {len(ids)} ? ids[i] : 0; }}\n"
     )
-    library = folder / "_C.so"
-    subprocess.run([compiler, "-shared", "-fPIC", str(folder / "stub.c"), "-o", str(library)], check=True)
-    return library
+    made = folder / "_C.so"
+    subprocess.run([compiler, "-shared", "-fPIC", str(folder / "stub.c"), "-o", str(made)], check=True)
+    return made
 
 
 def describe(library: Path, ids: list[str]) -> None:
@@ -107,6 +115,17 @@ def test_a_library_that_does_not_say_what_it_holds_is_refused(
     describe(library, ids)
     monkeypatch.setenv("FP8CUTLASS_LIBRARY", str(library))
     with pytest.raises(UnsupportedError, match="does not say which variants it holds.*fp8cutlass_variant_count"):
+        extension.load()
+
+
+def test_the_library_of_another_copy_is_refused(
+    ids: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its operators are not where this copy looks for them."""
+    library = stub(tmp_path, ids, library="_fp8cutlass_cuda_1234567_C")
+    describe(library, ids)
+    monkeypatch.setenv("FP8CUTLASS_LIBRARY", str(library))
+    with pytest.raises(UnsupportedError, match="in '_fp8cutlass_cuda_1234567_C', this copy .* in 'fp8cutlass_C'"):
         extension.load()
 
 

@@ -17,9 +17,9 @@ from compilers import ROOT, nvcc
 from scripts import kernel_file
 
 CSRC = ROOT / "csrc"
-SOURCES = ("device", "kernel_file", "kernels", "launch", "launch_pack", "tensor_map", "warpgroup")
+SOURCES = ("device", "kernel_file", "kernels", "launch", "launch_pack", "launch_resident", "tensor_map", "warpgroup")
 VARIANTS = ("plain", "other", "wide", "unrolled", "walks", "window", "window_walks", "warp", "warp_large", "warp_late")
-KERNELS = (*VARIANTS, "pack", "halved", "narrow", "copies", "plan")
+KERNELS = (*VARIANTS, "pack", "halved", "narrow", "copies", "plan", "keeps")
 BUILD = "0123456789abcdef"
 
 
@@ -47,4 +47,4 @@ def test_launches(tmp_path: Path) -> None:
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
-    assert lines[-1] == "0 failures" and len(lines) == 63 and all(line.startswith("ok ") for line in lines[:-1])
+    assert lines[-1] == "0 failures" and len(lines) == 68 and all(line.startswith("ok ") for line in lines[:-1])

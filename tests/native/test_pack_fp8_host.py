@@ -1,7 +1,8 @@
 """The kernels that bring FP8 operands to attention kernels, on the host: the sources that nvcc gets, built with g++.
 
 Regressions these catch: V that is packed in another order than ``pack_v`` has, or to whose tails other bytes go; rows
-that are not padded with zeros; a sign that is turned of V or K; a descale of another head; a barrier that is missing.
+that are not padded with zeros; a sign that is turned of V or K; a descale of another head; a barrier that is missing;
+keys of another sequence of a ragged batch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,9 +20,12 @@ from compilers import ROOT, host_library
 
 from codegen.pack import Pack, Source
 from codegen.render import environment, render_pack
+from fp8cutlass.call.ragged import RaggedCall, fp8_by_torch
+from fp8cutlass.manifest import Variant
 from fp8cutlass.quant.v_layout import pack_v
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+HEADERS = ("pack_fp8.cuh", "pack_ragged.cuh")  # that edits may change
 POISON = 0xA5
 ORDER = ("v", "k", "q")  # PackOrder
 
@@ -50,7 +55,32 @@ class Params(ctypes.Structure):
     _fields_ = [
         ("operand", Operand * 3),
         ("descale", Descale * 3),
-        *((name, ctypes.c_int) for name in ("batch", "head_dim", "first_cta")),
+        *((name, ctypes.c_int) for name in ("batch", "head_dim", "first_cta", "key_block")),
+    ]
+
+
+class Batch(ctypes.Structure):
+    """RaggedBatch."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tiles", "count")),
+        ("most", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("cu_q", "cu_k", "used_q", "used_k")),
+        *((name, ctypes.c_int) for name in ("sequences", "key_tokens", "keys_in_blocks", "bottom_right")),
+        *((f"{name}_descale_sequence", ctypes.c_int) for name in "qkv"),
+        ("early", ctypes.c_int),
+    ]
+
+
+class Ragged(ctypes.Structure):
+    """RaggedPack."""
+
+    _fields_ = [
+        ("batch", Batch),
+        ("out", ctypes.c_void_p),
+        ("row_bytes", ctypes.c_int64),
+        ("lse", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("tokens", "heads", "first_cta")),
     ]
 
 
@@ -59,18 +89,29 @@ def build(head_dim: int, folder: Path, edit: tuple[str, str] | None = None) -> c
     pack = Pack(head_dim=head_dim, key_block=128, source=Source.FP8)
     folder.mkdir(parents=True, exist_ok=True)
     kernel = render_pack(pack, environment())
-    header = (ROOT / "include" / "fp8cutlass" / "pack_fp8.cuh").read_text()
+    headers = {name: (ROOT / "include" / "fp8cutlass" / name).read_text() for name in HEADERS}
     if edit is not None:
-        assert kernel.count(edit[0]) + header.count(edit[0]) == 1, edit
-        kernel, header = kernel.replace(*edit), header.replace(*edit)
+        assert sum(text.count(edit[0]) for text in (kernel, *headers.values())) == 1, edit
+        kernel, headers = kernel.replace(*edit), {name: text.replace(*edit) for name, text in headers.items()}
     source = folder / "kernel.cu"
     source.write_text(kernel)
     (folder / "fp8cutlass").mkdir(exist_ok=True)
-    (folder / "fp8cutlass" / "pack_fp8.cuh").write_text(header)
-    flags = ["-O2", f"-DKERNEL={pack.id}", f'-DKERNEL_FILE="{source}"', "-I", str(folder)]
+    for name, text in headers.items():
+        (folder / "fp8cutlass" / name).write_text(text)
+    flags = [
+        "-O2",
+        *(["-DRAGGED"] if pack.ragged else []),
+        f"-DKERNEL={pack.id}",
+        f'-DKERNEL_FILE="{source}"',
+        "-I",
+        str(folder),
+    ]
     loaded = host_library("pack_fp8_host.cpp", folder, ROOT / "include", *flags)
     loaded.run.restype = ctypes.c_char_p
     assert loaded.params_bytes() == ctypes.sizeof(Params)
+    if pack.ragged:
+        loaded.run_ragged.restype = ctypes.c_char_p
+        assert loaded.ragged_bytes() == ctypes.sizeof(Ragged)
     return loaded
 
 
@@ -157,11 +198,89 @@ def test_what_it_makes_is_what_the_specification_makes(head_dim: int, tmp_path: 
         ("int(part) >= d.given ? 1.f", "int(part) >= d.given ? 0.f"),
         ("int64_t(head % unsigned(d.heads)) * d.stride_head", "int64_t(0) * d.stride_head"),
         ("d.x == nullptr ? d.value", "d.x == nullptr ? 1.f"),
-        ("o.tokens, o.flip)", "o.tokens, 0)"),
-        ("head * o.stride_head,", "0 * o.stride_head,"),
+        ("c.x ^ flip, c.y ^ flip", "c.x, c.y"),
+        ("+ head * o.stride_head, base", ", base"),
     ],
     ids=range(7),
 )
 def test_it_sees_what_is_wrong(edit: tuple[str, str], tmp_path: Path) -> None:
     library = build(64, tmp_path, edit)
     assert any(differences(library, 64, seed) for seed in range(4))
+
+
+def ragged_case(head_dim: int, width: int, variant: dict[str, Any], seed: int) -> tuple[Params, Ragged, list[Any]]:
+    """A ragged call and pairs (name, made, wanted). Sequences use fewer tokens than they have, one has none, one ends
+    in the middle of a block, and tokens lie before the first and behind the last."""
+    rows, keys = [3, 0, 140, 70], [130, 40, 0, 300]
+    cu_q, cu_k = (torch.tensor([2, *rows_], dtype=torch.int32).cumsum(0).to(torch.int32) for rows_ in (rows, keys))
+    used_q = torch.tensor([3, 0, 137, 70], dtype=torch.int32)
+    used_k = torch.tensor([129, 40, 0, 260], dtype=torch.int32)
+    tokens, key_tokens, block = int(cu_q[-1]) + 4, int(cu_k[-1]) + 3, variant["key_block"]
+    q = bytes_of(seed, tokens, 4, width).view(torch.float8_e4m3fn)
+    k, v = (bytes_of(seed + i, key_tokens, 2, width).view(torch.float8_e4m3fn) for i in (1, 2))
+    one = (torch.ones(1),) * 3
+    call = RaggedCall(
+        q, k, v, cu_q, cu_k, used_q, used_k, 140, 300, one, -0.5, -1, 0, True, torch.bfloat16, "fast", True, ""
+    )  # fmt: skip
+    made = fp8_by_torch(call, cast(Variant, SimpleNamespace(head_dim=head_dim, key_block=block)))
+    columns = made.v.shape[-1]
+    outs = {
+        "q": torch.full((4, tokens, head_dim), POISON, dtype=torch.uint8),
+        "k": torch.full((2, key_tokens, head_dim), POISON, dtype=torch.uint8),
+        "v": torch.full((2, head_dim, columns), POISON, dtype=torch.uint8),
+    }
+    out, lse = torch.full((tokens, 4, head_dim), 5.0, dtype=torch.bfloat16), torch.full((4, tokens), 5.0)
+    there = torch.zeros(tokens, dtype=torch.bool)
+    for begin, count in zip(cu_q.tolist(), used_q.tolist(), strict=False):
+        there[begin : begin + count] = True
+    params = Params(batch=1, head_dim=width, key_block=block)
+    for name, x in (("v", v), ("k", k), ("q", q)):
+        rows_ = columns if name == "v" else x.shape[0]
+        flip = 0x80808080 if name == "q" else 0
+        params.operand[ORDER.index(name)] = Operand(
+            x.data_ptr(), 0, x.stride(1), x.stride(0), outs[name].data_ptr(), x.shape[1], x.shape[0], rows_, flip
+        )
+    batch = Batch(
+        cu_q=cu_q.data_ptr(), cu_k=cu_k.data_ptr(), used_q=used_q.data_ptr(), used_k=used_k.data_ptr(), sequences=4,
+        key_tokens=key_tokens,
+    )  # fmt: skip
+    ragged = Ragged(batch, out.data_ptr(), out[0].nbytes, lse.data_ptr(), tokens, 4)
+    wanted = {"q": made.q.transpose(0, 1), "k": made.k.transpose(0, 1), "v": made.v}
+    pairs = [(name, outs[name], wanted[name]) for name in ORDER]
+    pairs += [("out", out, torch.where(there[:, None, None], 5.0, 0.0).to(out.dtype).expand_as(out))]
+    pairs += [("lse", lse, torch.where(there, 5.0, -torch.inf).expand_as(lse)), ("kept", (call, cu_q), (call, cu_q))]
+    return params, ragged, pairs
+
+
+def ragged_differences(library: ctypes.CDLL, head_dim: int, seed: int = 0) -> list[Any]:
+    found = []
+    for width, block in ((head_dim, 128), (head_dim - 16, 192), (head_dim, 256)):
+        params, ragged, pairs = ragged_case(head_dim, width, {"key_block": block}, seed)
+        failure = library.run_ragged(ctypes.byref(params), ctypes.byref(ragged), seed)
+        assert failure is None, failure
+        found += [(width, block, name) for name, x, want in pairs[:-1] if not torch.equal(x, want)]
+    return found
+
+
+@pytest.mark.parametrize("head_dim", [d for d in HEAD_DIMS if d != 32])
+def test_a_ragged_batch_is_what_the_specification_makes(head_dim: int, tmp_path: Path) -> None:
+    """V of a sequence in another block, keys past its end that stay, a row of O of no sequence that is not cleared."""
+    library = build(head_dim, tmp_path)
+    assert ragged_differences(library, head_dim, seed=head_dim) == []
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("keys.first * o.stride_row,", "0 * o.stride_row,"),
+        ("keys.begin + part, keys.count", "keys.begin + part, keys.count + 1"),
+        ("p.key_block - part};", "64};"),
+        ("block.head * o.stride_head + keys", "0 * o.stride_head + keys"),
+        ("there ? begin : 0}", "there ? begin + 16 : 0}"),
+        ("token >= rows.first + rows.count)", "token > rows.first + rows.count)"),
+    ],
+    ids=range(6),
+)
+def test_it_sees_what_is_wrong_of_a_ragged_batch(edit: tuple[str, str], tmp_path: Path) -> None:
+    library = build(64, tmp_path, edit)
+    assert any(ragged_differences(library, 64, seed) for seed in range(4))

@@ -10,14 +10,16 @@ BASE = "base"  # modules beside the rooms: errors, log, manifest, memory, timing
 # Of each room, the rooms whose modules it may import; its own and the base are open to all.
 MAY_IMPORT: dict[str, set[str]] = {
     BASE: set(),
+    "masks": set(),
     "quant": set(),
     "emulator": set(),
     "native": {"quant"},
     "choose": {"native"},
     "cache": {"choose", "native", "quant"},
-    "call": {"quant", "emulator", "native", "choose", "cache"},
-    "api": {"quant", "choose", "cache", "call"},
-    "integrations": {"api", "cache"},
+    "call": {"masks", "quant", "emulator", "native", "choose", "cache"},
+    "api": {"masks", "quant", "choose", "cache", "call"},
+    "parallel": {"api", "cache", "call", "choose"},
+    "integrations": {"api", "cache", "parallel"},
     "accuracy": {"quant", "emulator", "choose", "call", "api"},
     "cli": {"emulator", "native", "choose", "call", "api", "accuracy"},
 }

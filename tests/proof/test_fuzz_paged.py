@@ -105,8 +105,8 @@ def test_a_broken_append_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
 def stale_key(clean: Callable[..., Any]) -> Callable[..., Any]:
     """One key past the end of a sequence is seen by it where its page has one."""
 
-    def gathered(call: kvcache.KVCall, s: int, keys: int) -> Any:
-        return clean(call, s, keys + 1 if keys % call.k.shape[1] else keys)
+    def gathered(call: kvcache.KVCall, s: int, table: torch.Tensor, keys: int) -> Any:
+        return clean(call, s, table, keys + 1 if keys % call.k.shape[1] else keys)
 
     return gathered
 

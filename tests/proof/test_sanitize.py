@@ -167,7 +167,7 @@ def test_reductions_do_not_race(tmp_path: Path) -> None:
     assert sanitize.planted("racecheck", tmp_path).status == "found"
     kernels = sanitize.chosen("release", [], True)
     packs = [k["id"] for k in kernels if isinstance(k, dict)][:2]
-    merging = [k.id for k in kernels if not isinstance(k, dict) and k.cluster != "solo"][:2]
+    merging = [k.id for k in kernels if isinstance(k, Variant) and k.cluster != "solo"][:2]
     selection = [x for name in (*packs, *merging) for x in ("--only", name)]
     outcome = sanitize.sanitise("racecheck", selection, 2)
     assert outcome.status == "clean" and outcome.kernels == len(packs) + len(merging), outcome.text

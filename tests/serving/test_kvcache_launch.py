@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import decode_host
@@ -23,7 +24,7 @@ from fp8cutlass.call import kvcache, kvlaunch
 from fp8cutlass.choose.target import Target
 from fp8cutlass.manifest import generated_dir, load_manifest
 from fp8cutlass.native import extension
-from fp8cutlass.native.decode import CUT_WORDS, FAR
+from fp8cutlass.native.decode import FAR, work_bytes
 
 LENGTHS, QUERIES = [140, 0, 17, 330, 64], [1, 2, 0, 5, 3]
 AT = Target(generated_dir(), "sm90a", 3)
@@ -38,44 +39,70 @@ def names(operator: str) -> list[str]:
     return [part.split()[-1].split("=")[0] for part in plain.split(",")]
 
 
+FIELDS = tuple(re.findall(r"^X\(\w+, (\w+),", (ROOT / "csrc" / "decode.def").read_text(), flags=re.MULTILINE))
+
+
 class OnHost:
-    """``torch.ops.fp8cutlass_C`` of decode."""
+    """``torch.ops.fp8cutlass_C`` of decode. ``cuts``: what each piece of memory was cut for; ``made``: launches."""
 
     looks_only = False
 
     def __init__(self, kernel: Callable[[str], Kernel]) -> None:
         self.kernel, self.ran = kernel, []  # type: ignore[var-annotated]
+        self.cuts: dict[int, dict[str, Any]] = {}
+        self.made: list[str] = []
+        self.decode = SimpleNamespace(default=SimpleNamespace(_op=self.attend))
 
     def cut(self, *given: Any) -> None:
-        self.given = dict(zip(names("cut"), given, strict=True))
-        assert len(given) == len(names("cut"))
+        c = dict(zip(names("cut"), given, strict=True))
+        c["work"].fill_(255)
+        self.cuts[c["work"].data_ptr()] = c | self.numbers(c)
+        self.made.append("cut")
 
-    def decode(self, *given: Any) -> None:
-        a, c = dict(zip(names("decode"), given, strict=True)), self.given
-        same = ("lengths", "cu_seqlens_q", "cuts", "arrived", "left", "right", "decode")
-        assert all(a[name] is c[name] or a[name] == c[name] for name in same)
-        q, k = a["q"], a["k"]
-        assert (c["total_q"], c["heads"], c["kv_heads"]) == (*q.shape[:2], k.shape[2])
-        assert c["most_keys"] == a["page_table"].shape[1] * k.shape[1] and c["overhead"] > 0
-        spec = load_manifest(generated_dir()).decodes[a["decode"]]
-        assert a["parts"].shape == (c["arrived"].shape[0], 2, spec.part_floats) and c["cuts"].shape[1] == CUT_WORDS
-        assert c["cuts"].shape[0] == c["arrived"].shape[0] + 1 == AT.sm_count * spec.ctas_per_sm + 1
+    def numbers(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        assert arguments["numbers"].dtype == torch.float64
+        read = dict(zip(FIELDS, arguments["numbers"].tolist(), strict=True))
+        return {name: x if name.endswith(("scale", "softcap")) else int(x) for name, x in read.items()}
+
+    def attend(self, *given: Any) -> torch.Tensor:
+        a = dict.fromkeys(names("decode")) | dict(zip(names("decode"), given, strict=False))
+        self.given, n = a, self.numbers(a)
+        self.numbers_given = n
+        assert len(given) <= len(names("decode")) and n["left"] >= 0 and n["right"] >= 0 and n["overhead"] > 0
+        q, k = a["q"].flatten(0, -3), a["k"].view(torch.uint8)
+        spec = load_manifest(generated_dir()).decodes[n["decode"]]
+        assert n["ctas"] == AT.sm_count * spec.ctas_per_sm
+        columns = 1 if a["page_table"] is None else a["page_table"].shape[1]
+        if a["work"] is None:
+            self.made.append("cut")
+        else:
+            c = self.cuts[a["work"].data_ptr()]
+            assert all(n[name] == c[name] for name in ("decode", "ctas", "share", "left", "right"))
+            assert (c["total_q"], c["heads"], c["kv_heads"]) == (*q.shape[:2], k.shape[2])
+            assert c["most_keys"] == columns * k.shape[1] and a["work"].numel() == work_bytes(spec, n["ctas"])
+            for name in ("lengths", "cu_seqlens_q"):
+                assert (a[name] is None) == (c[name] is None) and (a[name] is None or torch.equal(a[name], c[name]))
+        self.made.append("decode")
         self.ran.append(spec)
+        out = torch.empty(a["q"].shape, dtype=q.dtype) if a["out"] is None else a["out"]
         if self.looks_only:
-            return
+            return out
         shape = (len(a["lengths"]), k.shape[2])
-        static = [a[name].expand(shape).contiguous() for name in ("k_descale", "v_descale")]
+        static = [n[x] if a[x] is None else a[x].expand(shape) for x in ("k_descale", "v_descale")]
         sinks = a["sinks"]
         b = decode_host.Batch(
-            q, k, a["v"], a["page_table"], a["lengths"], a["cu_seqlens_q"], *static, a["k_token_descale"],
-            a["v_page_descale"], sinks if sinks is None or sinks.dim() == 1 else None, a["left"], a["right"],
-            a["softcap"], a["scale"],
+            q, k, a["v"].view(torch.uint8), a["page_table"], a["lengths"], a["cu_seqlens_q"], *static,
+            a["k_token_descale"], a["v_page_descale"], sinks if sinks is None or sinks.dim() == 1 else None, n["left"],
+            n["right"], n["softcap"], n["scale"], bool(n["routed"]),
         )  # fmt: skip
-        assert a["left"] >= 0 and a["right"] >= 0 and sinks is b.sinks
-        result = self.kernel(spec.id).run(b, ctas=c["arrived"].shape[0], whole=not c["share"], overhead=c["overhead"])
-        a["out"].copy_(result.out)
+        assert sinks is b.sinks
+        result = self.kernel(spec.id).run(b, ctas=n["ctas"], whole=not n["share"], overhead=n["overhead"])
+        # What the kernel does not write is NaN there: rows of sequences that are another's.
+        written = ~result.out.isnan().all(-1).all(-1) if n["routed"] else slice(None)
+        out.view(result.out.shape)[written] = result.out[written]
         if a["lse"] is not None:
-            a["lse"].copy_(result.lse)
+            a["lse"][:, written] = result.lse[:, written]
+        return out
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +116,7 @@ def host(kernel: Callable[[str], Kernel], monkeypatch: pytest.MonkeyPatch) -> On
     made = OnHost(kernel)
     monkeypatch.setattr(torch.ops, "fp8cutlass_C", made, raising=False)
     monkeypatch.setattr(extension, "load", lambda: None)
+    monkeypatch.setattr(extension, "decode_fields", lambda: FIELDS)
     return made
 
 
@@ -178,4 +206,4 @@ def test_reasons_why_no_kernel_serves() -> None:
 def test_ends_of_windows(host: OnHost) -> None:
     batch = make([140, 64], [1, 1], (8, 2), 64)
     kvcache.on_card(call_of(batch, left=-1, right=2**31), AT)
-    assert (host.given["left"], host.given["right"]) == (FAR, FAR)
+    assert (host.numbers_given["left"], host.numbers_given["right"]) == (FAR, FAR)

@@ -57,7 +57,7 @@ def found(keys: int, places: list[int], device: str, splits: int) -> None:
         cache.append(k[place : place + 1].to(device), v[place : place + 1].to(device), at.to(device))
     # The needle of a bit more than all others weigh together: both count, as float64 has them.
     place, together = places[-1], math.log(keys) + 0.5
-    needle = k[place : place + 1].clone()
+    needle = torch.zeros_like(k[place : place + 1])  # of no other direction: alike for all heads
     needle[..., 0] = together / 8.0 / DIM**-0.5
     cache.append(needle.to(device), v[place : place + 1].to(device), slots(table, torch.tensor([place])).to(device))
     out, lse = attention_with_kvcache(q.to(device), cache, return_lse=True, **given)

@@ -40,7 +40,7 @@ def test_the_bytes_of_a_native_page() -> None:
     """Parsed here by their description, head by head."""
     batch = make([70], [1], (2, 2), 32, page_size=32)
     raw, size = batch.cache.pages, 32 * 32
-    assert raw is not None and batch.cache.page_bytes == raw.shape[2] == 2 * (2 * size + 4 * 32 + 16)
+    assert raw is not None and batch.cache.page_bytes == raw.shape[2] == 2 * (2 * size + 4 * 32 + 4 + 124)
     for token in (0, 31, 32, 69):
         page = raw[0, int(batch.table[0, token // 32])].view(2, -1)
         for head in range(2):
@@ -55,6 +55,15 @@ def test_the_bytes_of_a_native_page() -> None:
             assert torch.equal(
                 v8, quantize(batch.v[0][token, head].view(1, 1, 1, 32), descale=floats[32:33])[0].float()[0, 0, 0]
             )
+
+
+@pytest.mark.parametrize(("head_dim", "page_size"), [(16, 16), (96, 48), (128, 64), (256, 128)])
+def test_records_of_heads_begin_on_lines(head_dim: int, page_size: int) -> None:
+    """Of 128 bytes, and the padding is less than one."""
+    cache = PagedKVCache(2, 3, head_dim, page_size)
+    record, used = cache.views().k.stride(2), 2 * page_size * head_dim + 4 * page_size + 4
+    assert record % 128 == 0 and 0 <= record - used < 128 and cache.page_bytes == 3 * record
+    assert cache.pages is not None and cache.pages[0].data_ptr() % 64 == 0
 
 
 @pytest.mark.parametrize("page_size", [16, 64])

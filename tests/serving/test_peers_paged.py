@@ -61,7 +61,7 @@ def decoded(
         q.to(device), cache, page_table=table.int().to(device), cache_seqlens=keys, causal=False, return_lse=True
     )
     rows = kv.view(batch_size, used, 2, page, KV_HEADS, dim).transpose(1, 2).flatten(2, 3)[:, :, :keys]
-    some = range(batch_size) if batch_size * keys * heads < 1 << 20 else range(0, batch_size, batch_size // 4)
+    some = range(batch_size) if batch_size * keys * heads < 1 << 20 else range(0, batch_size, max(1, batch_size // 4))
     references = []
     for s in some:
         k, v = (x.view(E4M3).float() for x in rows[s])

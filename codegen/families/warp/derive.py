@@ -36,7 +36,7 @@ def estimate_registers(v: Variant, fragments: int, q_in_registers: bool, rows_in
     The gates hold the compiler to the launch bound, not to this.
     """
     output = fragments * v.head_dim // 2
-    scores = fragments * v.tile_n // (4 if v.softmax.by_code else 2)
+    scores = fragments * v.tile_n // 8 * v.softmax.score_registers
     prob = fragments * v.tile_n // 8 * v.terms
     product = fragments * 8  # two n8 blocks of P V in flight
     q = fragments * v.head_dim // 8 if q_in_registers else fragments * 4

@@ -27,7 +27,8 @@ class KernelView(View):
 
 def kernel_view(v: Variant) -> KernelView:
     d = derive(v)
-    operand, score = v.dtype.mma, v.score.upper()
+    qk, p, values, score = v.dtype.qk.mma, v.dtype.p.mma, v.dtype.v.mma, v.score.upper()
+    sums = v.dtype.v.sums.upper()
     return KernelView(
         **common(v, d),
         rows_per_warp=d.rows_per_warp,
@@ -38,8 +39,8 @@ def kernel_view(v: Variant) -> KernelView:
         rows_in_registers=d.rows_in_registers,
         steps_at_once=STEPS_AT_ONCE,
         descale_slots=descale_slots(v),
-        mma_scores=f"SM89_16x8x32_{score}{operand}{operand}{score}_TN",
-        mma_values=f"SM89_16x8x32_F32E4M3{operand}F32_TN",
-        mma_sums="SM89_16x8x32_F32E4M3E4M3F32_TN",
+        mma_scores=f"SM89_16x8x32_{score}{qk}{qk}{score}_TN",
+        mma_values=f"SM89_16x8x32_{sums}{p}{values}{sums}_TN",
+        mma_sums=f"SM89_16x8x32_{sums}{p}{p}{sums}_TN",
         mma_comment=f"{d.mma_per_tile} of these a warp and KV tile",
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from codegen import tuned
-from codegen.axes import Mask, Walk
+from codegen.axes import Mask
 from codegen.derived import Derived, Unrolled
 from codegen.variant import Variant
 
@@ -34,6 +34,7 @@ LAST_KEYS = 64  # the last tile is multiplied in steps of so many keys
 
 # Registers beside accumulators: row state, addresses, loop counters, and what the compiler wants for alignment.
 STATE_OVERLAPPED = 22  # pingpong and overlap, where all accumulators live at once
+STATE_EXACT = 20  # the same with s32 scores, as nvcc was seen to do with
 STATE_SERIAL = 18
 STATE_HALVED = 12  # columns in halves: what is left beside two parts, as nvcc was seen to do with
 STATE_TOKEN = 4  # a scale for each key
@@ -98,7 +99,7 @@ def estimate_registers(v: Variant) -> int:
     """Registers a thread that computes needs in the main loop."""
     output = v.head_dim // 2
     product = (v.head_dim // parts(v) + ONES) // 2
-    scores = v.tile_n // (4 if v.softmax.by_code else 2)
+    scores = v.tile_n // 8 * v.softmax.score_registers
     prob = v.tile_n // 8 * v.terms
     token = STATE_TOKEN if v.scaling.per_key else 0
     if halves(v) > 1:  # P and a part of P V lie where the scores were
@@ -107,7 +108,8 @@ def estimate_registers(v: Variant) -> int:
         return output + prob + product - ONES // 2 + max(scores, product) + STATE_SERIAL + token
     if v.schedule.serial:
         return output + max(scores, prob + product) + STATE_SERIAL + token
-    return output + product + scores + prob + STATE_OVERLAPPED + token
+    state = STATE_EXACT if v.softmax.exact else STATE_OVERLAPPED
+    return output + product + scores + prob + state + token
 
 
 def _spilled(v: Variant) -> int:
@@ -139,11 +141,11 @@ def _smem(
 
 def _quantises_q(v: Variant) -> bool:
     """Whether callers with Q in 16 bits come to a kernel at all: they get e4m3. For wider heads the best lack room."""
-    return not v.kind.diagnostic and v.dtype.made and v.head_dim <= WIDE_HEAD_DIM
+    return not v.kind.diagnostic and v.dtype.made and v.dtype.arrives and v.head_dim <= WIDE_HEAD_DIM
 
 
 def _unrolled(v: Variant) -> tuple[Unrolled, ...]:
-    plain = v.walk is Walk.DENSE and v.mask is Mask.FULL and v.cluster.ctas == 1 and not v.scaling.per_key
+    plain = not v.special and v.mask is Mask.FULL and v.cluster.ctas == 1 and not v.scaling.per_key
     if not plain or v.kind.diagnostic:
         return ()
     forms = []
@@ -201,6 +203,7 @@ def derive(v: Variant) -> WarpgroupDerived:
         ctas_limit="choice",
         mma_per_tile=mma,
         mma_in_loop=mma,
+        integer_in_loop=halves(v) * -(-v.head_dim // 32) if v.dtype.qk.integer else 0,
         warpgroups=v.warpgroups,
         halves=halves(v),
         key_slots=key_slots,

@@ -13,6 +13,9 @@ from codegen.rule import (
     E4M3_OUT_TOKEN,
     E5M2_OUT,
     E5M2_TOKEN,
+    EXACT_SCORES,
+    INTEGER_OUT,
+    INTEGER_SCALING,
     LINEAR_E5M2,
     LINEAR_RANGE,
     LINEAR_TOKEN,
@@ -49,11 +52,24 @@ def _split_refused(v: Variant) -> bool:
 
 
 def _columns_offered(v: Variant) -> bool:
-    room = v.softmax.by_code and (not v.softmax.bent or v.head_dim < QUADRATIC_COLUMNS)
+    room = v.softmax.narrow and (not v.softmax.bent or v.head_dim < QUADRATIC_COLUMNS)
     return v.head_dim > WIDE_HEAD_DIM and room and v.warpgroups == 2
 
 
+INTEGER_HEAD_DIMS = (64, 128)
+INTEGER_HEAD_DIM = Rule(
+    name="INTEGER-HEAD-DIM",
+    why="s32 scores take twice the registers of f16 ones, and for wider heads O takes half of them",
+    refuses=lambda v, d: v.dtype.qk.integer and v.head_dim not in INTEGER_HEAD_DIMS,
+    explain=lambda v, d: f"{v.dtype} operands are offered for head_dim {' and '.join(map(str, INTEGER_HEAD_DIMS))}",
+    of_choice=True,
+)
+
 RULES: tuple[Rule, ...] = (
+    EXACT_SCORES,
+    INTEGER_SCALING,
+    INTEGER_OUT,
+    INTEGER_HEAD_DIM,
     LINEAR_RANGE,
     LINEAR_E5M2,
     LINEAR_TOKEN,
@@ -82,6 +98,7 @@ RULES: tuple[Rule, ...] = (
         name="EXP2-KEYS",
         why=f"FP8 operands come with descales for {KEY_BLOCK} keys, and what takes them must not straddle two",
         condition=SCORE_REGS.equals(2) | (lift(KEY_BLOCK) % TILE_N).equals(0),
+        among=lambda v: v.dtype.arrives,
         explain=lambda v, d: f"exp2 softmax serves blocks of {KEY_BLOCK} keys, which {v.tile_n} does not divide",
     ),
     Rule(

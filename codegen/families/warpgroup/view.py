@@ -48,10 +48,12 @@ class KernelView(View):
 
 def kernel_view(v: Variant) -> KernelView:
     d = derive(v)
-    operand, score = v.dtype.mma, v.score.upper()
+    qk, score = v.dtype.qk.mma, v.score.upper()
+    values = f"{v.dtype.v.sums.upper()}{v.dtype.p.mma}{v.dtype.v.mma}"
 
     def mma_scores(keys: int) -> str:
-        return f"MMA_64x{keys}x32_{score}{operand}{operand}_SS_TN"
+        form = "" if v.dtype.qk.integer else "<>"  # of floating point: signs that an operand may have
+        return f"MMA_64x{keys}x32_{score}{qk}{qk}_SS_TN{form}"
 
     return KernelView(
         **common(v, d),
@@ -75,9 +77,9 @@ def kernel_view(v: Variant) -> KernelView:
         compute_registers=d.consumer_registers,
         mma_scores=mma_scores(v.tile_n // d.halves),
         mma_widths=tuple((n, mma_scores(n)) for n in sorted({v.tile_n, *(u.last_keys for u in d.unrolled)})),
-        mma_values=f"MMA_64x{d.part_columns + ONES}x32_F32E4M3{operand}_RS_TN",
-        mma_rest=f"MMA_64x{d.part_columns}x32_F32E4M3{operand}_RS_TN",
+        mma_values=f"MMA_64x{d.part_columns + ONES}x32_{values}_RS_TN",
+        mma_rest=f"MMA_64x{d.part_columns}x32_{values}_RS_TN",
         mma_comment=f"{d.mma_per_tile} of these a warpgroup and KV tile",
-        ones=f"0x{v.dtype.ones:08X}",
+        ones=f"0x{v.dtype.v.ones:08X}",
         truncation=f"{TRUNCATION}f" if v.tile_n > MANY_KEYS and v.out.corrected else "1.f",
     )

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "fp8cutlass/decode/instructions.cuh"
+#include "fp8cutlass/decode/sums.cuh"
 #include "fp8cutlass/decode/units.h"
 
 namespace fp8cutlass::decode {
@@ -62,26 +63,8 @@ __device__ __forceinline__ void cut_line(const CutParams& p, const Range& querie
 __device__ __forceinline__ void cut_work(const CutParams& p, int64_t* memory) {
   int64_t *const begins = memory, *const costs = begins + kCutThreads, *const sums = costs + kCutThreads;
   dependents_may_begin();  // they wait for the cuts
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  // The sum of `x` over the threads before this one; `total` is that of all.
-  const auto sum_before = [&](int64_t x, int64_t& total) {
-    int64_t sum = x;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int64_t other = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += other;
-    }
-    if (lane == 31) sums[warp] = sum;
-    __syncthreads();
-    int64_t before = 0;
-    total = 0;
-    for (int w = 0; w < kCutThreads / 32; ++w) {
-      if (w < warp) before += sums[w];
-      total += sums[w];
-    }
-    __syncthreads();
-    return before + sum - x;
-  };
+  const int thread = threadIdx.x;
+  const auto sum_before = [&](int64_t x, int64_t& total) { return decode::sum_before<kCutThreads>(x, sums, total); };
   const auto length_of = [&](int s, int64_t& cost) {
     cost = 0;
     if (s >= p.batch.sequences) return int64_t{0};

@@ -57,7 +57,11 @@ struct Fetcher {
     if (lane < kSlice && (lane % kBlock == 0 || !by_blocks(p))) {
       const int own = key + lane, entry = quotient(own, p.by_page_size);
       places.of[lane].token = own - entry * p.by_page_size.by;
-      copy4(&places.of[lane].page, p.page_table + steps(share.sequence, p.table_row) + min(entry, p.entries - 1), 4);
+      if (p.page_table == nullptr) {
+        places.of[lane].page = share.sequence;
+      } else {
+        copy4(&places.of[lane].page, p.page_table + steps(share.sequence, p.table_row) + min(entry, p.entries - 1), 4);
+      }
     }
     if (lane == 0)
       places.kv_head = share.kv_head, places.first = share.seen.first - key, places.end = share.seen.end - key;

@@ -17,6 +17,7 @@ struct Exchange {
   alignas(16) float o[kRows * kResultPitch<kHeadDim>];
   float most[kWarps][kRows], sum[kWarps][kRows];
   float row_most[kRows], row_sum[kRows];
+  float v_descale[kWarps];
   int is_last;
 };
 
@@ -28,11 +29,10 @@ __device__ __forceinline__ float weight(float most, float of_all) {
   return most == -INFINITY ? 0.f : exp2_approx(most - of_all);
 }
 
-// Adds up the warps: afterwards exchange.o, row_most and row_sum have the share's result. O is relative to row_most.
+// Tells the other warps the largest scores and the sums of this one.
 template <int kHeadDim, int kRows, int kWarps>
-__device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& exchange,
-                                           const State<kHeadDim, kRows>& state) {
-  constexpr int kPitch = kResultPitch<kHeadDim>;
+__device__ __forceinline__ void tell_sums(Exchange<kHeadDim, kRows, kWarps>& exchange,
+                                          const State<kHeadDim, kRows>& state) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int n = 0; n < kRows / 8; ++n)
@@ -46,6 +46,44 @@ __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& ex
         exchange.sum[warp][8 * n + 2 * t + c] = sum;
       }
     }
+}
+
+// The largest score of a row in any warp.
+template <int kHeadDim, int kRows, int kWarps>
+__device__ __forceinline__ float most_of(const Exchange<kHeadDim, kRows, kWarps>& exchange, int row) {
+  float most = exchange.most[0][row];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) most = fmaxf(most, exchange.most[w][row]);
+  return most;
+}
+
+// What it and the row's sum are in all warps together.
+template <int kHeadDim, int kRows, int kWarps>
+__device__ __forceinline__ void set_sum(Exchange<kHeadDim, kRows, kWarps>& exchange, int row, float most) {
+  float sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) sum += exchange.sum[w][row] * weight(exchange.most[w][row], most);
+  exchange.row_most[row] = most, exchange.row_sum[row] = sum;
+}
+
+// Whether `join_last` may take the place of `join_warps`: with more of O its code spills.
+template <int kHeadDim, int kRows>
+constexpr bool kHasTwoJoins = kRows * kHeadDim <= 2048;
+
+// sum + factor * o. Where two functions have to give the same bits, it is fused by name: the compiler may fuse either
+// product of a sum of two. Elsewhere it has the choice, which costs fewer registers.
+template <bool kByName>
+__device__ __forceinline__ float add_product(float sum, float factor, float o) {
+  return kByName ? fmaf(factor, o, sum) : sum + factor * o;
+}
+
+// Adds up the warps: afterwards exchange.o, row_most and row_sum have the share's result. O is relative to row_most.
+template <int kHeadDim, int kRows, int kWarps>
+__device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& exchange,
+                                           const State<kHeadDim, kRows>& state) {
+  constexpr int kPitch = kResultPitch<kHeadDim>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  tell_sums(exchange, state);
   __syncthreads();
   delay_point(21);
   float factor[kRows / 8][2];
@@ -54,16 +92,9 @@ __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& ex
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int row = 8 * n + 2 * t + c;
-      float most = exchange.most[0][row];
-#pragma unroll
-      for (int w = 1; w < kWarps; ++w) most = fmaxf(most, exchange.most[w][row]);
+      const float most = most_of(exchange, row);
       factor[n][c] = weight(state.most[n][c], most) * state.v_descale;
-      if (warp == 0 && g == 0) {
-        float sum = 0.f;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum += exchange.sum[w][row] * weight(exchange.most[w][row], most);
-        exchange.row_most[row] = most, exchange.row_sum[row] = sum;
-      }
+      if (warp == 0 && g == 0) set_sum(exchange, row, most);
     }
   // Columns are cut into as many sets as there are warps. In each round a warp adds to another set.
   constexpr int kColumns = kHeadDim / 16;
@@ -79,7 +110,8 @@ __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& ex
           for (int c = 0; c < 2; ++c) {
             float2* const to = reinterpret_cast<float2*>(exchange.o + (8 * n + 2 * t + c) * kPitch + 16 * j + 2 * g);
             float2 x = round == 0 ? make_float2(0.f, 0.f) : *to;
-            x.x += factor[n][c] * state.o[j][n][c], x.y += factor[n][c] * state.o[j][n][2 + c];
+            x.x = add_product<kHasTwoJoins<kHeadDim, kRows>>(x.x, factor[n][c], state.o[j][n][c]);
+            x.y = add_product<kHasTwoJoins<kHeadDim, kRows>>(x.y, factor[n][c], state.o[j][n][2 + c]);
             *to = x;
           }
       }
@@ -114,6 +146,57 @@ __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& ex
   }
 }
 
+__device__ __forceinline__ float sink_of(const DecodeParams& p, int head, int token) {
+  const int64_t at = head * p.sink_head + token * p.sink_token;
+  if (p.sink_type == kSinkFp32) return static_cast<const float*>(p.sinks)[at];
+  return from_half_bits(static_cast<const uint16_t*>(p.sinks)[at], p.sink_type == kSinkBf16);
+}
+
+// Whether a warp's slots have room for its O as well.
+template <int kHeadDim, int kRows, typename Slots>
+constexpr bool kHoldsResult =
+    kHasTwoJoins<kHeadDim, kRows> && sizeof(Slots) >= sizeof(float) * kRows * kResultPitch<kHeadDim>;
+
+// The same after the last share of a CTA. Nothing is copied any more, so that O of every warp goes where its keys were,
+// and each thread adds up what all warps have of some columns: two barriers instead of one a warp and one more. The
+// order of additions is that of `join_warps`, and so are the bits.
+template <int kHeadDim, int kRows, int kWarps, typename Slots>
+__device__ __forceinline__ void join_last(Exchange<kHeadDim, kRows, kWarps>& exchange, Slots (&slots)[kWarps],
+                                          const State<kHeadDim, kRows>& state) {
+  constexpr int kPitch = kResultPitch<kHeadDim>, kColumns = kHeadDim / 16;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const auto result_of = [&](int w) { return reinterpret_cast<float*>(&slots[w]); };
+  tell_sums(exchange, state);
+  __syncwarp();  // all lanes are done with the keys
+#pragma unroll
+  for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+        *reinterpret_cast<float2*>(result_of(warp) + (8 * n + 2 * t + c) * kPitch + 16 * j + 2 * g) =
+            make_float2(state.o[j][n][c], state.o[j][n][2 + c]);
+  if (lane == 0) exchange.v_descale[warp] = state.v_descale;
+  __syncthreads();
+  delay_point(21);
+  for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += 32 * kWarps) {
+    const int row = i / (kHeadDim / 4), column = 4 * (i % (kHeadDim / 4)), set = column / 16 * kWarps / kColumns;
+    const float most = most_of(exchange, row);
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int round = 0; round < kWarps; ++round) {
+      const int w = (set + kWarps - round) % kWarps;
+      const float factor = weight(exchange.most[w][row], most) * exchange.v_descale[w];
+      const float4 o = *reinterpret_cast<const float4*>(result_of(w) + row * kPitch + column);
+      x.x = add_product<true>(x.x, factor, o.x), x.y = add_product<true>(x.y, factor, o.y);
+      x.z = add_product<true>(x.z, factor, o.z), x.w = add_product<true>(x.w, factor, o.w);
+    }
+    *reinterpret_cast<float4*>(exchange.o + row * kPitch + column) = x;
+    if (column == 0) set_sum(exchange, row, most);
+  }
+  __syncthreads();
+}
+
 // Writes the rows of a unit: `o` (row, column) is relative to exchange.row_most, as is exchange.row_sum.
 template <int kHeadDim, int kRows, int kWarps>
 __device__ __forceinline__ void store_rows(const DecodeParams& p, const Share& share,
@@ -129,8 +212,7 @@ __device__ __forceinline__ void store_rows(const DecodeParams& p, const Share& s
     float most = exchange.row_most[row], sum = exchange.row_sum[row], shrink = 1.f;
     const bool none = most == -INFINITY && sum == 0.f;  // a NaN is no largest score, but in the sum
     if (p.sinks != nullptr) {
-      const float sink = p.sinks[head * p.sink_head + token * p.sink_token] * 1.4426950408889634f,
-                  larger = fmaxf(most, sink);
+      const float sink = sink_of(p, head, token) * 1.4426950408889634f, larger = fmaxf(most, sink);
       shrink = weight(most, larger);
       sum = sum * shrink + weight(sink, larger) * exp2_approx(kBias);
       most = larger;

@@ -20,10 +20,12 @@ struct TokenDescale {
   int64_t page, token, head;
 };
 
-// Float32 descales that a sequence and head have: steps of 0 where they share one.
+// Float32 descales that a sequence and head have: steps of 0 where they share one. Kernels limit them to 2^-126 to
+// 2^126. Null: `value` is that of all.
 struct HeadDescale {
   const float* base;
   int sequence, head;
+  float value;
 };
 
 // Divides what is not negative, without a division.
@@ -43,13 +45,15 @@ inline Divisor divisor(int by) {
 // whatever they say (units.h).
 struct Batch {
   const int* lengths;  // (sequences,) keys in the cache
-  const int* cu_q;     // (sequences + 1,) where the queries of each sequence begin, and those of the last end
+  const int* cu_q;     // (sequences + 1,) where the queries of each begin, and those of the last end; null: `each` has
   int total_q;         // queries of all sequences
   int sequences;
   int most_keys;  // that a row of the page table has room for
   int heads, kv_heads;
   Divisor by_group, by_kv_heads;  // heads that share one of K and V; those of K and V
   int left, right;                // of its own position, the keys before and after that a query sees; kFar: all
+  int each;                       // where cu_q is null, queries of every sequence
+  int routed;                     // a sequence of negative length has no queries here: they are another kernel's
 };
 
 struct Sequence {
@@ -77,20 +81,27 @@ struct CutParams {
   unsigned* arrived;  // (ctas,) is zeroed here
 };
 
-struct DecodeParams {
-  Batch batch;
-  const void* q;  // (total_q, H, D) bf16 or fp16, strides in elements, rows 8-byte aligned
-  int64_t q_row, q_head;
-  int q_bf16;  // else fp16; of the output as well
+enum Sink : int { kSinkFp32, kSinkBf16, kSinkFp16 };
+
+// A cache in pages, with its descales.
+struct Paged {
   Cache k, v;
   TokenDescale k_token, v_token;
   HeadDescale k_descale, v_descale;
-  const int* page_table;  // (sequences, most_keys / page_size)
+  const int* page_table;  // (sequences, most_keys / page_size); null: page s is that of sequence s
   int64_t table_row;
   Divisor by_page_size;  // tokens of a page
   int entries, pages;    // pages of a row of the table, and of the cache
-  const float* sinks;    // (H,) or (H, total_q): a score that joins the sum of a row; null: none
+};
+
+struct DecodeParams : Paged {
+  Batch batch;
+  const void* q;  // (total_q, H, D) bf16 or fp16, strides in elements, rows 8-byte aligned
+  int64_t q_row, q_head;
+  int q_bf16;         // else fp16; of the output as well
+  const void* sinks;  // (H,) or (H, total_q): a score that joins the sum of a row; null: none
   int64_t sink_head, sink_token;
+  int sink_type;  // Sink
   float scale;    // softmax scale
   float softcap;  // scores become softcap * tanh(score / softcap); 0: they stay
   void* o;        // (total_q, H, D), strides in elements, rows 16-byte aligned

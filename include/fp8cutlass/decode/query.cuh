@@ -41,11 +41,18 @@ __device__ __forceinline__ void ask_queries(const DecodeParams& p, const Share& 
       copy8(to.rows + row * kQueryPitch<kHeadDim> + 2 * column, from + 2 * column, there ? 8 : 0);
   }
   const auto copy_descale = [&](float* descale, const HeadDescale& of) {
+    if (of.base == nullptr) {
+      *descale = of.value;
+      return;
+    }
     copy4(descale, reinterpret_cast<const uint8_t*>(of.base + share.sequence * of.sequence + share.kv_head * of.head),
           4);
   };
   if (lane == 0) copy_descale(&to.k_descale[warp], p.k_descale), copy_descale(&to.v_descale[warp], p.v_descale);
 }
+
+// A descale of a head as it is multiplied by.
+__device__ __forceinline__ float limited(float descale) { return fminf(fmaxf(descale, 0x1p-126f), 0x1p126f); }
 
 // What was asked for is there; each warp has it for itself.
 template <int kHeadDim, int kRows, int kWarps>
@@ -53,7 +60,7 @@ __device__ __forceinline__ void prepare_queries(const DecodeParams& p, Queries<k
   constexpr int kPasses = (kHeadDim / 4 + 31) / 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const float unit = p.softcap > 0.f ? 1.f / p.softcap : 1.4426950408889634f;
-  const float k_descale = queries.k_descale[warp];
+  const float k_descale = limited(queries.k_descale[warp]);
   delay_point(24);
 #pragma unroll
   for (int r = 0; r < kOwnRows<kRows, kWarps>; ++r) {

@@ -182,9 +182,16 @@ __device__ __forceinline__ void add_slice(const DecodeParams& params, const Shar
       for (int i = 0; i < 4; ++i) {
         float x = s[m][n][i] * (i % 2 == 0 ? factor.x : factor.y);
         if (own_descales) x *= slot.k_descale[16 * m + g + i / 2 * 8];
-        if (params.softcap > 0.f) x = tanh_approx(x) * (params.softcap * 1.4426950408889634f);
         s[m][n][i] = x;
       }
+  }
+  if (params.softcap > 0.f) {  // one branch: the compiler would make one for each score
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+      for (int m = 0; m < kSteps; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[m][n][i] = tanh_approx(s[m][n][i]) * (params.softcap * 1.4426950408889634f);
   }
   if (edge) {
 #pragma unroll

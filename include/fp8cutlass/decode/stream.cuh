@@ -20,6 +20,7 @@ class Sequences {
   __device__ __forceinline__ Sequences(const Batch& b, int first, Lengths& lengths) : lengths_(lengths), first_(first) {
     const int lane = threadIdx.x % 32;
     copy4(&lengths.keys[lane], b.lengths + min(first + lane, b.sequences - 1), 4);
+    if (b.cu_q == nullptr) return;
     copy4(&lengths.query[lane], b.cu_q + min(first + lane, b.sequences), 4);
     if (lane == 0) copy4(&lengths.query[kKnown], b.cu_q + min(first + kKnown, b.sequences), 4);
   }
@@ -29,7 +30,9 @@ class Sequences {
   __device__ __forceinline__ Sequence at(const Batch& b, int s) const {
     const int i = s - first_;
     if (!there_ || i >= kKnown) return sequence_at(b, s);
-    return sequence_of(b, lengths_.keys[i], lengths_.query[i], lengths_.query[i + 1]);
+    const bool equal = b.cu_q == nullptr;
+    return sequence_of(b, lengths_.keys[i], equal ? s * b.each : lengths_.query[i],
+                       equal ? (s + 1) * b.each : lengths_.query[i + 1]);
   }
 
  private:

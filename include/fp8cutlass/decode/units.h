@@ -20,12 +20,15 @@ CUTE_HOST_DEVICE Sequence sequence_of(const Batch& b, int length, int begin, int
   Sequence of;
   of.keys = clamped(length, 0, b.most_keys);
   of.query = clamped(begin, 0, b.total_q);
-  of.queries = clamped(end, of.query, b.total_q) - of.query;
+  of.queries = b.routed && length < 0 ? 0 : clamped(end, of.query, b.total_q) - of.query;
   return of;
 }
 
+// Where the queries of a sequence begin, or end where it is the one before.
+CUTE_HOST_DEVICE int query_at(const Batch& b, int s) { return b.cu_q == nullptr ? s * b.each : b.cu_q[s]; }
+
 CUTE_HOST_DEVICE Sequence sequence_at(const Batch& b, int s) {
-  return sequence_of(b, b.lengths[s], b.cu_q[s], b.cu_q[s + 1]);
+  return sequence_of(b, b.lengths[s], query_at(b, s), query_at(b, s + 1));
 }
 
 struct Range {
@@ -34,8 +37,8 @@ struct Range {
 
 // The queries that belong to a sequence.
 CUTE_HOST_DEVICE Range queries_of(const Batch& b) {
-  const int begin = clamped(b.cu_q[0], 0, b.total_q);
-  return {begin, clamped(b.cu_q[b.sequences], begin, b.total_q)};
+  const int begin = clamped(query_at(b, 0), 0, b.total_q);
+  return {begin, clamped(query_at(b, b.sequences), begin, b.total_q)};
 }
 
 // Keys from `first` on, before `end`.

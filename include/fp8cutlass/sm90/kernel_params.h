@@ -15,7 +15,8 @@ struct KernelParams {
   ForwardParams p;
   Order order;
   int q_head_step, q_batch_step, k_head_step, k_batch_step;
-  int want_lse;  // p.lse is there: asked for every tile, and one word takes fewer instructions than a pointer
+  int want_lse;  // of unquantised P: asked for every tile, and one word takes fewer instructions than a pointer
+  int extras;    // p.lse, p.amax or p.sinks is there: what an item's end seldom has to do
 };
 
 constexpr int kDelivered = 2;  // operands that are handed over: V and K, the first of PackOrder

@@ -105,36 +105,33 @@ def own(out: torch.Tensor, operands: Operands16, variant: Variant, scaling: str)
     return max(errors), summarise(torch.cat(scores, 1), out)
 
 
-def kernels_of(
-    mode: Mode, precisions: Sequence[str], operands: Operands16
-) -> Iterator[tuple[str, Variant | None, str]]:
-    """The kernels that ``attention`` runs for a mode, each once: precision, kernel and its id; or None and why there is
-    none. Where precisions lead to one kernel, the first stands for the others."""
+def kernels_of(mode: Mode, precisions: Sequence[str], operands: Operands16) -> Iterator[tuple[str, bool, str]]:
+    """The kernels that ``attention`` runs for a mode, each once: precision, True and the kernel's id; or False and why
+    there is none. Where precisions lead to one kernel, the first stands for the others."""
     if mode.peer:
-        yield "", None, "torch"
+        yield "", True, "torch"
         return
     seen = set()
-    for precision in precisions:
+    for precision in mode.of(precisions):
         arguments: dict[str, Any] = {"precision": precision, **mode.arguments}
         served, text = supports(*operands, **arguments)
         name = text.split()[0] if served else text
         if name not in seen:
-            yield precision, load_manifest(target(operands[0].device).directory).find(name) if served else None, name
+            yield precision, served, name
         seen.add(name)
 
 
-def measure(
-    mode: Mode, precision: str, variant: Variant | None, operands: Operands16, original: torch.Tensor
-) -> Figures:
+def measure(mode: Mode, precision: str, kernel: str, operands: Operands16, original: torch.Tensor) -> Figures:
     """Run one mode on (B, H, S, D) bf16 operands, torch's attention where it is the peer; ``original`` is float64
     attention of them."""
     own_error, z = None, None
-    if variant is None:
+    if mode.peer:
         out = F.scaled_dot_product_attention(*operands)
     else:
         arguments: dict[str, Any] = {"precision": precision, **mode.arguments}
         out = cast(torch.Tensor, attention(*operands, **arguments))
         if not mode.transforms:
+            variant = load_manifest(target(operands[0].device).directory).find(kernel)
             own_error, z = own(out, operands, variant, mode.arguments["scaling"])
     return Figures(
         relative_l2(out, original),
@@ -159,10 +156,10 @@ def table(device: str, precisions: Sequence[str], *, quick: bool = False) -> Ite
             if missing is not None:
                 yield Row(inputs, shape, mode.name, "", "", gate, None, skipped=missing)
                 continue
-            for precision, variant, name in kernels_of(mode, precisions, (q, k, v)):
-                if variant is None and not mode.peer:
+            for precision, served, name in kernels_of(mode, precisions, (q, k, v)):
+                if not served:
                     yield Row(inputs, shape, mode.name, precision, "", gate, None, skipped=name)
                     continue
-                figures = measure(mode, precision, variant, (q, k, v), original)
+                figures = measure(mode, precision, name, (q, k, v), original)
                 missed = judge(figures, gate, inputs, precision, mode.rmse_limit(shape))
                 yield Row(inputs, shape, mode.name, precision, name, gate, figures, missed)

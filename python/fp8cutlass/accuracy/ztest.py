@@ -19,13 +19,27 @@ from .reference import STEP, Reference
 # interpolating 2^x inside an octave, 19% in all, of which the quadratic one leaves 0.2%. Two terms lose 0.00075; the
 # tensor core's accumulator of 13 fraction bits, simulated, brings that to 0.0008 to 0.0010 at head_dim 64 to 256.
 # P in f16, as decode has it, has steps of 2^-10 of the power of two below: 0.00028 there, 0.74 of it over an octave.
-P_ERROR = {"exp2": 0.0255, "linear": 0.0255 * 1.19, "quadratic": 0.0255, "exp2x2": 0.001, "f16": 0.00021}
+P_ERROR = {
+    "exp2": 0.0255,
+    "linear": 0.0255 * 1.19,
+    "codes": 0.0255 * 1.19,
+    "quadratic": 0.0255,
+    "exp2x2": 0.001,
+    "f16": 0.00021,
+}
 # A float32 score is cut to 13 fraction bits of itself or of the largest product in it after each step of 32 products:
 # toward zero, by half a unit on average. All keys of a row are so read a little too close to each other. Beside the
 # rounding of P in one term that is nothing; two terms are exact enough to show it.
-SCORE_CUT = {"exp2": 0.0, "linear": 0.0, "quadratic": 0.0, "exp2x2": 2.0**-14, "f16": 0.0}
+SCORE_CUT = {"exp2": 0.0, "linear": 0.0, "codes": 0.0, "quadratic": 0.0, "exp2x2": 2.0**-14, "f16": 0.0}
 # log2 of the P of a row maximum: 2^8, and code 122; in f16 it is 2^15, 2^39 of the smallest step as 2^30 is of e4m3's.
-P_OFFSET = {"exp2": 8.0, "linear": math.log2(320.0), "quadratic": 8.0, "exp2x2": 8.0, "f16": 30.0}
+P_OFFSET = {
+    "exp2": 8.0,
+    "linear": math.log2(320.0),
+    "codes": math.log2(320.0),
+    "quadratic": 8.0,
+    "exp2x2": 8.0,
+    "f16": 30.0,
+}
 # The largest relative rounding error of an output.
 OUT_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float8_e4m3fn: 2.0**-4}
 # The largest of a small output, half the step of subnormal numbers. That of FP8 depends on its descale and is left out.
@@ -74,6 +88,16 @@ def deviation(reference: Reference, softmax: str, out_dtype: torch.dtype) -> tor
     step = 2.0**-9 * 2.0 ** -P_OFFSET[softmax] * a.amax(-1, keepdim=True) / math.sqrt(12)
     variance = torch.maximum(error * a, step) ** 2 @ v**2
     variance += (OUT_ERROR[out_dtype] * r).abs().clamp_min(OUT_LEAST[out_dtype]) ** 2 / 3
+    return variance.clamp_min(1e-300).sqrt()
+
+
+def byte_deviation(reference: Reference, v_descale: torch.Tensor, tile_n: int, out_dtype: torch.dtype) -> torch.Tensor:
+    """That of P in u8: what a key adds to O is rounded to a 255th of the largest in its row and tile, ``tile_n`` keys,
+    of each V (B, H, S) in units of its descale."""
+    share = reference.probabilities * v_descale[:, :, None].double()
+    step = torch.cat([x.amax(-1, keepdim=True).expand_as(x) for x in share.split(tile_n, -1)], -1) / 255
+    whole = reference.values / v_descale[..., None].double()
+    variance = step**2 @ whole**2 / 12 + (OUT_ERROR[out_dtype] * reference.out).abs() ** 2 / 3
     return variance.clamp_min(1e-300).sqrt()
 
 

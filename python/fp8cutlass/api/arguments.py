@@ -10,11 +10,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..cache.packed import PackedKV
+    from ..masks.block_mask import BlockMask
 
 Descale = torch.Tensor | float | None
 Layout = Literal["bhsd", "bshd"]
 Scaling = Literal["tensor", "head", "block", "token"]
-Precision = Literal["fast", "balanced", "accurate", "high"]
+Precision = Literal["fast", "balanced", "accurate", "high", "int8", "int8_full"]
 Alignment = Literal["top_left", "bottom_right"]
 Fallback = Literal["error", "sdpa"]
 Backward = Literal["none", "flash"]
@@ -29,12 +30,15 @@ class Keywords(TypedDict, total=False):
     v_descale: Descale
     scaling: Scaling
     precision: Precision
-    smooth_k: bool
-    hadamard: bool
+    smooth_k: bool | None
+    hadamard: bool | None
     out_dtype: torch.dtype | None
     out_descale: Descale
     causal_alignment: Alignment
+    causal_offset: int | None
     window_size: tuple[int, int]
+    softcap: float
+    sinks: torch.Tensor | None
     out: torch.Tensor | None
     kernel: str | None
     fallback: Fallback
@@ -47,7 +51,7 @@ class Positional(TypedDict, total=False):
     query: torch.Tensor
     key: torch.Tensor | PackedKV
     value: torch.Tensor | None
-    attn_mask: torch.Tensor | None
+    attn_mask: torch.Tensor | BlockMask | None
     dropout_p: float
     is_causal: bool
     scale: float | None
@@ -57,7 +61,7 @@ class Positional(TypedDict, total=False):
 class Arguments(Positional, Keywords, total=False):
     """All of them."""
 
-    return_lse: bool
+    return_lse: bool | Literal["merge"]
     return_amax: bool
 
 

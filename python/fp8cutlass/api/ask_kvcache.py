@@ -6,8 +6,9 @@ import inspect
 from typing import Any
 
 from ..call.kvexplain import KVProblem, answer, describe
+from ..dtypes import OUT_NAMES
 from ..errors import UnsupportedError
-from .kvcache import attention_with_kvcache, settled
+from .kvcache import attention_with_kvcache, bound_of, settled
 from .kvcache_checks import Given, Settled
 
 _SIGNATURE = inspect.signature(attention_with_kvcache)
@@ -32,8 +33,9 @@ def supports_kvcache(*args: Any, **kwargs: Any) -> tuple[bool, str]:
 def explain_kvcache(*args: Any, **kwargs: Any) -> str:
     """Describe what ``attention_with_kvcache(*args, **kwargs)`` would run, as text of a few lines.
 
-    These are the kernel of decode, the rows of its units and why, its stages and CTAs, how the work is shared, and
-    whether it is built for the device. Or there is every reason why there is none. Nothing is launched.
+    These are the kernel of decode, the kernel that takes sequences with many queries, the rows of units and why, stages
+    and CTAs, how the work is shared, and whether it is built for the device. Or there is every reason why there is
+    none. Nothing is launched.
     """
     given = _given(args, kwargs)
     try:
@@ -52,7 +54,9 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
 def _problem(given: Given, at: Settled) -> KVProblem:
     left, right = given.window_size
     heads, head_dim = given.q.shape[-2:]
+    most_q = bound_of(given.q, given.max_seqlen_q if given.plan is None else given.plan.max_seqlen_q)
     return KVProblem(
-        at.lengths.shape[0], at.tokens, heads, at.cache.kv_heads, head_dim, at.cache.page_size, given.max_seqlen_q,
-        left, 0 if given.causal else right, given.num_splits, at.cache.format == "native",
+        at.lengths.shape[0], at.tokens, heads, at.cache.kv_heads, head_dim, at.cache.page_size, most_q, left,
+        0 if given.causal else right, given.num_splits, at.cache.format == "native", given.plan is not None,
+        at.columns * at.cache.page_size, OUT_NAMES[given.q.dtype], given.softcap > 0, given.sinks is not None,
     )  # fmt: skip

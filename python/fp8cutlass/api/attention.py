@@ -9,7 +9,6 @@ import torch
 from ..cache.packed import PackedKV
 from ..call import memo
 from ..call.backward import asked, differentiable
-from ..call.call import Outputs
 from ..call.enter import Form, reshaped
 from ..call.fallback import sdpa
 from ..call.operators import execute
@@ -17,7 +16,9 @@ from ..call.options import Options
 from ..call.request import TENSORS, Request
 from ..call.settle import settle
 from ..errors import NoKernelError
+from ..masks.block_mask import BlockMask
 from . import jagged
+from .deliver import deliver
 
 if TYPE_CHECKING:
     from .arguments import Keywords, Unpack
@@ -28,7 +29,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor | PackedKV,
     value: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -45,13 +46,13 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor | PackedKV,
     value: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    return_lse: Literal[True],
+    return_lse: Literal[True, "merge"],
     return_amax: Literal[False] = False,
     **options: Unpack[Keywords],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -62,7 +63,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor | PackedKV,
     value: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -79,13 +80,13 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor | PackedKV,
     value: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    return_lse: Literal[True],
+    return_lse: Literal[True, "merge"],
     return_amax: Literal[True],
     **options: Unpack[Keywords],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
@@ -96,13 +97,13 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor | PackedKV,
     value: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    return_lse: bool = False,
+    return_lse: bool | Literal["merge"] = False,
     return_amax: bool = False,
     **options: Unpack[Keywords],
 ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...
@@ -112,7 +113,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor | PackedKV,
     value: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -124,18 +125,21 @@ def attention(
     v_descale: torch.Tensor | float | None = None,
     scaling: str = "block",
     precision: str = "fast",
-    smooth_k: bool = False,
-    hadamard: bool = False,
+    smooth_k: bool | None = None,
+    hadamard: bool | None = None,
     out_dtype: torch.dtype | None = None,
     out_descale: torch.Tensor | float | None = None,
-    return_lse: bool = False,
+    return_lse: bool | Literal["merge"] = False,
     return_amax: bool = False,
     causal_alignment: str = "top_left",
     window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     kernel: str | None = None,
     fallback: str = "error",
     backward: str = "none",
+    causal_offset: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Softmax(query key^T * scale) value in FP8; the positional part is that of ``scaled_dot_product_attention``.
 
@@ -155,8 +159,11 @@ def attention(
             An infinity in key makes every row of its head that sees it NaN; it is no mask.
             ``key`` may be what ``pack_kv`` made of both, without a value: scaling, precision, smooth_k and hadamard are
             then those of the packing, and query is bf16 or fp16 as they were.
-        attn_mask, dropout_p: not supported; anything but None and 0.0 is refused, except ``causal_upper_left`` and
-            ``causal_lower_right`` of ``torch.nn.attention.bias``.
+        attn_mask: boolean, True where a row sees a key; a ``BlockMask``, packed once for many calls; or additive, of
+            float32, bf16 or fp16: added to the scaled score, -inf hides, as does less than -2.3e38. It broadcasts to
+            (B, H, Sq, Sk) in every layout. An additive one may stand beside ``is_causal`` and a window, a boolean one
+            is joined (``BlockMask.window``). CPU alone; a ``CausalBias`` of torch is ``is_causal`` everywhere.
+        dropout_p: not supported; anything but 0.0 is refused.
         is_causal: hide from row i every key past ``i`` (``causal_alignment="top_left"``, as SDPA has it) or past
             ``i + Sk - Sq`` (``"bottom_right"``, as FlashAttention has it, refused without a mask). A row without keys
             is 0, its LSE -inf.
@@ -175,21 +182,29 @@ def attention(
             computes no P so, and serves where these have no kernel: FP8 operands, whose scores may not fit f16, and
             ``token`` scaling; ``balanced`` exists on sm_90 alone. ``high`` multiplies V by P in two terms, so that next
             to nothing is lost beside the rounding of the operands: e4m3, bf16 and fp16 operands, bf16 and fp16
-            results. Pinning a less precise kernel is excluded.
+            results. Pinning a less precise kernel is excluded. ``int8`` makes 8-bit integers of bf16 and fp16 query and
+            key, ``int8_full`` of value and P, too, in ``block`` scaling; a NaN reaches all rows that see its descale.
         smooth_k: subtract from every key of a head a mean of some of them before it is quantised, which changes nothing
-            but rounding: for keys that share a bias. An LSE is that of the original keys. Not for FP8 operands.
+            but rounding: for keys that share a bias. An LSE is that of the original keys. Not for FP8 operands. By
+            default for ``int8`` and ``int8_full``.
         hadamard: multiply the rows of query and key by one orthonormal matrix before they are quantised, which changes
             no score but for rounding: for outliers. A bias that keys share is better subtracted first (``smooth_k``).
-            Finite elements should stay below 2^120. Not for FP8 operands.
+            Finite elements should stay below 2^120. Not for FP8 operands. By default as ``smooth_k``.
         out_dtype: bf16, fp16 or float8_e4m3fn; default the dtype of query, bf16 for FP8 operands.
         out_descale: for float8_e4m3fn output: a float in [2^-126, 2^126] or one float32; stored = result /
             out_descale, saturating.
-        return_lse: also return the natural-log sum of exponentials, (B, H, Sq) float32.
+        return_lse: also return the natural-log sum of exponentials, (B, H, Sq) float32. ``"merge"`` gives that of the
+            quantised exponentials, which costs next to nothing and is for ``merge_attention`` alone.
         return_amax: also return the largest |result| before ``out_descale``, (1,) float32.
         window_size: (left, right): row i sees ``left`` keys before its own and ``right`` after it; -1 for all.
             ``is_causal`` sets right to 0. Which key is row i's own, ``causal_alignment`` says: key i, or with
             ``"bottom_right"`` key ``i + Sk - Sq``. A window with a left end has kernels on Hopper, for e4m3, bf16 and
             fp16 operands, bf16 and fp16 results, and every scaling but "token".
+        softcap: 0, or c > 0: a logit x becomes ``c * tanh(x / c)`` before the mask. It has kernels on Hopper, for e4m3,
+            bf16 and fp16 operands, bf16 and fp16 results, every scaling but "token" and every precision but "high"; on
+            Ada without a window. ``fast`` and ``balanced`` are then ``accurate``.
+        sinks: (H,) bf16, fp16 or float32: a logit for each head without a value, which joins the denominator once, and
+            the LSE. A row without keys stays 0, its LSE -inf. Neither softcap nor sinks go with smooth_k.
         out: the result is copied into it: shape and device of query, dtype of the result, any strides with which
             no two elements are one, no gradient, no element shared with an input (not checked while torch.compile
             traces).
@@ -201,6 +216,8 @@ def attention(
         backward: ``flash`` gives operands with ``requires_grad`` a gradient: torch's flash attention computes it from
             this forward's result and LSE, in the dtype of query. For bf16 and fp16 operands, without a window, causal
             with Sq = Sk, the result alone. By default such operands are refused while gradients are enabled.
+        causal_offset: which key is row i's own: ``i + causal_offset``, for a shard of the rows. With is_causal or a
+            window_size, instead of causal_alignment. May be negative: rows without keys are 0, their LSE -inf.
 
     Returns:
         The result in the shape of query, with value's D, and in query's memory order, then lse and amax as asked for.
@@ -223,31 +240,34 @@ def attention(
         return_amax,
         causal_alignment,
         window_size,
+        softcap,
         kernel,
         fallback,
         backward,
+        causal_offset,
     )
     signed = None
     if not torch.compiler.is_compiling() and attn_mask is None and out is None and out_descale is None:
         plain = q_descale is None and k_descale is None and v_descale is None
         descales = () if plain else (q_descale, k_descale, v_descale)
-        signed = memo.signature(query, key, value, descales, options)
+        signed = memo.signature(query, key, value, descales, options, sinks)
         known = None if signed is None else memo.look_up(signed)
         if known is not None:
             operands: tuple[Any, ...] = (query, key, value)
             if layout == "bshd":
                 operands = tuple(x.transpose(1, 2) if isinstance(x, torch.Tensor) else x for x in operands)
             try:
-                return _deliver(known(*operands, *descales), layout, out)
+                more = descales if sinks is None else (*descales, sinks)
+                return deliver(known(*operands, *more), layout, out)
             except RuntimeError as error:
                 if not memo.refused(error, descales):
                     raise
     given = (q_descale, k_descale, v_descale, out_descale)
-    request = Request(query, key, value, attn_mask, *given, out, options)
+    request = Request(query, key, value, attn_mask, *given, out, options, sinks=sinks)
     entered = reshaped(request)
     try:
         if jagged.is_jagged(query):
-            return _deliver(jagged.attention(request), "bhsd", None)
+            return deliver(jagged.attention(request), "bhsd", None)
         if entered is not None:
             if out is not None:
                 settle(request)  # checks `out`, too
@@ -259,23 +279,11 @@ def attention(
         result = sdpa(request, error)
         return result if out is None else out.copy_(result)
     if asked(backward, tensors):
-        return _deliver(differentiable(call, tensors), layout, out)
+        return deliver(differentiable(call, tensors), layout, out)
     outputs = execute(call, tensors)
     if signed is not None and memo.taken_as_given(tensors, query, key, value, scale):
         memo.remember(signed, call, tensors, descales)
-    return _deliver(outputs, layout, out)
-
-
-def _deliver(outputs: Outputs, layout: str, out: torch.Tensor | None) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """What was asked for, the result in the layout of query."""
-    result, lse, amax = outputs
-    if layout == "bshd":
-        result = result.transpose(1, 2)
-    if out is not None:
-        result = out.copy_(result)
-    if lse is not None:
-        return (result, lse) if amax is None else (result, lse, amax)
-    return result if amax is None else (result, amax)
+    return deliver(outputs, layout, out)
 
 
 def _deliver_reshaped(
@@ -286,6 +294,4 @@ def _deliver_reshaped(
     result = form.leave(attention(**tensors, **request.options._asdict()))
     if out is None:
         return result
-    if isinstance(result, torch.Tensor):
-        return out.copy_(result)
-    return (out.copy_(result[0]), *result[1:])
+    return out.copy_(result) if isinstance(result, torch.Tensor) else (out.copy_(result[0]), *result[1:])

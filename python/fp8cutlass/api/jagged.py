@@ -13,7 +13,14 @@ from ..call.request import DEFAULTS, Request
 from ..errors import NoKernelError, UnsupportedError
 from . import varlen
 
-ONLY = ("scaling", "smooth_k", "hadamard", "return_amax", "backward")  # options that ragged batches have one value of
+ONLY = (
+    "scaling",
+    "smooth_k",
+    "hadamard",
+    "return_amax",
+    "backward",
+    "causal_offset",
+)  # options that ragged batches have one value of
 
 
 def is_jagged(x: Any) -> bool:
@@ -75,8 +82,10 @@ def arguments(request: Request) -> dict[str, Any]:
     beyond = [
         f"{name}={getattr(options, name)!r} is not served for nested tensors, {name}={getattr(DEFAULTS, name)!r} is"
         for name in ONLY
-        if getattr(options, name) != getattr(DEFAULTS, name)
+        if (getattr(options, name) or None) != (getattr(DEFAULTS, name) or None)
     ]
+    if options.return_lse not in (True, False):
+        beyond.append(f"return_lse={options.return_lse!r} is not served for nested tensors, True and False are")
     if options.dropout_p != 0.0:
         beyond.append(f"dropout_p is not supported; accepted is 0.0, got {options.dropout_p}")
     beyond += [
@@ -105,10 +114,12 @@ def arguments(request: Request) -> dict[str, Any]:
         "causal": options.is_causal,
         "window_size": tuple(options.window_size),
         "causal_alignment": options.causal_alignment,
+        "softcap": options.softcap,
+        "sinks": request.sinks,
         **{name: getattr(request, name) for name in ("q_descale", "k_descale", "v_descale")},
         "precision": options.precision,
         "out_dtype": options.out_dtype,
-        "return_lse": options.return_lse,
+        "return_lse": bool(options.return_lse),
         "kernel": options.kernel,
     }
 

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from ..cache.checks import static_descale, wrong_numbers, wrong_rotary, wrong_tokens
+from ..cache.checks import known_descale, static_descale, wrong_numbers, wrong_rotary, wrong_tokens
+from ..cache.engines import source_of
 from ..cache.paged import PagedKVCache
-from ..call.options import wrong_scale, wrong_window
+from ..call.options import wrong_scale, wrong_sinks, wrong_softcap, wrong_window
 from ..dtypes import HALF_DTYPES
 from ..errors import UnsupportedError
-from ..quant.descale import SMALLEST
 
 MOST_SPLITS = 256
 INT32 = (torch.int32,)
+DESCALES = ("k_descale", "v_descale")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Given:
     num_splits: Any
     out: Any
     return_lse: Any
+    plan: Any
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,39 @@ class Settled:
     """Cache, tables and lengths in one form."""
 
     cache: PagedKVCache
-    page_table: torch.Tensor  # (B, most pages) int32
+    page_table: torch.Tensor | None  # (B, most pages) int32; None: page s is sequence s
     lengths: torch.Tensor  # (B,) int32, before anything is appended
     tokens: int  # of q
-    cu_q: torch.Tensor  # (B + 1,) int32
+    cu_q: torch.Tensor | None  # (B + 1,) int32; None: all sequences have as many of the tokens
     new: int  # tokens to be appended
-    cu_new: torch.Tensor | None
-    descales: tuple[torch.Tensor, torch.Tensor]  # static ones of K and V, (B, Hkv)
+    cu_new: torch.Tensor | None  # None where nothing is appended, or all have as many
+    # Static ones of K and V: numbers, or (), (1,), (Hkv,) or (B, Hkv), which are yet to be limited.
+    descales: tuple[torch.Tensor | float, torch.Tensor | float]
+
+    @property
+    def batch(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """Pages of a row of the table."""
+        return 1 if self.page_table is None else self.page_table.shape[1]
+
+    def table(self) -> torch.Tensor:
+        """The page table, made where there is none."""
+        if self.page_table is not None:
+            return self.page_table
+        return torch.arange(self.batch, dtype=torch.int32, device=self.lengths.device)[:, None]
+
+    def ends(self, cu: torch.Tensor | None, tokens: int) -> torch.Tensor:
+        """(B + 1,) int32: ``cu``, or the ends of equal parts of ``tokens``."""
+        return cu if cu is not None else equal_ends(self.batch, tokens, self.lengths.device)
+
+    def spread(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The descales as tokens are appended by them, (B, Hkv)."""
+        shape = (self.batch, self.cache.kv_heads)
+        k, v = (static_descale(n, d, shape, self.cache.device) for n, d in zip(DESCALES, self.descales, strict=True))
+        return k, v
 
 
 def check(given: Given) -> Settled:
@@ -100,39 +128,38 @@ def check(given: Given) -> Settled:
     wrong += _wrong_out(given)
     if wrong:
         raise UnsupportedError(*wrong)
-    names = ("k_descale", "v_descale")
+    descales: list[torch.Tensor | float]
     if isinstance(given.cache, PagedKVCache):
-        own = (cache.k_descale[given.layer], cache.v_descale[given.layer])
-        k_descale, v_descale = (d.expand(batch, -1) for d in own)
+        descales = [cache.k_descale[given.layer], cache.v_descale[given.layer]]
     else:
-        k_descale, v_descale = (static_descale(n, getattr(given, n), (batch, cache.kv_heads), q.device) for n in names)
-    rows = q.shape[1] if q.dim() == 4 else 0
-    cu_q = given.cu_seqlens_q if given.cu_seqlens_q is not None else _equal(batch, rows, q.device)
+        shape = (batch, cache.kv_heads)
+        descales = [known_descale(name, getattr(given, name), shape, q.device) for name in DESCALES]
     cu_new, new = None, 0
     if given.k is not None:
         new = given.k.shape[0] * (given.k.shape[1] if given.k.dim() == 4 else 1)
-        ragged = cu_q if given.cu_seqlens_k_new is None else given.cu_seqlens_k_new
-        cu_new = _equal(batch, given.k.shape[1], q.device) if given.k.dim() == 4 else ragged
-    tokens = q.shape[0] * (rows if q.dim() == 4 else 1)
-    return Settled(cache, table, lengths, tokens, cu_q, new, cu_new, (k_descale, v_descale))
+        ragged = given.cu_seqlens_q if given.cu_seqlens_k_new is None else given.cu_seqlens_k_new
+        cu_new = None if given.k.dim() == 4 else ragged
+    tokens = q.shape[0] * (q.shape[1] if q.dim() == 4 else 1)
+    return Settled(cache, table, lengths, tokens, given.cu_seqlens_q, new, cu_new, (descales[0], descales[1]))
 
 
 def check_lengths(at: Settled) -> None:
     """Of values that can be looked at."""
     wrong = []
-    for name, cu, tokens in (("cu_seqlens_q", at.cu_q, at.tokens), ("cu_seqlens_k_new", at.cu_new, at.new)):
+    cu_new = at.ends(at.cu_new, at.new) if at.new else at.cu_new
+    for name, cu, tokens in (("cu_seqlens_q", at.cu_q, at.tokens), ("cu_seqlens_k_new", cu_new, at.new)):
         if cu is not None and ((ends := cu.tolist())[0] < 0 or ends[-1] > tokens or ends != sorted(ends)):
             wrong.append(f"{name} must rise from 0 at least to the {tokens} tokens at most, got {ends}")
     if wrong:
         raise UnsupportedError(*wrong)
-    size, columns = at.cache.page_size, at.page_table.shape[1]
-    more = torch.zeros_like(at.lengths) if at.cu_new is None else at.cu_new[1:] - at.cu_new[:-1]
+    size, columns, table = at.cache.page_size, at.columns, at.table()
+    more = torch.zeros_like(at.lengths) if cu_new is None else cu_new[1:] - cu_new[:-1]
     for s, (length, new) in enumerate(zip(at.lengths.tolist(), more.tolist(), strict=True)):
         if length < 0 or length + new > columns * size:
             end = f" and {new} new ones" if new else ""
             wrong.append(f"sequence {s} has {length} keys{end}, its {columns} pages hold 0 to {columns * size}")
             continue
-        pages = at.page_table[s, : -(-(length + new) // size)].tolist()
+        pages = table[s, : -(-(length + new) // size)].tolist()
         outside = [page for page in pages if not 0 <= page < at.cache.num_pages]
         if outside:
             wrong.append(f"page_table of sequence {s} must name pages 0 to {at.cache.num_pages - 1}, got {outside[0]}")
@@ -140,8 +167,9 @@ def check_lengths(at: Settled) -> None:
         raise UnsupportedError(*wrong)
 
 
-def _equal(batch: int, rows: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
+def equal_ends(batch: int, tokens: int, device: torch.device) -> torch.Tensor:
+    """(batch + 1,) int32: where the tokens of each sequence begin, and those of the last end."""
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * (tokens // max(batch, 1))
 
 
 def _cache(given: Given) -> PagedKVCache:
@@ -167,7 +195,7 @@ def _cache(given: Given) -> PagedKVCache:
         )
     if given.layer != 0:
         raise UnsupportedError(f"layer is for a PagedKVCache, got {given.layer!r}")
-    return PagedKVCache.from_tensor(cache)
+    return PagedKVCache.bare(source_of(cache, "nhd"))
 
 
 def _wrong_values(given: Given) -> list[str]:
@@ -177,13 +205,14 @@ def _wrong_values(given: Given) -> list[str]:
         for name in ("causal", "return_lse")
         if not isinstance(getattr(given, name), bool)
     ]
-    reasons = wrong_scale("softmax_scale", given.softmax_scale), wrong_window("window_size", given.window_size)
+    softcap, q = given.softcap, given.q
+    reasons = (
+        wrong_scale("softmax_scale", given.softmax_scale),
+        wrong_window("window_size", given.window_size),
+        wrong_softcap("softcap", softcap),
+        wrong_sinks("sinks", given.sinks, q.shape[-2], q.device),
+    )
     wrong += [reason for reason in reasons if reason is not None]
-    softcap = given.softcap
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 <= softcap <= 2.0**64:
-        wrong.append(f"softcap must be 0 or a positive number up to 2^64, got {softcap!r}")
-    elif softcap and softcap < SMALLEST**0.5:
-        wrong.append(f"softcap must be 0 or at least 2^-63, got {softcap!r}")
     if isinstance(softcap, (int, float)) and softcap and getattr(given.cache, "k_mean", None) is not None:
         wrong.append("softcap bends logits, and the cache's k_mean moves them: the two do not go together")
     splits = given.num_splits
@@ -191,15 +220,6 @@ def _wrong_values(given: Given) -> list[str]:
         wrong.append(f"num_splits must be 0 to {MOST_SPLITS}, got {splits!r}")
     if given.max_seqlen_q is not None and not isinstance(given.max_seqlen_q, (int, torch.SymInt)):
         wrong.append(f"max_seqlen_q must be an integer or None, got {given.max_seqlen_q!r}")
-    sinks, q = given.sinks, given.q
-    kinds = (*HALF_DTYPES, torch.float32)
-    if sinks is not None and (
-        not isinstance(sinks, torch.Tensor)
-        or tuple(sinks.shape) != (q.shape[-2],)
-        or sinks.dtype not in kinds
-        or sinks.device != q.device
-    ):
-        wrong.append(f"sinks must be ({q.shape[-2]},) on {q.device}, bfloat16, float16 or float32")
     wrong += wrong_rotary(given.rotary_cos, given.rotary_sin, given.rotary_interleaved, q.shape[-1], q.device)
     if given.rotary_cos is not None and given.k is None:
         wrong.append("rotary_cos turns q and the keys that are appended: k and v are missing")
@@ -213,10 +233,12 @@ def _table(given: Given, cache: PagedKVCache, batch: int) -> Any:
         raise UnsupportedError(
             f"without page_table the cache has a row for each of {batch} sequences, got {cache.num_pages}"
         )
-    return torch.arange(batch, dtype=torch.int32, device=cache.device)[:, None]
+    return None
 
 
 def _wrong_table(table: Any, batch: int, device: torch.device) -> list[str]:
+    if table is None:
+        return []
     if isinstance(table, torch.Tensor) and table.dim() == 2 and table.dtype == torch.int32:
         if table.shape[0] == batch and table.device == device:
             return []

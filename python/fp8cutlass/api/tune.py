@@ -22,7 +22,7 @@ from ..choose import dispatch, tuned
 from ..choose.dispatch import decide, serving
 from ..choose.problem import Problem
 from ..choose.target import target
-from ..dtypes import DTYPE_NAMES
+from ..dtypes import operand_name
 from ..errors import UnsupportedError
 from ..manifest import load_manifest
 from ..timing import Timing, capture, interleave
@@ -109,6 +109,8 @@ def tune(*args: Any, save: bool = True, **kwargs: Any) -> Tuning:
         raise UnsupportedError("tune takes tensors: a PackedKV was made for certain kernels already")
     if call.mask == "window":
         raise UnsupportedError("tune compares kernels, and windows have one for each class: leave window_size out")
+    if call.softcap:
+        raise UnsupportedError("tune compares kernels, and caps have one for each class: leave softcap out")
     if not q.is_cuda:
         raise UnsupportedError(
             f"tune times kernels on a card, and query is on {q.device}, where the emulator runs: pass CUDA tensors"
@@ -125,7 +127,7 @@ def _search(request: Request, call: Call, tensors: Tensors, timer: Timer, save: 
         tuned.read(path)  # `store` keeps its rows, and would find out too late that it cannot
     q, k = tensors.q, tensors.k
     at = target(q.device)
-    problem = problem_of(call, at, q.device, q.shape, k.shape, DTYPE_NAMES.get(q.dtype, "e4m3"))
+    problem = problem_of(call, at, q.device, q.shape, k.shape, operand_name(q.dtype, call.precision))
     manifest = load_manifest(at.directory)
     default = decide(at.directory, replace(problem, card=""))[0].id  # what the table says, whatever was measured
     rivals = [v.id for v in serving(manifest, problem, default) if v.id != default]

@@ -10,7 +10,7 @@ from ..autocast import under_autocast
 from ..call.checks import WIDE_DTYPES
 from ..call.enter import number
 from ..call.operators import register
-from ..call.options import CHOICES, flag, one_of, wrong_kernel, wrong_scale, wrong_window
+from ..call.options import CHOICES, flag, one_of, wrong_kernel, wrong_scale, wrong_sinks, wrong_softcap, wrong_window
 from ..call.ragged import PRECISIONS, RaggedCall, choose, default_scale, run
 from ..call.reasons import (
     differing,
@@ -55,6 +55,8 @@ def attention_varlen(
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of sequences of unequal lengths whose tokens lie one after the other.
 
@@ -77,10 +79,13 @@ def attention_varlen(
         out_dtype: bf16 or fp16; default the dtype of q, bf16 for FP8.
         return_lse: also return the natural-log sum of exponentials.
         kernel: the id of a variant to run.
+        softcap: 0, or c > 0: a logit x becomes ``c * tanh(x / c)`` before the mask. ``fast`` is then ``accurate``.
+        sinks: (H,) bf16, fp16 or float32: a logit for each head without a value, which joins the denominator once.
+            The LSE includes it.
 
     Returns:
         (T, H, D), then the LSE (H, T) float32 where asked for. Rows that see no key, and tokens that belong to no
-        sequence, are 0, their LSE -inf.
+        sequence, are 0, their LSE -inf, with and without sinks.
 
     Raises:
         UnsupportedError: with every reason, before anything is launched.
@@ -89,7 +94,7 @@ def attention_varlen(
         *_checked(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale,
             causal, window_size, causal_alignment, q_descale, k_descale, v_descale, precision, out_dtype, return_lse,
-            kernel,
+            kernel, softcap, sinks,
         )
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -124,6 +129,8 @@ def _checked(
     out_dtype: torch.dtype | None,
     return_lse: bool,
     kernel: str | None,
+    softcap: float,
+    sinks: torch.Tensor | None,
 ) -> tuple[Any, ...]:
     """What the operator takes; UnsupportedError with every reason against it."""
     q, k, v = under_autocast((q, k, v))
@@ -131,10 +138,12 @@ def _checked(
     wrong = _wrong(
         (q, k, v), (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), softmax_scale, causal, window_size,
         causal_alignment, (q_descale, k_descale, v_descale), precision, out_dtype, return_lse, kernel,
+        softcap, sinks,
     )  # fmt: skip
     if wrong:
         raise UnsupportedError(*wrong)
     named = [("q", q), ("k", k), ("v", v), *zip(DESCALES, (q_descale, k_descale, v_descale), strict=True)]
+    named.append(("sinks", sinks))
     beyond = [
         wrong_dtype(name, x, ACCEPTED) for name, x in zip("qkv", (q, k, v), strict=True) if x.dtype in WIDE_DTYPES
     ]
@@ -156,6 +165,7 @@ def _checked(
         *(None if d is None else d.contiguous() for d in (q_descale, k_descale, v_descale)),
         max_seqlen_q, max_seqlen_k, default_scale(q.shape[2]) if softmax_scale is None else float(softmax_scale),
         left, 0 if causal else right, causal_alignment == "bottom_right", dtype, precision, return_lse, kernel or "",
+        float(softcap), None if sinks is None else sinks.float().contiguous(),
     )  # fmt: skip
 
 
@@ -172,11 +182,11 @@ def _call(
     v_descale: torch.Tensor | None,
     *rest: object,
 ) -> RaggedCall:
-    max_q, max_k, scale, left, right, bottom_right, dtype, precision, return_lse, kernel = rest
+    max_q, max_k, scale, left, right, bottom_right, dtype, precision, return_lse, kernel, softcap, sinks = rest
     descales = tuple(d for d in (q_descale, k_descale, v_descale) if d is not None)
     return RaggedCall(
         q, k, v, cu_q, cu_k, used_q, used_k, max_q, max_k, descales, scale, left, right, bottom_right, dtype,  # type: ignore[arg-type]
-        precision, return_lse, kernel,  # type: ignore[arg-type]
+        precision, return_lse, kernel, softcap, sinks,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -191,7 +201,7 @@ _operator = register(
     "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, "
     "Tensor? seqused_k, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, float scale, int left, int right, bool bottom_right, ScalarType out_dtype, str precision, "
-    "bool return_lse, str kernel) -> (Tensor out, Tensor lse)",
+    "bool return_lse, str kernel, float softcap, Tensor? sinks) -> (Tensor out, Tensor lse)",
     lambda *args: run(_call(*args)),
     _fake,
 )
@@ -209,6 +219,8 @@ def _wrong(
     out_dtype: object,
     return_lse: object,
     kernel: object,
+    softcap: object,
+    sinks: object,
 ) -> list[str]:
     """Every reason to refuse that needs no value of a tensor."""
     named = list(zip("qkv", operands, strict=True))
@@ -245,6 +257,8 @@ def _wrong(
         one_of("precision", precision, CHOICES["precision"]),
         wrong_scale("softmax_scale", scale),
         wrong_kernel("kernel", kernel),
+        wrong_softcap("softcap", softcap),
+        wrong_sinks("sinks", sinks, q.shape[1], q.device),
     ]
     wrong += [reason for reason in found if reason is not None]
     if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in OUT_NAMES):

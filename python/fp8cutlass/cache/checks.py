@@ -12,6 +12,7 @@ from .pages import FORMATS, VECTOR
 
 V_SCALES = ("static", "pow2")
 INTEGERS = (torch.int32, torch.int64)
+Descale = torch.Tensor | float | None
 
 
 def check_new(sizes: dict[str, object], format: str, v_scale: str, k_descale: object, v_descale: object) -> None:
@@ -43,18 +44,31 @@ def check_new(sizes: dict[str, object], format: str, v_scale: str, k_descale: ob
 def static_descale(name: str, given: object, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
     """A descale that the caller knows, spread over ``shape``, which is (layers, kv_heads) or (sequences, kv_heads);
     UnsupportedError for anything else."""
+    descale = known_descale(name, given, shape, device)
+    if not isinstance(descale, torch.Tensor):
+        return torch.full(shape, descale, device=device)
+    return limited(descale).expand(shape)
+
+
+def known_descale(name: str, given: object, shape: tuple[int, int], device: torch.device) -> torch.Tensor | float:
+    """The same as it was given: a number, or a tensor of (), (1,), ``shape[1:]`` or ``shape``."""
     given = 1.0 if given is None else given
     if not isinstance(given, torch.Tensor):
         if (reason := refuse_host(name, given)) is not None:
             raise UnsupportedError(reason)
-        return torch.full(shape, float(given), device=device)  # type: ignore[arg-type]
+        return float(given)  # type: ignore[arg-type]
     accepted = ((), (1,), shape[1:], shape)
     if given.dtype != torch.float32 or tuple(given.shape) not in accepted or given.device != device:
         raise UnsupportedError(
             f"{name} must be a float, or float32 on {device} of shape {' or '.join(map(str, accepted[1:]))}, "
             f"got {given.dtype}, {tuple(given.shape)} on {given.device}"
         )
-    return given.clamp(SMALLEST, 1 / SMALLEST).expand(shape)
+    return given
+
+
+def limited(descale: torch.Tensor) -> torch.Tensor:
+    """As it is multiplied by. The kernels of decode do this themselves."""
+    return descale.clamp(SMALLEST, 1 / SMALLEST)
 
 
 def settled_mean(k_mean: object, shape: tuple[int, int, int], device: torch.device) -> torch.Tensor | None:

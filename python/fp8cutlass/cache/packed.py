@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,15 +12,27 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .._version import __version__
 from ..choose.reuse import KVForm
+from ..choose.target import granularities
+from ..dtypes import OPERANDS, operand_name
+from ..errors import UnsupportedError
+from ..manifest import GROUPS, KEY_BLOCK
+from ..native.fused import descale_shape, packed_shape
 
 HELD = ("scaling", "precision", "smooth_k", "hadamard")  # arguments of attention that packing has settled
+
+
+def key_grid(scaling: str, key_block: int) -> int:
+    """Keys that packed ones can be cut between: V is packed by 128, and a block shares a descale."""
+    return math.lcm(KEY_BLOCK, key_block) if scaling == "block" else KEY_BLOCK
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class PackedKV:
     """What ``pack_kv`` returns and ``attention`` takes as ``key``. The bytes are those that a call on key and value
-    itself would make; docs/design/numerics.md describes them. Not to be made or changed by hand.
+    itself would make; docs/design/numerics.md describes them. Not to be made or changed by hand: ``tensors`` and
+    ``rebuilt`` take it apart and put it together, ``narrow``, ``heads`` and ``joined`` are those keys and heads.
 
     It is a node of torch's pytrees, whose leaves are its tensors, and ``torch.load`` reads it with its defaults.
     """
@@ -68,11 +82,136 @@ class PackedKV:
         """Without ``metadata``, as a copy may be read on another device."""
         return {name: x for name, x in vars(self).items() if name != "metadata"}
 
+    @property
+    def signature(self) -> str:
+        """Form, shape and the package's version as a text: what two processes have to agree on to exchange tensors."""
+        settled = ", ".join(f"{name}={getattr(self, name)}" for name in SETTLED)
+        return f"fp8cutlass {__version__}, PackedKV {tuple(self.shape)} of {self.k.shape[3]} columns, {settled}"
+
+    @property
+    def grid(self) -> int:
+        """Keys that it can be cut between: only multiples of this."""
+        return key_grid(self.scaling, self.key_block)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors by name, those that there are."""
+        return self._tensors()
+
+    def shapes(self, tokens: int | None = None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each of ``tensors()``; of as many ``tokens`` packed alike, where they are given."""
+        batch, heads, keys, columns = self.k.shape
+        whole = (batch, heads, keys if tokens is None else tokens, columns)
+        shared = self._shared_by()
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            f"{name}_descale": (descale_shape(name, whole, shared[name], self.key_block), torch.float32)
+            for name in ("k", "v")
+        }
+        if self.k_mean is not None:
+            found["k_mean"] = ((batch, heads, columns), torch.float32)
+        return found | {"k": (whole, torch.uint8), "v": (packed_shape(whole), torch.uint8)}
+
+    def rebuilt(self, tensors: dict[str, torch.Tensor]) -> PackedKV:
+        """The same form around other tensors, of any number of tokens: what another process packed alike.
+
+        Raises:
+            UnsupportedError: a name is missing, or a shape, a dtype or a stride is not that of the form.
+        """
+        expected = self.shapes()
+        wrong = (
+            [f"tensors must be {', '.join(expected)}, got {', '.join(tensors)}"]
+            if set(tensors) != set(expected)
+            else []
+        )
+        if not wrong and tensors["k"].dim() == 4:
+            expected = self.shapes(tensors["k"].shape[2])
+        for name, (shape, dtype) in () if wrong else expected.items():
+            x = tensors[name]
+            if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
+                wrong.append(f"{name} must be {dtype} of shape {tuple(shape)}, got {x.dtype}, {tuple(x.shape)}")
+            elif x.stride(-1) != 1 if name == "k" else not x.is_contiguous():
+                wrong.append(f"{name} must be contiguous, got strides {x.stride()}")
+        if wrong:
+            raise UnsupportedError(*wrong)
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+    def narrow(self, start: int, tokens: int) -> PackedKV:
+        """Keys ``start`` to ``start + tokens``: views where these are contiguous, else copies.
+
+        Raises:
+            UnsupportedError: an end is neither a multiple of ``grid`` nor that of the keys.
+        """
+        keys = self.k.shape[2]
+        if not 0 <= start <= start + tokens <= keys:
+            raise UnsupportedError(f"start and tokens must lie within the {keys} keys, got {start} and {tokens}")
+        if start % self.grid or ((start + tokens) % self.grid and start + tokens != keys):
+            raise UnsupportedError(
+                f"packed keys can be cut between multiples of {self.grid}, got {start} to {start + tokens} of {keys}"
+            )
+        if (start, tokens) == (0, keys):
+            return self
+        cut: dict[str, torch.Tensor] = {"k": self.k.narrow(2, start, tokens)}
+        cut["v"] = self.v.narrow(3, start, packed_shape(cut["k"].shape)[3]).contiguous()
+        for name, (shape, _) in self.shapes(tokens).items():
+            x = getattr(self, name)
+            if name.endswith("_descale") and tuple(shape) != tuple(x.shape):  # blocks or tokens in the last dimension
+                blocks, shared = start // self.key_block, self._shared_by()[name[0]]
+                first = {"block": blocks, "group": GROUPS * blocks}.get(shared, start)
+                cut[name] = x.narrow(2, first, shape[2]).contiguous()
+        return replace(self, **cut)  # type: ignore[arg-type]
+
+    def heads(self, start: int, count: int) -> PackedKV:
+        """``count`` heads from ``start`` on: views where these are contiguous, as with one sequence, else copies."""
+        if not 0 <= start < start + count <= self.k.shape[1]:
+            raise UnsupportedError(
+                f"start and count must lie within the {self.k.shape[1]} heads, got {start} and {count}"
+            )
+        cut = {
+            name: x.narrow(1, start, count) if x.dim() > 1 else x  # (1,): one descale for all
+            for name, x in self._tensors().items()
+        }
+        return replace(self, **{name: x if name == "k" else x.contiguous() for name, x in cut.items()})  # type: ignore[arg-type]
+
+    @staticmethod
+    def joined(parts: Sequence[PackedKV]) -> PackedKV:
+        """All keys of parts that were packed alike, one after the other, copied; one part alone is itself.
+
+        Raises:
+            UnsupportedError: parts differ in anything but tokens; one before the last does not end on its ``grid``; the
+                scaling shares a descale among all keys of a head, or smooth_k a mean.
+        """
+        wrong = [] if parts else ["parts must be one PackedKV at least, got none"]
+        some = [part for part in parts if part.k.shape[2]] or list(parts[:1])
+        if len(some) > 1:
+            first, shared = some[0], some[0]._shared_by()
+            alike = [{name: getattr(x, name) for name in SETTLED} | {"B, Hkv": x.k.shape[:2]} for x in some]
+            for name, value in alike[0].items():
+                others = [x[name] for x in alike if x[name] != value]
+                wrong += [f"parts differ in {name}: {value} and {others[0]}"] if others else []
+            wrong += [
+                f"{x} keys end between multiples of {first.grid}"
+                for x in (part.k.shape[2] for part in some[:-1])
+                if x % first.grid
+            ]
+            if any(shared[name] not in ("block", "group", "token") for name in "kv"):
+                wrong.append(f"scaling={first.scaling!r} shares descales among all keys of a head; 'block' does not")
+            if first.smooth_k:
+                wrong.append("smooth_k subtracts a mean from all keys of a head, and parts have one each")
+        if wrong:
+            raise UnsupportedError(*wrong)
+        if len(some) == 1:
+            return some[0]
+        axes = {"k": 2, "v": 3, "k_descale": 2, "v_descale": 2}
+        return replace(some[0], **{name: torch.cat([getattr(x, name) for x in some], at) for name, at in axes.items()})  # type: ignore[arg-type]
+
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedKV:
         """The same on another device, itself where it is there. Kernels of that device read it if they read such keys
         of their own; ``attention`` refuses it by name if none does."""
         moved = {name: x.to(device, non_blocking=non_blocking) for name, x in self._tensors().items()}
         return self if all(x is getattr(self, name) for name, x in moved.items()) else replace(self, **moved)  # type: ignore[arg-type]
+
+    def _shared_by(self) -> dict[str, str]:
+        mode = dict(zip("qkv", granularities(self.scaling), strict=True))
+        return OPERANDS[operand_name(self.dtype, self.precision)].granularity(mode)
 
     def _all(self) -> list[torch.Tensor | None]:
         return [getattr(self, name) for name in LEAVES]

@@ -13,6 +13,7 @@ from ..quant.prepare import prepared
 from ..quant.rope import rope
 from . import write
 from .checks import (
+    Descale,
     check_hadamard,
     check_new,
     check_places,
@@ -65,8 +66,8 @@ class PagedKVCache:
         layers: int = 1,
         format: str = "native",
         v_scale: str = "static",
-        k_descale: torch.Tensor | float | None = None,
-        v_descale: torch.Tensor | float | None = None,
+        k_descale: Descale = None,
+        v_descale: Descale = None,
         k_mean: torch.Tensor | None = None,
         hadamard: bool = False,
         device: torch.device | str | None = None,
@@ -79,7 +80,8 @@ class PagedKVCache:
         self._source: Source  # of a cache of from_tensor
         self.pages: torch.Tensor | None = torch.zeros(layers, num_pages, size, dtype=torch.uint8, device=device)
         shape = (layers, num_pages, page_size, kv_heads, head_dim)
-        self._settle(shape, self.pages.device, format, v_scale, k_descale, v_descale, k_mean, hadamard)
+        self._sizes(shape, self.pages.device, format, v_scale)
+        self._settle(k_descale, v_descale, k_mean, hadamard)
 
     @classmethod
     def from_tensor(
@@ -89,8 +91,8 @@ class PagedKVCache:
         layout: str = "nhd",
         page_size: int | None = None,
         kv_axis: int = 1,
-        k_descale: torch.Tensor | float | None = None,
-        v_descale: torch.Tensor | float | None = None,
+        k_descale: Descale = None,
+        v_descale: Descale = None,
         k_mean: torch.Tensor | None = None,
         hadamard: bool = False,
     ) -> PagedKVCache:
@@ -111,29 +113,29 @@ class PagedKVCache:
         Raises:
             UnsupportedError: a shape, dtype or stride outside the above.
         """
-        self = cls.__new__(cls)
-        self.pages, self._source = None, source_of(cache, layout, page_size, kv_axis)
-        k = self._source.pages().k
-        self._settle((1, *k.shape), k.device, layout, "static", k_descale, v_descale, k_mean, hadamard)
+        self = cls.bare(source_of(cache, layout, page_size, kv_axis))
+        self._settle(k_descale, v_descale, k_mean, hadamard)
         return self
 
-    def _settle(
-        self,
-        shape: tuple[int, ...],
-        device: torch.device,
-        format: str,
-        v_scale: str,
-        k_descale: torch.Tensor | float | None,
-        v_descale: torch.Tensor | float | None,
-        k_mean: torch.Tensor | None,
-        hadamard: bool,
-    ) -> None:
+    @classmethod
+    def bare(cls, source: Source) -> PagedKVCache:
+        """A cache of ``from_tensor`` for one call that has the descales: nothing is made on the device."""
+        self = cls.__new__(cls)
+        self.pages, self._source = None, source
+        k = source.pages().k
+        self._sizes((1, *k.shape), k.device, source.layout, "static")
+        return self
+
+    def _sizes(self, shape: tuple[int, ...], device: torch.device, format: str, v_scale: str) -> None:
         self.layers, self.num_pages, self.page_size, self.kv_heads, self.head_dim = shape
-        self.format, self.v_scale, self.device = format, v_scale, device
+        self.format, self.v_scale, self.device, self.hadamard = format, v_scale, device, False
+        self.k_mean: torch.Tensor | None = None
+
+    def _settle(self, k_descale: Descale, v_descale: Descale, k_mean: torch.Tensor | None, hadamard: bool) -> None:
         heads = (self.layers, self.kv_heads)
-        self.k_descale = static_descale("k_descale", k_descale, heads, device)  # (layers, kv_heads) float32
-        self.v_descale = static_descale("v_descale", v_descale, heads, device)
-        self.k_mean = settled_mean(k_mean, (*heads, self.head_dim), device)
+        self.k_descale = static_descale("k_descale", k_descale, heads, self.device)  # (layers, kv_heads) float32
+        self.v_descale = static_descale("v_descale", v_descale, heads, self.device)
+        self.k_mean = settled_mean(k_mean, (*heads, self.head_dim), self.device)
         check_hadamard(hadamard, self.head_dim)
         self.hadamard = hadamard
 

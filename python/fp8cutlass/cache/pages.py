@@ -5,7 +5,9 @@ A page of format ``native`` holds, for one KV head after the other, K, V and the
     K      page_size x head_dim bytes   e4m3, token by token
     V      page_size x head_dim bytes   e4m3, token by token, not transposed
     K's    page_size x 4 bytes          float32, the descale of each token
-    V's    16 bytes                     float32, the descale of the page's V, then 12 bytes of zeros
+    V's    4 bytes                      float32, the descale of the page's V, then zeros
+
+A head's record ends at a multiple of 128 bytes, so that rows of 128 bytes are lines of a card's memory.
 
 The others are FlashInfer's: ``nhd`` is (2, page_size, kv_heads, head_dim) and ``hnd`` (2, kv_heads, page_size,
 head_dim), K before V, e4m3. Their descales are not in the page.
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 FORMATS = ("native", "nhd", "hnd")
-V_DESCALE_BYTES = 16
+LINE = 128  # bytes of a card's memory that are fetched together: records of heads begin at multiples of it
 VECTOR = 16  # bytes of one vector access: rows begin at multiples of it
 
 
@@ -34,8 +36,8 @@ class Pages:
 
 def page_bytes(kv_heads: int, head_dim: int, page_size: int, format: str) -> int:
     """Of one layer."""
-    inside = 4 * page_size + V_DESCALE_BYTES if format == "native" else 0
-    return kv_heads * (2 * page_size * head_dim + inside)
+    keys = 2 * page_size * head_dim
+    return kv_heads * (-(-(keys + 4 * page_size + 4) // LINE) * LINE if format == "native" else keys)
 
 
 def views(raw: torch.Tensor, kv_heads: int, head_dim: int, page_size: int, format: str) -> Pages:

@@ -34,16 +34,26 @@ def refused(request: Request) -> list[str]:
         wrong.append(f"operands of {q.dtype}")
     left, right = visible(options)
     if left is not None or right:
-        wrong.append(f"window_size={options.window_size}")
+        wrong.append(f"window_size={options.window_size}" + _own(options.causal_offset))
+    if options.softcap:
+        wrong.append(f"softcap={options.softcap}")
+    if request.sinks is not None:
+        wrong.append("sinks")
     rows, keys = (x.shape[1 if options.layout == "bshd" else 2] for x in (q, request.key))
     if right == 0 and rows != keys:  # flash attention aligns the end, its emulation on the CPU the beginning
         wrong.append(f"is_causal=True with {rows} rows and {keys} keys")
     wrong += [name for name in ("return_lse", "return_amax") if getattr(options, name)]
+    if request.attn_mask is not None:
+        wrong.append("attn_mask")
     if request.out is not None:
         wrong.append("out")
     if options.out_dtype not in (None, q.dtype):
         wrong.append(f"out_dtype={options.out_dtype} for operands of {q.dtype}")
     return [f"backward='flash' cannot serve {what}" for what in wrong]
+
+
+def _own(causal_offset: int | None) -> str:
+    return "" if causal_offset is None else f", causal_offset={causal_offset}"
 
 
 def asked(backward: str, t: Tensors) -> bool:

@@ -10,15 +10,16 @@ import torch
 
 from ..dtypes import OUT_DTYPES, OUT_NAMES
 from ..manifest import KEY_BLOCK
-
-FAR = 1 << 30  # keys before or after a row's own, of a window without an end there
+from .options import FAR
 
 
 class Tensors(NamedTuple):
     """The tensors of a call: q (B, H, Sq, D), k and v (B, Hkv, Sk, D), any strides, or packed K and V.
 
     bf16 or fp16 operands have no descales, FP8 ones canonical ones (docs/design/numerics.md). ``k_mean`` is what was
-    subtracted from packed keys.
+    subtracted from packed keys. ``seen`` is a boolean mask; or ``tiles``, ``counts`` and ``bits`` are a packed one
+    (``BlockMask``); ``bias`` is added to the scaled scores. All broadcast to (B, H, Sq, Sk), packed ones in tiles.
+    ``sinks`` are (H,) float32.
     """
 
     q: torch.Tensor
@@ -29,6 +30,12 @@ class Tensors(NamedTuple):
     v_descale: torch.Tensor | None = None
     out_descale: torch.Tensor | None = None
     k_mean: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    tiles: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    bits: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def empty(self) -> bool:
@@ -51,11 +58,14 @@ class Call:
     Attributes:
         kind: "half" (bf16 or fp16 operands), "fp8" (with descales), or "packed" (bf16 or fp16 Q, packed K and V).
         left, right: row i sees the keys from ``i - left`` to ``i + right``; None is no such end.
+        merge_lse: the LSE is that of the quantised P.
         bottom_right: i counts from ``keys - rows`` on, not from 0.
         scale: of softmax, of any sign.
         kernel: the id of a variant, "" for the choice of the table.
         precision: "fast" and "balanced" assert of FP8 operands that the scores fit f16, which holds when Q and K were
             quantised with amax 14.
+        masked, biased: whether the tensors have a boolean mask, packed or not, and a bias.
+        softcap: a logit x becomes ``softcap * tanh(x / softcap)``; 0 leaves it.
         key_block, amax: of packed K: keys that share a descale, and what K was quantised to.
     """
 
@@ -68,12 +78,16 @@ class Call:
     right: int | None = None
     bottom_right: bool = False
     return_lse: bool = False
+    merge_lse: bool = False
     return_amax: bool = False
     kernel: str = ""
     smooth_k: bool = False
     hadamard: bool = False
+    masked: bool = False
+    biased: bool = False
     key_block: int = KEY_BLOCK
     amax: float = 0.0
+    softcap: float = 0.0
 
     @property
     def mask(self) -> str:
@@ -92,7 +106,7 @@ class Call:
 
     def numbers(self) -> tuple[Any, ...]:
         """What may have no value while torch.compile traces: the fields of NUMBERS."""
-        return self.left, self.right, self.key_block, self.scale, self.amax
+        return self.left, self.right, self.key_block, self.scale, self.amax, self.softcap
 
     def text(self) -> str:
         """All but the ``numbers``, as one word a field: what is a constant where torch.compile traces."""
@@ -108,14 +122,14 @@ def mask_of(left: int | None, right: int | None) -> str:
     return "full" if right is None else "causal"
 
 
-NUMBERS = ("left", "right", "key_block", "scale", "amax")
+NUMBERS = ("left", "right", "key_block", "scale", "amax", "softcap")
 _IN_TEXT = tuple(f.name for f in fields(Call) if f.name not in NUMBERS)
 _READ: dict[str, Any] = {"bool": lambda text: text == "True", "int": int, "float": float, "str": str}
 _TYPES = {f.name: str(f.type) for f in fields(Call)}
 
 
 @lru_cache(maxsize=4096)
-def parse(text: str, numbers: tuple[Any, ...] = (None, None, KEY_BLOCK, 1.0, 0.0)) -> Call:
+def parse(text: str, numbers: tuple[Any, ...] = (None, None, KEY_BLOCK, 1.0, 0.0, 0.0)) -> Call:
     """Undo :meth:`Call.text` and :meth:`Call.numbers`; ValueError for a text that is none."""
     words = dict(word.partition("=")[::2] for word in text.split(" "))
     if set(words) != set(_IN_TEXT) or words["out_dtype"] not in OUT_DTYPES:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..manifest import load_manifest
 from ..memory import is_seq_major
 from ..native import extension
 from ..native.attend import PACKED_BEFORE, Attend, Way, faster_way, prepare
@@ -15,7 +16,7 @@ from ..quant.smooth import restore_lse
 from .call import Outputs, Tensors
 from .plan import Plan, score_amax
 
-# Query, key and value in layout bhsd, or a PackedKV and None, and if FP8 the descales: tensors or numbers.
+# Query, key and value in layout bhsd, or a PackedKV and None, if FP8 the descales: tensors or numbers, and sinks.
 Known = Callable[..., Outputs]
 
 
@@ -31,7 +32,12 @@ def prepared_call(plan: Plan, t: Tensors, *, way: Way | None = None, numbers: Se
         way = PACKED_BEFORE
     elif way is None:
         way = faster_way(variant, plan.granularity, t.q.shape, t.k.shape, **changed)
-    extension.load_kernels(plan.number, t.q.get_device(), t.q.dtype)
+    resident = -1
+    if plan.resident is None:
+        extension.load_kernels(plan.number, t.q.get_device(), t.q.dtype)
+    else:
+        resident = load_manifest(extension.built_dir()).residents.index(plan.resident)
+        extension.load_resident(resident, t.q.get_device())
     causal_offset, window_offset = call.offsets(t.q.shape[2], t.k.shape[2])
     return prepare(
         call.kind,
@@ -45,8 +51,11 @@ def prepared_call(plan: Plan, t: Tensors, *, way: Way | None = None, numbers: Se
         causal_offset=causal_offset,
         window_offset=window_offset,
         return_lse=call.return_lse,
+        merge_lse=call.merge_lse,
         return_amax=call.return_amax,
+        softcap=call.softcap,
         way=way,
+        resident=resident,
         descales=numbers,
         **changed,
     )
@@ -59,12 +68,12 @@ def run_on_card(plan: Plan, t: Tensors) -> Outputs:
         return _packed(attend, readable(t.q), t)
     q, k, v = (readable(x) for x in t[:3])
     if kind == "half":
-        return Outputs(*attend(q, k, v, t.out_descale))
-    return Outputs(*attend.run((q, k, v, t.q_descale, t.k_descale, t.v_descale), t.out_descale))
+        return Outputs(*attend(q, k, v, t.out_descale, t.sinks))
+    return Outputs(*attend.run((q, k, v, t.q_descale, t.k_descale, t.v_descale), t.out_descale, t.sinks))
 
 
 def _packed(attend: Attend, q: torch.Tensor, t: Tensors) -> Outputs:
-    outputs = Outputs(*attend.run((q, t.k, t.v, t.k_descale, t.v_descale), t.out_descale))
+    outputs = Outputs(*attend.run((q, t.k, t.v, t.k_descale, t.v_descale), t.out_descale, t.sinks))
     if t.k_mean is not None and outputs.lse is not None:
         restore_lse(outputs.lse, t.q, t.k_mean[..., : t.q.shape[3]], attend.scale)
     return outputs
@@ -77,6 +86,8 @@ def known(plan: Plan, t: Tensors, descales: Sequence[Any] = ()) -> Known | None:
     if t.empty:
         return None
     copied = any(readable(x) is not x for x in (t[:1] if kind == "packed" else t[:3]))
+    if t.sinks is not None:
+        return None if copied and kind == "half" else _with_sinks(plan, t, descales)
     if kind == "half":
         if copied:
             return None
@@ -87,8 +98,7 @@ def known(plan: Plan, t: Tensors, descales: Sequence[Any] = ()) -> Known | None:
         return lambda *inputs: Outputs(*run(inputs))
     if kind == "fp8":
         tensors = [isinstance(x, torch.Tensor) for x in descales]
-        numbers = [0.0 if there else float(x) for x, there in zip(descales, tensors, strict=True)]
-        run = prepared_call(plan, t, numbers=numbers).run
+        run = prepared_call(plan, t, numbers=_numbers(descales)).run
         if copied:
             return lambda q, k, v, *given: Outputs(*run((readable(q), readable(k), readable(v), *_tensors(given))))
         if all(tensors):
@@ -103,6 +113,26 @@ def known(plan: Plan, t: Tensors, descales: Sequence[Any] = ()) -> Known | None:
             attend, readable(q), Tensors(q, kv.k, kv.v, None, kv.k_descale, kv.v_descale, None, kv.k_mean)
         )
     return lambda q, kv, _: Outputs(*run((q, kv.k, kv.v, kv.k_descale, kv.v_descale)))
+
+
+def _with_sinks(plan: Plan, t: Tensors, descales: Sequence[Any]) -> Known:
+    """The same of a call with sinks, which come last. They are float32 or become it."""
+    kind = plan.call.kind
+    run = prepared_call(plan, t, numbers=_numbers(descales) if kind == "fp8" else (0.0,) * 3).run
+    wide = torch.float32
+    if kind == "half":
+        return lambda q, k, v, sinks: Outputs(*run((q, k, v), None, sinks if sinks.dtype is wide else sinks.float()))
+    if kind == "fp8":
+        return lambda q, k, v, *given: Outputs(
+            *run((readable(q), readable(k), readable(v), *_tensors(given[:-1])), None, given[-1].float())
+        )
+    return lambda q, kv, _, sinks: Outputs(
+        *run((readable(q), kv.k, kv.v, kv.k_descale, kv.v_descale), None, sinks.float())
+    )
+
+
+def _numbers(descales: Sequence[Any]) -> list[float]:
+    return [0.0 if isinstance(x, torch.Tensor) else float(x) for x in descales]
 
 
 def _tensors(given: Sequence[Any]) -> list[torch.Tensor | None]:

@@ -10,9 +10,10 @@ import torch
 
 from ..dtypes import DTYPE_NAMES, HALF_DTYPES, OUT_NAMES
 from ..errors import NoKernelError, UnsupportedError
+from ..manifest import INTEGER
 from ..quant import descale
-from . import backward
-from .options import TRANSFORMS
+from . import backward, masks
+from .options import TRANSFORMS, wrong_sinks
 from .reasons import (
     BHSD,
     NO_BACKWARD,
@@ -78,12 +79,19 @@ def check_shapes(request: Request) -> None:
 
 
 def check_types(request: Request) -> None:
-    """Dtypes and devices of the tensors, and what the output type needs."""
+    """Dtypes and devices of the tensors, what the output type needs, and the mask."""
     q = request.query
     wrong = wrong_dtypes(_named(request, OPERANDS), ACCEPTED, WIDE_DTYPES)
     if q.dtype in DTYPE_NAMES:
         on = [name for name in TRANSFORMS if getattr(request.options, name)]
         wrong += [f"{name} is for bf16 and fp16 operands; {q.dtype} ones are quantised already" for name in on]
+        if (precision := request.options.precision) in INTEGER:
+            wrong.append(f"precision={precision!r} is for bf16 and fp16 operands; {q.dtype} ones are quantised already")
+    heads = request.bhsd()[0].shape[1]
+    if (reason := wrong_sinks("sinks", request.sinks, heads, q.device)) is not None:
+        wrong.append(reason)
+    elif request.sinks is not None and request.options.smooth_k:
+        wrong.append("sinks stand beside logits, and smooth_k moves these: the two do not go together")
     out_dtype = request.options.out_dtype
     if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in OUT_NAMES):
         wrong.append(f"out_dtype must be one of {', '.join(map(str, OUT_NAMES))}, got {out_dtype}")
@@ -94,6 +102,7 @@ def check_types(request: Request) -> None:
             wrong += descale.refuse("out_descale", request.out_descale, "tensor", (1, 1, 1, 1), q.device)
     elif request.out_descale is not None:
         wrong.append(f"out_descale is for out_dtype=torch.float8_e4m3fn, got out_dtype={out_dtype}")
+    wrong += masks.refused(request.attn_mask, request.options, *request.bhsd()[:2])
     if wrong:
         raise UnsupportedError(*wrong)
 
@@ -118,8 +127,6 @@ def check_descales(request: Request, granularity: Sequence[str]) -> None:
 def check_features(request: Request) -> None:
     """Well-formed arguments that no kernel serves, but torch's attention does."""
     wrong = []
-    if request.attn_mask is not None:
-        wrong.append("attn_mask is not supported; accepted are None and is_causal=True")
     if request.key.shape != request.value.shape:
         k, v = request.bhsd()[1:]
         wrong += differing("key", "value", [("heads", k.shape[1], v.shape[1])])
@@ -133,7 +140,8 @@ def check_features(request: Request) -> None:
         wrong += backward.refused(request)
     else:
         wrong += [f"{name} has {NO_BACKWARD}{FLASH}" for name in differentiable]
-    wrong += no_derivatives(_named(request, (*DESCALES, "out_descale")))
+    wrong += no_derivatives(_named(request, (*DESCALES, "out_descale", "sinks")))
+    wrong += masks.wants_gradient(request.attn_mask)
     if wrong:
         raise NoKernelError(*wrong)
 

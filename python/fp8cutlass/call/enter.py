@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from ..autocast import FLOATS, under_autocast
 from ..cache.packed import HELD, PackedKV
 from ..errors import UnsupportedError
+from .masks import flattened
 from .request import DEFAULTS, Request
 
 NAMES = ("query", "key", "value")
@@ -193,7 +194,8 @@ def reshaped(request: Request) -> tuple[Request, Form] | None:
         shape = (q.shape[1 if bshd else 2], columns)
     options = request.options._replace(enable_gqa=gqa, scale=scale, fallback="error")
     form = Form(shape, lead, not no_heads, request.options.layout)
-    return replace(request, query=q, key=k, value=v, out=None, options=options), form
+    mask = flattened(request.attn_mask, lead)
+    return replace(request, query=q, key=k, value=v, attn_mask=mask, out=None, options=options), form
 
 
 def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..choose.target import target
 from ..errors import UnsupportedError
 from ..manifest import KEY_BLOCK
+from ..masks.bits import TILE
 from ..native.attend import faster_way
 from .backward import asked
 from .call import Call, Tensors
+from .masks import packed
 from .options import TRANSFORMS
 from .plan import Plan, resolve, score_amax
 from .request import Request
@@ -34,8 +38,13 @@ def describe(request: Request) -> str:
     if call.kind == "packed":
         holder = "" if request.key is None else f" for {request.key.kernel}"
         lines.append(f"keys:      packed with amax {call.amax:g}{holder}")
+    lines += _mask(call, tensors)
     if call.mask == "window":
         lines.append(f"window:    {_end(call.left)} keys before and {_end(call.right)} after a row's own")
+    if call.softcap:
+        lines.append(f"softcap:   {call.softcap:g}")
+    if tensors.sinks is not None:
+        lines.append("sinks:     one a head, added by the attention kernel")
     if asked(request.options.backward, tensors):
         lines.append("gradient:  torch's flash attention, from the result and the LSE of this call")
     if variant.schedule != "multistage":
@@ -45,6 +54,22 @@ def describe(request: Request) -> str:
     if variant.head_dim != tensors.q.shape[3]:
         lines.append(f"padding:   head_dim {tensors.q.shape[3]} to {variant.head_dim}")
     return "\n".join([*lines, built])
+
+
+def _mask(call: Call, t: Tensors) -> list[str]:
+    lines = []
+    if call.masked and not t.empty:
+        mask = packed(t.seen, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, t.q.shape[2], t.k.shape[2])
+        text = "known when it runs"
+        if mask is not None and type(mask.tiles) is torch.Tensor and not mask.tiles.is_meta:
+            skipped, part, whole = mask.counted()
+            text = f"{skipped} skipped, {part} seen in part, {whole} whole"
+            shared = "" if mask.rows == t.q.shape[2] else " for all rows"
+            text += f", of {skipped + part + whole}{shared} (batches x heads {mask.shape[0]} x {mask.shape[1]})"
+        lines.append(f"mask:      tiles of {TILE} rows and keys: {text}")
+    if call.biased and t.bias is not None:
+        lines.append(f"bias:      {tuple(t.bias.shape)} {t.bias.dtype}, added to the scaled scores in float32")
+    return lines
 
 
 def _end(keys: int | None) -> str:
@@ -76,7 +101,9 @@ def _operands(call: Call, tensors: Tensors, plan: Plan) -> list[str]:
     if half and call.scaling == "block" and variant.key_block != KEY_BLOCK:
         quantised += f", a descale per {variant.key_block} keys"
     lines = [f"numerics:  {precision}{quantised}"]
-    if call.kind == "half" and tensors.q.is_cuda:
+    if plan.resident is not None:
+        lines.append(f"one kernel: {plan.resident.id}, K and V kept in shared memory; nothing is packed")
+    elif call.kind == "half" and tensors.q.is_cuda:
         shapes = tensors.q.shape, tensors.k.shape
         way = faster_way(variant, plan.granularity, *shapes, smooth_k=call.smooth_k, hadamard=call.hadamard)
         lines.append(f"query:     quantised {'by the attention kernel' if way.leave_q else 'and packed with K and V'}")

@@ -13,6 +13,7 @@ from ..errors import UnsupportedError
 from ..quant.descale import to_canonical
 from ..quant.quantize import dequantize
 from ..tracing import constant
+from . import masks
 from .enter import opened
 from .options import visible
 from .request import Request
@@ -29,6 +30,10 @@ def sdpa(request: Request, cause: UnsupportedError) -> torch.Tensor:
     beyond = [name for name in ("return_lse", "return_amax") if getattr(request.options, name)]
     if options.out_dtype == torch.float8_e4m3fn:
         beyond.append("out_dtype=torch.float8_e4m3fn")
+    if options.softcap:
+        beyond.append(f"softcap={options.softcap}")
+    if request.sinks is not None:
+        beyond.append("sinks")
     if request.packed is not None:
         beyond.append("a PackedKV, which does not hold key and value any more")
     if beyond:
@@ -47,18 +52,17 @@ def sdpa(request: Request, cause: UnsupportedError) -> torch.Tensor:
                 strict=True,
             )
         )
-    mask, causal = request.attn_mask, options.is_causal
+    mask, causal = masks.for_sdpa(request.attn_mask, q), options.is_causal
     left, right = visible(options)
     rows, keys = q.shape[-2], k.shape[-2]
     shift = keys - rows if options.causal_alignment == "bottom_right" else 0
-    if left is not None or right is not None and (right + shift or not causal):
-        if mask is not None:
-            raise UnsupportedError(*cause.reasons, "attn_mask excludes is_causal=True and a window_size") from cause
+    if left is not None or right is not None and (right + shift or not causal or mask is not None):
         if q.is_nested:
             raise UnsupportedError(*cause.reasons, "torch's attention has no such mask of nested tensors") from cause
-        mask = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
-        mask = mask if right is None else mask.tril(shift + right)
-        mask = mask if left is None else mask.triu(shift - left)
+        band = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
+        band = band if right is None else band.tril(shift + right)
+        band = band if left is None else band.triu(shift - left)
+        mask = band if mask is None else mask.masked_fill(~band, -torch.inf)  # a bias: others exclude a band
         causal = False
     try:
         out = _sdpa(q, k, v, mask, options.dropout_p, causal, scale=options.scale, enable_gqa=options.enable_gqa)

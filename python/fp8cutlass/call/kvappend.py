@@ -47,9 +47,8 @@ def append(
     written.
     """
     k, v = tokens
-    ends = cu[1:] - cu[:-1]
     if not len(k) or not len(lengths) or not page_table.shape[1]:
-        return lengths + ends
+        return lengths + cu.diff()
     # Where numbers are looked at, torch operations write the same bytes.
     done = (
         None if k.is_cuda and looks_at(k) else cache.launch(k, v, Table(cu, lengths, page_table), layer, descales, turn)
@@ -70,4 +69,4 @@ def append(
         k = rope(k, cos, sin, position, interleaved)
     of_token = (descales[0][sequence], descales[1][sequence])
     cache.write(k, v, slots, layer, of_token)
-    return lengths + ends
+    return lengths + cu.diff()

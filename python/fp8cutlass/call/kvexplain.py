@@ -11,6 +11,7 @@ from ..errors import NoKernelError, UnsupportedError
 from ..manifest import Decode, load_manifest
 from ..native.decode import kernel_for
 from .kvlaunch import rows_of
+from .kvprefill import LEAST, Chunks, Prefill, prefill_for
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class KVProblem:
     right: int = 0
     splits: int = 0
     inline: bool = True  # whether descales are in the pages
+    planned: bool = False  # whether plan_attention has cut the work
+    room: int | None = None  # keys that a row of the page table has room for
+    dtype: str = "bf16"  # of q
+    softcap: bool = False
+    sinks: bool = False
 
     @property
     def group(self) -> int:
@@ -36,20 +42,31 @@ class KVProblem:
 
     @property
     def rows(self) -> int:
-        """That a unit of work has use for."""
+        """That a unit of work has use for, where all is decode."""
         return rows_of(self.tokens, self.sequences, self.group, self.most_q)
+
+    @property
+    def chunks(self) -> Chunks:
+        return Chunks(
+            self.tokens, self.sequences, self.most_q, self.room, self.kv_heads, self.head_dim, self.dtype, self.left,
+            self.right, self.softcap, self.sinks, self.splits,
+        )  # fmt: skip
 
 
 def chosen(problem: KVProblem, at: Target) -> Decode:
     """NoKernelError where there is none."""
-    return kernel_for(at.directory, at.arch, problem.head_dim, problem.rows)[0]
+    rows = problem.group if prefill_for(at, problem.chunks)[0] else problem.rows
+    return kernel_for(at.directory, at.arch, problem.head_dim, rows)[0]
 
 
 def answer(problem: KVProblem, device: torch.device) -> str:
     """The kernel in one line. UnsupportedError with the reasons where there is none."""
     if device.type == "cpu":
         return "the emulator of decode"
-    kernel = chosen(problem, _target(device))
+    at = _target(device)
+    kernel, (part, _) = chosen(problem, at), prefill_for(at, problem.chunks)
+    if part is not None:
+        return f"{part.kernel.id} for sequences of {LEAST} queries and more, {kernel.id} for the others"
     return f"{kernel.id} ({_reason(problem, kernel)})"
 
 
@@ -69,15 +86,17 @@ def describe(problem: KVProblem, device: torch.device) -> tuple[bool, str]:
             kernel = chosen(problem, at)
         except UnsupportedError as refused:
             return False, "no kernel: " + "\n           ".join(dict.fromkeys((*error.reasons, *refused.reasons)))
+    part, why = prefill_for(at, problem.chunks)
     lines = [
         f"kernel:    {kernel.id}",
         f"for:       {at.arch}, {at.sm_count} SMs, list in {at.directory}",
-        f"why:       {_reason(problem, kernel)}",
+        f"prefill:   {_prefill(problem, part) if part else 'by the same kernel: ' + why}",
+        f"why:       {_reason(problem, kernel, part is not None)}",
         "evidence:  a rule; no time was measured for this choice",
         f"others:    {_others(problem, kernel, at)}",
         f"shape:     {kernel.tile} keys a tile, {kernel.stages} stages, {kernel.threads // 32} warps, "
         f"CTAs an SM: {kernel.ctas_per_sm}, {kernel.smem_bytes:,} bytes of shared memory",
-        f"work:      {_work(problem, kernel, at)}",
+        f"work:      {_work(problem, kernel, at, part is not None)}",
         *_call(problem),
     ]
     return True, "\n".join([*lines, built])
@@ -90,8 +109,18 @@ def _target(device: torch.device, *, shipped: bool = False) -> Target:
     return target(device, shipped=shipped)
 
 
-def _reason(problem: KVProblem, kernel: Decode) -> str:
+def _prefill(problem: KVProblem, part: Prefill) -> str:
+    size = 2 * part.capacity * problem.kv_heads * problem.head_dim
+    return (
+        f"{part.kernel.id}, for sequences of {LEAST} queries and more; at most {part.most} of them, "
+        f"{part.capacity:,} keys in all, whose K and V are copied to {size / (1 << 20):,.1f} MiB"
+    )
+
+
+def _reason(problem: KVProblem, kernel: Decode, routed: bool = False) -> str:
     per_token = f"{problem.group} head{'s share' if problem.group > 1 else ' has'} a head of K and V"
+    if routed:
+        return f"{kernel.rows} rows a unit are the fewest that hold a token of what is left: {per_token}"
     tokens = problem.rows // problem.group
     bound = "by max_seqlen_q" if problem.most_q is not None else "on average"
     use = f"{problem.rows} rows: {tokens} query token{'s' if tokens > 1 else ''} a sequence {bound}, {per_token}"
@@ -109,13 +138,19 @@ def _others(problem: KVProblem, kernel: Decode, at: Target) -> str:
     return f"units of {', '.join(map(str, sorted(rows)))} rows" if rows else "none of this head_dim"
 
 
-def _work(problem: KVProblem, kernel: Decode, at: Target) -> str:
+def _work(problem: KVProblem, kernel: Decode, at: Target, routed: bool) -> str:
     ctas = at.sm_count * kernel.ctas_per_sm
-    times = -(-problem.rows // kernel.rows)
+    times = 1 if routed else -(-problem.rows // kernel.rows)
     read = "once" if times == 1 else f"{times} times"
+    read = f"{read} for each token" if routed else read
+    by = (
+        "before, by its plan"
+        if problem.planned and not routed
+        else "first, by a kernel of its own; plan_attention does it once a step"
+    )
     if problem.splits == 1:
-        return f"{ctas} CTAs take whole units (num_splits=1); keys are read {read}"
-    return f"{ctas} CTAs take equal shares of all units, cut on the device; keys are read {read}"
+        return f"{ctas} CTAs take whole units (num_splits=1), dealt {by}; keys are read {read}"
+    return f"{ctas} CTAs take equal shares of all units, cut on the device {by}; keys are read {read}"
 
 
 def _call(problem: KVProblem) -> list[str]:
@@ -129,4 +164,5 @@ def _call(problem: KVProblem) -> list[str]:
 
 def _parts(problem: KVProblem) -> list[str]:
     parts = max(problem.splits, 1)
-    return [f"work:      sequence by sequence, keys in {parts} part{'s' if parts > 1 else ''}"]
+    by = ", by its plan" if problem.planned else ""
+    return [f"work:      sequence by sequence, keys in {parts} part{'s' if parts > 1 else ''}{by}"]

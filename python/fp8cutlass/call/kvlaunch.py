@@ -1,16 +1,23 @@
-"""Attention over a paged cache on a card: the kernel that cuts the work, then the one that does it. No number of the
-device is waited for."""
+"""Attention over a paged cache on a card: where there may be long chunks, the kernels that take these; then the kernel
+of decode that cuts the work, and the one that does it. No number of the device is waited for, and no operation of torch
+is between a call's arguments and its launches."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from ..choose.target import Target, device_of, target
+from ..dtypes import OUT_NAMES
 from ..errors import NoKernelError
-from ..native.decode import Caches, attend, cut, kernel_for
+from ..native.decode import Caches, attend, kernel_for, prefill, uncut
 from ..tracing import constant
+from .kvprefill import LEAST, Chunks, prefill_for
+from .launch import score_amax
 
 ROW_BYTES = 8  # to which rows of Q are aligned
+CHUNK_BYTES = 16  # the same where the copy engine reads them
 
 
 @constant
@@ -28,8 +35,11 @@ def unserved(kind: str, index: int | None, head_dim: int) -> tuple[str, ...]:
     return ()
 
 
-def rows_of(tokens: int, sequences: int, group: int, most: int | None) -> int:
-    """Rows of a unit that the call has use for: ``most`` tokens of a sequence, or the mean."""
+def rows_of(tokens: int, sequences: int, group: int, most: int | None, routed: bool = False) -> int:
+    """Rows of a unit that the call has use for: ``most`` tokens of a sequence, or the mean. Where long chunks are
+    ``routed`` to other kernels, what is left are mostly steps of one token."""
+    if routed:
+        return group
     mean = -(-tokens // max(sequences, 1))
     return group * max(1, min(tokens, mean if most is None else most))
 
@@ -39,10 +49,10 @@ def launch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    descales: tuple[torch.Tensor, torch.Tensor],
-    page_table: torch.Tensor,
+    descales: tuple[torch.Tensor | float, torch.Tensor | float],
+    page_table: torch.Tensor | None,
     used: torch.Tensor,
-    cu_q: torch.Tensor,
+    cu_q: torch.Tensor | None,
     sinks: torch.Tensor | None,
     *,
     most_q: int | None,
@@ -52,27 +62,54 @@ def launch(
     softcap: float,
     share: bool,
     return_lse: bool,
+    work: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Out (T, H, D) and the LSE (H, T). Tensors are those of ``KVCall``; ``sinks`` are (H,) or (H, T). T, the sequences
-    and the table are not empty."""
+    and the table are not empty. ``work``: of a plan for such a call; else the work is cut first, and so it is of what
+    long chunks leave."""
     (tokens, heads, head_dim), kv_heads = q.shape, k.shape[2]
-    rows = rows_of(tokens, used.shape[0], heads // kv_heads, most_q)
+    room = k.shape[1] * (1 if page_table is None else page_table.shape[1])
+    chunks = Chunks(
+        tokens, used.shape[0], most_q, room, kv_heads, head_dim, OUT_NAMES[q.dtype], left, right, softcap > 0,
+        sinks is not None, 0 if share else 1,
+    )  # fmt: skip
+    part, _ = prefill_for(at, chunks)
+    rows = rows_of(tokens, used.shape[0], heads // kv_heads, most_q, part is not None)
     kernel, number = kernel_for(at.directory, at.arch, head_dim, rows)
-    used, cu_q, page_table = used.contiguous(), cu_q.contiguous(), page_table.contiguous()
+    # What kernels cannot read as it lies is copied: nothing, where tensors come from a projection or from torch.
+    used, cu_q = used.contiguous(), None if cu_q is None else cu_q.contiguous()
+    if page_table is not None and page_table.stride(1) != 1 and page_table.shape[1] > 1:
+        page_table = page_table.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
-    q = q.contiguous()
-    q = q if q.data_ptr() % ROW_BYTES == 0 else q.clone()
-    if descales[0].dim() == 3:
-        one = descales[0].new_ones(1)
-        caches = Caches(k, v, one, one, *descales)
-    else:
-        caches = Caches(k, v, descales[0].contiguous(), descales[1].contiguous(), None, None)
-    # Nothing between the two launches, so that the second begins while the first ends.
-    work = cut(
-        kernel, number, at.sm_count, used, cu_q, tokens=tokens, most_keys=page_table.shape[1] * k.shape[1],
-        heads=heads, kv_heads=kv_heads, left=left, right=right, share=share,
+    shares, held = uncut(kernel, number, at.sm_count, share=share), caches(k, v, *descales)
+    if part is None:
+        return attend(
+            replace(shares, memory=work), readable(q), held, page_table, used, cu_q, scale=scale, left=left,
+            right=right, softcap=softcap, sinks=sinks, return_lse=return_lse,
+        )  # fmt: skip
+    q, shares = readable(q, CHUNK_BYTES), replace(shares, routed=True)
+    out, lse, rest = prefill(
+        shares, part.number, q, held, page_table, used, cu_q, scale=scale, left=left, right=right,
+        return_lse=return_lse, score_amax=score_amax(part.kernel), least=LEAST, most=part.most, capacity=part.capacity,
     )  # fmt: skip
     return attend(
-        work, q, caches, page_table, used, cu_q, scale=scale, left=left, right=right, softcap=softcap, sinks=sinks,
-        return_lse=return_lse,
+        shares, q, held, page_table, rest, cu_q, scale=scale, left=left, right=right, softcap=softcap, sinks=sinks,
+        into=(out, lse),
     )  # fmt: skip
+
+
+def caches(
+    k: torch.Tensor, v: torch.Tensor, k_descale: torch.Tensor | float, v_descale: torch.Tensor | float
+) -> Caches:
+    """By where the descales are: in the pages, or beside them."""
+    if isinstance(k_descale, torch.Tensor) and isinstance(v_descale, torch.Tensor) and k_descale.dim() == 3:
+        return Caches(k, v, 1.0, 1.0, k_descale, v_descale)
+    return Caches(k, v, k_descale, v_descale, None, None)
+
+
+def readable(q: torch.Tensor, alignment: int = ROW_BYTES) -> torch.Tensor:
+    """(T, H, D) with rows that kernels can read."""
+    steps = [step * q.element_size() for step, size in zip(q.stride()[:2], q.shape, strict=False) if size > 1]
+    if q.stride(2) == 1 and not any(step % alignment for step in (*steps, q.data_ptr())):
+        return q
+    return q.clone(memory_format=torch.contiguous_format)

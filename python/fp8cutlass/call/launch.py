@@ -10,20 +10,21 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
+from ..dtypes import OPERANDS
 from ..emulator.emulate import emulate
 from ..manifest import Variant
 from ..memory import aligned, as_bytes, empty_rows, is_seq_major
 from ..native import extension
 from ..native.fused import Operands, quantise_and_pack
 from ..quant.prepare import prepared
-from ..quant.quantize import V_AMAX, quantize
+from ..quant.quantize import quantize
+from ..quant.sinks import join_lse
 from ..quant.smooth import key_mean, restore_lse
 from ..quant.v_layout import pack_v, pad_token_descale, unpack_v
 from .call import Call, Outputs, Tensors
 from .card import run_on_card
-from .plan import Plan, score_amax
-
-E4M3 = torch.float8_e4m3fn
+from .masks import for_emulator, packed
+from .plan import Plan, score_amax, value_amax
 
 
 def empty_outputs(call: Call, q: torch.Tensor) -> Outputs:
@@ -118,7 +119,7 @@ def quantised(call: Call, variant: Variant, granularity: Mapping[str, str], t: T
     """bf16 or fp16 operands as the e4m3 operands and descales that the kernel reads."""
     q, q_descale = quantised_query(call, variant, granularity, t.q)
     k, v, k_descale, v_descale = quantised_keys(call, variant, granularity, t.k, t.v)
-    return Tensors(q, k, v, q_descale, k_descale, v_descale, t.out_descale)
+    return Tensors(q, k, v, q_descale, k_descale, v_descale, t.out_descale, sinks=t.sinks)
 
 
 def quantised_query(
@@ -126,7 +127,8 @@ def quantised_query(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Q and its descale."""
     rotated = prepared(q, None, head_dim=variant.head_dim, hadamard=call.hadamard)
-    return quantize(rotated, granularity=granularity["q"], amax=score_amax(variant))
+    dtype = OPERANDS[variant.dtype].qk
+    return quantize(rotated, granularity=granularity["q"], dtype=dtype, amax=score_amax(variant))
 
 
 def quantised_keys(
@@ -135,8 +137,13 @@ def quantised_keys(
     """K, V, and their descales."""
     block, mean = variant.key_block, key_mean(k) if call.smooth_k else None
     changed = prepared(k, mean, head_dim=variant.head_dim, hadamard=call.hadamard)
-    k8, k_descale = quantize(changed, granularity=granularity["k"], amax=score_amax(variant), block=block)
-    v8, v_descale = quantize(v, granularity=granularity["v"], amax=V_AMAX, block=block)
+    operand = OPERANDS[variant.dtype]
+    k8, k_descale = quantize(
+        changed, granularity=granularity["k"], dtype=operand.qk, amax=score_amax(variant), block=block
+    )
+    v8, v_descale = quantize(v, granularity=granularity["v"], dtype=operand.v, amax=value_amax(variant), block=block)
+    if operand.v == torch.int8:  # a V of zeros takes no range from the others
+        v_descale = v_descale.masked_fill((v == 0).all(3), 0.0)
     return k8, v8, k_descale, v_descale
 
 
@@ -151,7 +158,9 @@ def fp8_operands(call: Call, variant: Variant, t: Tensors) -> Operands:
 
 def _query(q: torch.Tensor, variant: Variant, scale: float) -> torch.Tensor:
     q = _padded(q, variant.head_dim - q.shape[3])
-    return (q.view(torch.uint8) ^ 0x80).view(q.dtype) if scale < 0 else q  # the sign bit of FP8, exact
+    if scale >= 0:
+        return q
+    return -q if q.dtype == torch.int8 else (q.view(torch.uint8) ^ 0x80).view(q.dtype)  # the sign bit of FP8; exact
 
 
 def _keys(
@@ -197,13 +206,14 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
     call, variant = plan.call, plan.variant
     if o.q is None or o.k is None or o.v is None or o.q_descale is None or o.k_descale is None or o.v_descale is None:
         raise ValueError("an operand or a descale is missing")
-    keys, dtype = o.k.shape[2], torch.float8_e5m2 if variant.dtype == "e5m2" else E4M3
+    keys, operand = o.k.shape[2], OPERANDS[variant.dtype]
     k_descale = o.k_descale[:, :, :keys] if call.scaling == "token" else o.k_descale
     causal_offset, window_offset = call.offsets(o.q.shape[2], keys)
+    mask = packed(t.seen, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, o.q.shape[2], keys)
     result = emulate(
-        o.q.view(dtype),
-        o.k.view(dtype),
-        unpack_v(o.v.view(dtype), keys),
+        o.q.view(operand.qk),
+        o.k.view(operand.qk),
+        unpack_v(o.v.view(operand.v), keys),
         o.q_descale,
         k_descale,
         o.v_descale,
@@ -212,8 +222,13 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         scaling=call.scaling,
         causal_offset=causal_offset,
         window_offset=window_offset if call.mask == "window" else None,
+        mask=for_emulator(mask),
+        bias=t.bias,
         out_descale=t.out_descale,
+        softcap=call.softcap,
+        sinks=t.sinks,
         return_lse=call.return_lse,
+        merge_lse=call.merge_lse,
     )
     outputs.out.copy_(result.out[..., : outputs.out.shape[3]])
     if outputs.lse is not None:
@@ -227,7 +242,7 @@ def _forward(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
     wide = out if out.shape[3] == plan.variant.head_dim else empty_rows(out, plan.variant.head_dim, out.dtype)
     causal_offset, window_offset = plan.call.offsets(out.shape[2], t.k.shape[2])
     extension.load()
-    torch.ops.fp8cutlass_C.forward(
+    extension.compiled().forward(
         plan.number,
         o.q,
         o.k,
@@ -242,6 +257,11 @@ def _forward(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         abs(plan.call.scale),
         causal_offset,
         window_offset,
+        plan.call.merge_lse,
+        plan.call.softcap,
+        t.sinks,
     )
+    if lse is not None and t.sinks is not None:
+        join_lse(lse, t.sinks)
     if wide is not out:
         as_bytes(out).copy_(as_bytes(wide)[..., : out.shape[3]])

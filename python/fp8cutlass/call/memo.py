@@ -21,22 +21,30 @@ from .options import Options
 from .plan import resolve
 
 LIMIT = 4096  # calls that are kept; then all are forgotten, as a program with ever new shapes gains nothing
-_NUMBERS = ("dropout_p", "is_causal", "scale", "enable_gqa", "smooth_k", "hadamard", "return_lse", "return_amax")
-_numbers = itemgetter(*map(Options._fields.index, _NUMBERS))  # their types count as well: 1 is not True
+_FLAGS = ("is_causal", "enable_gqa", "smooth_k", "hadamard", "return_lse", "return_amax")
+_TYPED = ("dropout_p", "scale", "softcap", "causal_offset", *_FLAGS)
+_numbers = itemgetter(*map(Options._fields.index, _TYPED))  # their types count as well: 1 is not True
 
 Signature = tuple[Any, ...]
 
+SINKS = (torch.Tensor, torch.nn.Parameter)
 _known: dict[Signature, Known] = {}
 _Tensor = torch.Tensor
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 
 
-def signature(query: Any, key: Any, value: Any, descales: tuple[Any, ...], options: Options) -> Signature | None:
+def signature(
+    query: Any, key: Any, value: Any, descales: tuple[Any, ...], options: Options, sinks: Any = None
+) -> Signature | None:
     """What the checks and choices of a call depend on, or None where it is never cached.
 
     ``descales`` are those of query, key and value, () where there is none. The arguments that are neither these nor
     ``options`` have their defaults.
     """
+    if sinks is not None:
+        plain = signature(query, key, value, descales, options)
+        fits = type(sinks) in SINKS and sinks.is_contiguous() and not (torch.is_grad_enabled() and sinks.requires_grad)
+        return (*plain, sinks.shape, sinks.dtype, sinks.device) if plain is not None and fits else None
     # Subclasses, modes and transforms want to see the operator that torch knows by its fake kernel.
     if type(query) is not torch.Tensor or not query.is_cuda or _modes() or _transforms():
         return None

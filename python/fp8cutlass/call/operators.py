@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .._ops import NAMESPACE
 from ..choose.target import target
-from ..dtypes import DTYPE_NAMES, HALF_DTYPES
+from ..dtypes import DTYPE_NAMES, HALF_DTYPES, OPERANDS, operand_name
 from ..errors import UnsupportedError
 from ..manifest import Manifest, Variant, load_manifest
 from ..native.fused import Operands, descale_shape, empty_operands, fill, packed_shape, readable
@@ -21,12 +22,14 @@ from ..quant.descale import canonical_shape
 from ..quant.smooth import key_mean
 from .call import Call, Outputs, Tensors, parse
 from .launch import empty_outputs, packed_keys, run
-from .options import wrong_scale
+from .masks import wrong_parts
+from .options import F16_SCORES, wrong_scale, wrong_softcap
 from .plan import resolve, score_amax
 
 REST = Tensors._fields[3:]  # the tensors that `attend` takes as a list
+OPTIONAL = ("out_descale", "k_mean", "sinks")
 
-_library = torch.library.Library("fp8cutlass", "DEF")
+_library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -35,8 +38,8 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(name, _without_autocast(run), "CPU")
     _library.impl(name, run, "CUDA")
-    torch.library.register_fake(f"fp8cutlass::{name}", fake, lib=_library)
-    return getattr(torch.ops.fp8cutlass, name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,7 +83,7 @@ def _fake_attend(
 
 attend = register(
     "attend(Tensor q, Tensor k, Tensor v, Tensor?[] rest, str call, SymInt? left, SymInt? right, SymInt key_block, "
-    "float scale, float amax) -> Tensor[]",
+    "float scale, float amax, float softcap) -> Tensor[]",
     _attend,
     _fake_attend,
 )
@@ -110,12 +113,20 @@ def _check(call: Call, t: Tensors, modes: dict[str, dict[str, str]]) -> None:
         wrong.append(f"q must be ({batch}, H, Sq, 1..{k.shape[3]}), got {tuple(q.shape)}")
     if (call.out_dtype == torch.float8_e4m3fn) != (t.out_descale is not None):
         wrong.append("out_descale must be given with out_dtype=torch.float8_e4m3fn, and must be None otherwise")
-    if (reason := wrong_scale("scale", call.scale)) is not None:
-        wrong.append(reason)
+    for reason in (wrong_scale("scale", call.scale), wrong_softcap("softcap", call.softcap)):
+        wrong += [] if reason is None else [reason]
+    given = {name: getattr(t, name) for name in ("seen", "bias", "tiles", "counts", "bits")}
+    wrong += wrong_parts(given, (batch, heads, q.shape[2], k.shape[2]), q.device)
+    there = given["seen"] is not None or given["tiles"] is not None, given["bias"] is not None
+    if (call.masked, call.biased) != there:
+        wrong.append(f"masked={call.masked} and biased={call.biased} must say whether there is a mask and a bias")
+    if call.biased and call.precision in F16_SCORES:
+        wrong.append(f"a bias is added to float32 scores, which precision={call.precision!r} may not have")
     expected = _packed_shapes(call, t, modes) if call.kind == "packed" else _descale_shapes(call, t, modes)
+    expected["sinks"] = ((heads,), torch.float32)
     for name, (shape, dtype) in expected.items():
         x = getattr(t, name)
-        if x is None and name in ("out_descale", "k_mean"):
+        if x is None and name in OPTIONAL:
             continue
         if x is None or x.shape != shape or x.dtype != dtype or x.device != q.device:
             got = "none" if x is None else f"{x.dtype}, {tuple(x.shape)} on {x.device}"
@@ -140,8 +151,9 @@ def _packed_shapes(call: Call, t: Tensors, modes: dict[str, dict[str, str]]) -> 
     shape = t.k.shape
     expected: Expected = {"k": (shape, torch.uint8), "v": (packed_shape(shape), torch.uint8)}
     floats = {"k_mean": (*shape[:2], shape[3]), "out_descale": (1,)}
+    granularity = OPERANDS[operand_name(t.q.dtype, call.precision)].granularity(modes[call.scaling])
     for name in "kv":
-        floats[f"{name}_descale"] = descale_shape(name, shape, modes[call.scaling][name], call.key_block)
+        floats[f"{name}_descale"] = descale_shape(name, shape, granularity[name], call.key_block)
     return expected | {name: (sizes, torch.float32) for name, sizes in floats.items()}
 
 
@@ -162,7 +174,7 @@ def _pack_kv(
             f"kernel={kernel!r} is for head_dim 1..{variant.head_dim} and scaling {' or '.join(variant.scalings)}, "
             f"got {k.shape[3]} and {scaling!r}"
         )
-    granularity = manifest.scaling[scaling]
+    granularity = OPERANDS[variant.dtype].granularity(manifest.scaling[scaling])
     made = _room(k, v, variant, manifest, scaling, smooth_k)
     k8, v8, k_descale, v_descale, k_mean = made
     if not k.numel():
@@ -199,7 +211,7 @@ def _room(
         v,
         head_dim=variant.head_dim,
         key_block=variant.key_block,
-        granularity=manifest.scaling[scaling],
+        granularity=OPERANDS[variant.dtype].granularity(manifest.scaling[scaling]),
         smooth_k=smooth_k,
     )
     k_mean = k.new_empty((0,), dtype=torch.float32) if made.k_mean is None else made.k_mean

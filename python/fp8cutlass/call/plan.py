@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ..choose.dispatch import decide
+from ..choose import resident, tuned
+from ..choose.dispatch import decide, refusal
 from ..choose.problem import Decision, Problem
 from ..choose.reuse import KVForm
+from ..choose.special import no_mask_kernel
 from ..choose.target import Target, target
-from ..dtypes import DTYPE_NAMES, OUT_NAMES
-from ..errors import UnsupportedError
-from ..manifest import SCORE_AMAX, Variant, load_manifest
-from ..quant.quantize import FP8_MAX
+from ..dtypes import OPERANDS, OUT_NAMES, operand_name
+from ..errors import NoKernelError, UnsupportedError
+from ..manifest import INTEGER, SCORE_AMAX, Resident, Variant, load_manifest
+from ..quant.quantize import LIMITS, V_AMAX
 from .call import Call
 
 
@@ -27,11 +29,18 @@ class Plan:
     number: int
     decision: Decision
     granularity: Mapping[str, str]  # what shares a descale in "q", "k" and "v"
+    resident: Resident | None = None  # what runs instead on a card: a kernel that keeps K and V in shared memory
 
 
 def score_amax(variant: Variant) -> float:
     """What bf16 and fp16 Q and K are quantised to for a kernel: its scores must fit their accumulator."""
-    return SCORE_AMAX if variant.score == "f16" else FP8_MAX[torch.float8_e4m3fn]
+    dtype = OPERANDS[variant.dtype].qk
+    return SCORE_AMAX if variant.score == "f16" else LIMITS[dtype if dtype == torch.int8 else torch.float8_e4m3fn]
+
+
+def value_amax(variant: Variant) -> float:
+    """What bf16 and fp16 V are quantised to."""
+    return LIMITS[torch.int8] if OPERANDS[variant.dtype].v == torch.int8 else V_AMAX
 
 
 def resolve(call: Call, q: torch.Tensor, k: torch.Tensor, *, shipped: bool = False) -> Plan:
@@ -39,7 +48,31 @@ def resolve(call: Call, q: torch.Tensor, k: torch.Tensor, *, shipped: bool = Fal
 
     UnsupportedError where there is none. With ``shipped`` the shipped table answers for a card.
     """
-    return resolve_for(call, q.device, q.shape, k.shape, DTYPE_NAMES.get(q.dtype, "e4m3"), shipped=shipped)
+    plan = resolve_for(call, q.device, q.shape, k.shape, operand_name(q.dtype, call.precision), shipped=shipped)
+    return _kept(plan, q, k, shipped=shipped)
+
+
+def _kept(plan: Plan, q: torch.Tensor, k: torch.Tensor, *, shipped: bool) -> Plan:
+    """The plan with a kernel that keeps K and V in shared memory, where that is faster, nobody asked for another, and
+    ``tune`` has found none for the problem."""
+    call, source = plan.call, OUT_NAMES.get(q.dtype, "")
+    if call.kind != "half" or call.kernel or call.smooth_k or call.hadamard or not q.is_cuda:
+        return plan
+    if call.precision in INTEGER:
+        return plan
+    at = target(q.device, shipped=shipped)
+    manifest = load_manifest(at.directory)
+    problem = problem_of(call, at, q.device, q.shape, k.shape, "e4m3")
+    found = resident.chosen(manifest, problem, source, plan.variant)
+    if found is None or (problem.card and tuned.find(manifest.directory, vars(problem)) is not None):
+        return plan
+    variant, kernel = found
+    decision = Decision(
+        variant.id,
+        criterion=f"{kernel.id} computes the same in one kernel, for few keys",
+        evidence=f"measured: at most {resident.MOST_KEYS[variant.head_dim, problem.causal]} keys (docs/lab/short.md)",
+    )
+    return replace(plan, variant=variant, number=manifest.index[variant.id], decision=decision, resident=kernel)
 
 
 def resolve_for(
@@ -53,6 +86,9 @@ def resolve_for(
 ) -> Plan:
     """:func:`resolve` of sizes, and the name of the dtype that the kernel reads."""
     at = target(device, shipped=shipped)
+    if device.type == "cuda" and (call.masked or call.biased):
+        reason = no_mask_kernel("blocks" if call.masked else "bias")
+        raise NoKernelError(refusal(at.arch, load_manifest(at.directory).profile, reason))
     form = KVForm(k_shape[3], call.key_block, call.amax) if call.kind == "packed" else None
     problem = problem_of(call, at, device, q_shape, k_shape, dtype)
     variant, number, decision = decide(at.directory, problem, call.kernel, form)
@@ -60,7 +96,8 @@ def resolve_for(
         raise UnsupportedError(
             f"kernel={call.kernel!r} is built for {', '.join(variant.targets)}, {device} is {at.arch}"
         )
-    return Plan(call, variant, number, decision, load_manifest(at.directory).scaling[call.scaling])
+    mode = load_manifest(at.directory).scaling[call.scaling]
+    return Plan(call, variant, number, decision, OPERANDS[variant.dtype].granularity(mode))
 
 
 def problem_of(
@@ -68,8 +105,9 @@ def problem_of(
 ) -> Problem:
     """What the choice depends on."""
     batch, heads, seqlen_q, head_dim = q_shape
-    # On the CPU any kernel stands for a window: the emulator masks what it is told to.
-    window = call.mask == "window" and (device.type == "cuda" or bool(call.kernel))
+    # On the CPU any kernel stands for a window, and one of exponentials for a cap: the emulator does what it is told.
+    on_kernel = device.type == "cuda" or bool(call.kernel)
+    window = call.mask == "window" and on_kernel
     return Problem(
         arch=at.arch,
         head_dim=head_dim,
@@ -87,4 +125,5 @@ def problem_of(
         kv_heads=k_shape[1],
         card=at.card,
         window=window,
+        capped=bool(call.softcap) and on_kernel,
     )

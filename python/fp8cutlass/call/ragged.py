@@ -1,9 +1,9 @@
 """A ragged batch from tensors to its outputs: sequences of unequal lengths, their tokens one after the other.
 
-On a card one operator of the extension quantises and packs bf16 and fp16 tensors and attends: K and V become blocks,
-where each sequence begins at a block of its own (`include/fp8cutlass/walk/ragged.h` says where). V of FP8 operands is
-packed by torch operations, and so is everything in ``by_torch``, the specification of the packed bytes. Lengths stay on
-the device. On the CPU each sequence is emulated by itself, which is the specification of the results.
+On a card one operator of the extension makes the operands and attends. Of bf16 and fp16 tensors K and V are quantised
+and become blocks, where each sequence begins at a block of its own (`include/fp8cutlass/walk/ragged.h` says where). Of
+FP8 operands V does. ``by_torch`` and ``fp8_by_torch`` are the specification of the packed bytes. Lengths stay on the
+device. On the CPU each sequence is emulated by itself, which is the specification of the results.
 """
 
 from __future__ import annotations
@@ -26,42 +26,13 @@ from ..memory import as_bytes
 from ..native import extension
 from ..native.fused import readable
 from ..quant.quantize import V_AMAX, quantize
+from ..quant.sinks import join_lse
 from ..quant.v_layout import pack_v
 from .call import FAR, Call, Tensors
 from .launch import quantised, score_amax
+from .ragged_call import RaggedCall
 
 SOFTMAXES = {"fast": ("linear", "exp2"), "accurate": ("exp2",)}  # what serves a precision, the preferred one first
-
-
-@dataclass(frozen=True)
-class RaggedCall:
-    """What ``attention_varlen`` has checked. ``descales`` are those of FP8 q, k and v, (1,) or (sequences, heads)."""
-
-    q: torch.Tensor  # (tokens, H, D)
-    k: torch.Tensor  # (tokens, Hkv, D)
-    v: torch.Tensor
-    cu_q: torch.Tensor  # (sequences + 1,) int32
-    cu_k: torch.Tensor
-    used_q: torch.Tensor | None  # (sequences,) int32
-    used_k: torch.Tensor | None
-    max_q: int
-    max_k: int
-    descales: tuple[torch.Tensor, ...]
-    scale: float
-    left: int  # keys before a row's own that it sees, -1 for all
-    right: int
-    bottom_right: bool
-    out_dtype: torch.dtype
-    precision: str
-    return_lse: bool
-    kernel: str
-
-    @property
-    def mask(self) -> str:
-        """The kernels' word for it."""
-        if self.left < 0 and self.right < 0:
-            return "full"
-        return "causal" if self.left < 0 and self.right == 0 else "window"
 
 
 def blocks_of(tokens: int, sequences: int, key_block: int) -> int:
@@ -104,15 +75,18 @@ def choose(at: Target, call: RaggedCall) -> tuple[Variant, int]:
     manifest = load_manifest(at.directory)
     head_dim = padded_head_dim(call.q.shape[2], manifest.head_dims[at.arch])
     wanted = {"kind": "ragged", "head_dim": head_dim, "mask": call.mask, "out": OUT_NAMES[call.out_dtype]}
-    fp8 = bool(call.descales)
-    for softmax in SOFTMAXES["accurate" if fp8 and not call.kernel else call.precision]:
+    if call.softcap:  # kernels of windows serve every mask
+        wanted |= {"kind": "capped", "walk": "ragged", "mask": "window"}
+    exact = bool(call.descales or call.softcap)
+    for softmax in SOFTMAXES["accurate" if exact and not call.kernel else call.precision]:
         for number, v in enumerate(manifest.variants):
             fits = all(getattr(v, name) == value for name, value in wanted.items()) and at.arch in v.targets
             if fits and v.softmax == softmax and call.kernel in ("", v.id):
                 return v, number
     if call.kernel:
         raise UnsupportedError(f"kernel={call.kernel!r} is not built, or does not serve this ragged batch")
-    words = ", ".join(f"{name} {value}" for name, value in wanted.items() if name != "kind")
+    words = ", ".join(f"{name} {value}" for name, value in wanted.items() if name not in ("kind", "walk"))
+    words += f", softcap {call.softcap:g}" if call.softcap else ""
     raise NoKernelError(f"no kernel for ragged batches on {at.arch} in profile {manifest.profile!r}: {words}")
 
 
@@ -150,14 +124,26 @@ def launch(
     ``leave_q``: the attention kernel quantises Q itself, where it can; the bits are the same.
     """
     extension.load()
-    if call.descales:
-        return launch_made(call, fp8_operands(call, variant), variant, number, lse)
     q, k, v = (readable(x.transpose(0, 1)[None])[0].transpose(0, 1) for x in (call.q, call.k, call.v))
     ends = (FAR if end < 0 else end for end in (call.left, call.right))
-    out: torch.Tensor = torch.ops.fp8cutlass_C.attend_ragged(
+    out: torch.Tensor
+    if call.descales:
+        out = extension.compiled().attend_ragged_fp8(
+            number, q, k, v, *call.descales, call.cu_q, call.cu_k, call.used_q, call.used_k, lse, call.scale, *ends,
+            call.bottom_right, call.softcap, call.sinks,
+        )  # fmt: skip
+        return _with_sinks(call, out, lse)
+    out = extension.compiled().attend_ragged(
         number, q, k, v, call.cu_q, call.cu_k, call.used_q, call.used_k, lse, score_amax(variant), V_AMAX, call.scale,
-        *ends, call.bottom_right, leave_q,
+        *ends, call.bottom_right, leave_q, None, call.softcap, call.sinks,
     )  # fmt: skip
+    return _with_sinks(call, out, lse)
+
+
+def _with_sinks(call: RaggedCall, out: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+    """``out`` itself, which has the sinks; ``lse`` gets them."""
+    if lse is not None and call.sinks is not None:
+        join_lse(lse, call.sinks)
     return out
 
 
@@ -179,19 +165,19 @@ def launch_made(call: RaggedCall, made: Made, variant: Variant, number: int, lse
     out = call.q.new_zeros((tokens, heads, variant.head_dim), dtype=call.out_dtype)
     if lse is not None:
         lse.fill_(-torch.inf)
-    words = torch.ops.fp8cutlass_C.ragged_plan_words(number, tokens, call.cu_q.shape[0] - 1)
+    words = extension.compiled().ragged_plan_words(number, tokens, call.cu_q.shape[0] - 1)
     plan = torch.empty(words, dtype=torch.int32, device=out.device)
     ends = (FAR if end < 0 else end for end in (call.left, call.right))
     tables = (call.cu_q, call.cu_k, call.used_q, call.used_k, plan)
-    torch.ops.fp8cutlass_C.forward_ragged(
+    extension.compiled().forward_ragged(
         number, made.q, made.k, made.v, *made.descales, *tables, as_bytes(out).view(out.dtype), lse, abs(call.scale),
-        *ends, call.bottom_right, made.in_blocks,
+        *ends, call.bottom_right, made.in_blocks, call.softcap, call.sinks,
     )  # fmt: skip
-    return out
+    return _with_sinks(call, out, lse)
 
 
-def fp8_operands(call: RaggedCall, variant: Variant) -> Made:
-    """Of a call with FP8 tensors: V is packed, Q and K are read as they are."""
+def fp8_by_torch(call: RaggedCall, variant: Variant) -> Made:
+    """Of a call with FP8 tensors, on any device: V is packed, Q and K are read as they are."""
     block, missing = variant.key_block, variant.head_dim - call.q.shape[2]
     q, k, v = (F.pad(x.view(torch.uint8), (0, missing)) for x in (call.q, call.k, call.v))
     q = q ^ 0x80 if call.scale < 0 else q
@@ -262,7 +248,8 @@ def emulate_sequence(
         problem = Problem(
             arch=at.arch, head_dim=head_dim, seqlen_q=rows, seqlen_k=keys, batch=1, heads=q.shape[1],
             dtype="e4m3", out=OUT_NAMES[call.out_dtype], scaling=scaling, causal=call.mask == "causal",
-            precision="accurate" if descales else call.precision, quantised=bool(descales), sm_count=at.sm_count,
+            precision="accurate" if descales or call.softcap else call.precision, quantised=bool(descales),
+            sm_count=at.sm_count,
         )  # fmt: skip
         variant, _, _ = decide(at.directory, problem)
     q_descale, k_descale, v_descale = descales or (None, None, None)
@@ -288,6 +275,8 @@ def emulate_sequence(
         scaling=scaling,
         causal_offset=offset + right,
         window_offset=offset - left if call.mask == "window" else None,
+        softcap=call.softcap,
+        sinks=call.sinks,
         return_lse=call.return_lse,
     )
     return result.out[..., :head_dim], result.lse

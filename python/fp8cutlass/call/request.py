@@ -12,7 +12,7 @@ from .options import Options
 
 DEFAULTS = Options()
 POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-TENSORS = ("query", "key", "value", "attn_mask", "q_descale", "k_descale", "v_descale", "out_descale", "out")
+TENSORS = ("query", "key", "value", "attn_mask", "q_descale", "k_descale", "v_descale", "out_descale", "out", "sinks")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Request:
     out: Any = None
     options: Options = DEFAULTS
     packed: PackedKV | None = None
+    sinks: Any = None
 
     def bhsd(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """query, key and value viewed as (..., H, S, D)."""

@@ -7,15 +7,16 @@ import math
 import torch
 
 from ..choose.dispatch import padded_head_dim
+from ..choose.special import NEW_MASKS
 from ..choose.target import granularities, head_dims, unserved
-from ..dtypes import DTYPE_NAMES, OUT_NAMES
+from ..dtypes import DTYPE_NAMES, OUT_NAMES, operand_name
 from ..errors import NoKernelError
-from ..manifest import KEY_BLOCK
+from ..manifest import INTEGER, KEY_BLOCK
 from ..quant.descale import all_canonical, to_canonical
-from . import checks
+from . import checks, masks
 from .call import Call, Tensors, mask_of
 from .enter import opened, reshaped
-from .options import F16_SCORES, Options, check_options, visible
+from .options import F16_SCORES, MERGE, Options, check_options, transformed, visible
 from .request import Request
 
 
@@ -42,9 +43,18 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
     checks.check_features(request)
     # FP8 operands may hold anything up to 448, which f16 scores do not: whoever pins a kernel has seen to it.
     fits = half or options.kernel or options.precision not in F16_SCORES
+    biased = masks.is_bias(request.attn_mask)
+    capped = bool(options.softcap)
+    if (biased or capped) and options.precision in INTEGER:  # whose scores are integers
+        what = "attn_mask that is added to scores" if biased else "softcap"
+        raise NoKernelError(f"{what} is not served with precision={options.precision!r}")
+    if biased or (capped and not options.kernel):  # a bias is added to float32 scores, caps have exponentials alone
+        fits = options.precision not in F16_SCORES
     precision = options.precision if fits else "accurate"
     left, right = visible(options)
-    _check_served(options, q, OUT_NAMES[out_dtype], mask_of(left, right), precision, shipped)
+    masked = request.attn_mask is not None and not biased
+    mask = "blocks" if masked else "bias" if biased else mask_of(left, right)
+    _check_served(options, q, OUT_NAMES[out_dtype], mask, precision, shipped)
     call = Call(
         kind="packed" if packed is not None else "half" if half else "fp8",
         out_dtype=out_dtype,
@@ -54,35 +64,42 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
         left=left,
         right=right,
         bottom_right=options.causal_alignment == "bottom_right",
-        return_lse=options.return_lse,
+        return_lse=bool(options.return_lse),
+        merge_lse=options.return_lse == MERGE,
         return_amax=options.return_amax,
         kernel=options.kernel or "",
-        smooth_k=options.smooth_k,
-        hadamard=options.hadamard,
+        smooth_k=half and transformed(options, "smooth_k"),
+        hadamard=half and transformed(options, "hadamard"),
+        masked=masked,
+        biased=biased,
         key_block=KEY_BLOCK if packed is None else packed.key_block,
         amax=0.0 if packed is None else packed.amax,
+        softcap=float(options.softcap),
     )
     out_descale = None
     if request.out_descale is not None:
         out_descale = to_canonical(request.out_descale, "tensor", (1, 1, 1, 1), q.device)
+    more = masks.parts(request.attn_mask)
+    more["sinks"] = None if request.sinks is None else request.sinks.float().contiguous()
     if packed is not None:
         held = (None, packed.k_descale, packed.v_descale, out_descale, packed.k_mean)
-        return call, Tensors(q, packed.k, packed.v, *held)
+        return call, Tensors(q, packed.k, packed.v, *held, **more)
     if half:
-        return call, Tensors(q, k, v, out_descale=out_descale)
+        return call, Tensors(q, k, v, out_descale=out_descale, **more)
     descales = (request.q_descale, request.k_descale, request.v_descale)
     q_descale, k_descale, v_descale = all_canonical(descales, granularity, (q, k, v))
-    return call, Tensors(q, k, v, q_descale, k_descale, v_descale, out_descale)
+    return call, Tensors(q, k, v, q_descale, k_descale, v_descale, out_descale, **more)
 
 
 def _check_served(options: Options, q: torch.Tensor, out: str, mask: str, precision: str, shipped: bool) -> None:
     """NoKernelError where the device has no kernel for such a call, whatever its lengths."""
     device = (q.device.type, q.device.index, shipped)
+    capped = 1 if options.softcap else 0  # a plain number where torch.compile traces
     available, refusals = head_dims(*device)
     if not refusals:
         head_dim = padded_head_dim(q.shape[3], available)
-        if options.kernel is None:
-            dtype = DTYPE_NAMES.get(q.dtype, "e4m3")
-            refusals = unserved(*device, head_dim, dtype, out, options.scaling, mask, precision)
+        if options.kernel is None or mask in NEW_MASKS:
+            dtype = operand_name(q.dtype, precision)
+            refusals = unserved(*device, head_dim, dtype, out, options.scaling, mask, precision, capped)
     if refusals:
         raise NoKernelError(*refusals)

@@ -10,7 +10,7 @@ import torch
 
 from ..cache.packed import LEAVES, SETTLED, PackedKV
 from ..choose.target import device_of
-from ..dtypes import DTYPE_NAMES
+from ..dtypes import operand_name
 from ..errors import UnsupportedError
 from ..manifest import SCORE_AMAX
 from ..native.extension import assumed
@@ -103,12 +103,12 @@ def _traced(request: Request) -> Answer:
     except UnsupportedError as error:
         return False, str(error)
     if call.kernel or call.kind == "packed":
-        device, dtype = tensors.q.device, DTYPE_NAMES.get(tensors.q.dtype, "e4m3")
+        device, dtype = tensors.q.device, operand_name(tensors.q.dtype, call.precision)
         # Plain numbers where torch.compile traces: a range's length, and what a branch chooses.
         sizes = (tensors.q.shape[3], tensors.k.shape[3], call.key_block)
         head_dim, columns, block = (len(range(size)) for size in sizes)
         beyond = 1 if call.amax > SCORE_AMAX else 0
-        ends = call.left is not None, call.right is not None
+        ends = call.left is not None, call.right is not None, 1 if call.softcap else 0
         refused = _refused(device.type, device.index, head_dim, columns, block, beyond, dtype, call.text(), *ends)
         if refused:
             return False, refused
@@ -127,11 +127,13 @@ def _refused(
     text: str,
     left: bool,
     right: bool,
+    capped: int,
 ) -> str:
     """Why a pinned kernel, or any kernel that reads these packed keys, does not serve such a call, whatever its sizes;
     "" if it does. ``beyond``: K was quantised to more than f16 scores hold."""
     amax = FP8_MAX[torch.float8_e4m3fn] if beyond else SCORE_AMAX
     call = replace(parse(text), left=0 if left else None, right=0 if right else None, key_block=key_block, amax=amax)
+    call = replace(call, softcap=1.0 if capped else 0.0)
     try:
         resolve_for(call, device_of(kind, index), (1, 1, 1, head_dim), (1, 1, 1, columns), dtype)
     except UnsupportedError as error:

@@ -15,7 +15,8 @@ from ..manifest import KEY_BLOCK, Manifest, Variant, load_manifest
 from . import tuned
 from .problem import Decision, Problem
 from .reuse import KVForm, misfits, readable
-from .special import PRECISE_ENOUGH, for_window, window_kernels
+from .special import PRECISE_ENOUGH, Asked, for_special, special_kernels
+from .stand_in import NO_NUMBER, no_integer_kernel, stand_in, stands_in
 from .table import Table
 from .why import explained, load_times
 
@@ -44,7 +45,10 @@ def pinned(manifest: Manifest, problem: Problem, kernel: str) -> Decision:
     """The decision of a caller who names the kernel; UnsupportedError lists every field that does not fit."""
     variant = manifest.find(kernel)
     wanted: dict[str, object] = {"dtype": problem.dtype, "out": problem.out}
-    wanted |= {"kind": "window"} if problem.window else {"kind": "fwd", "causal": problem.causal}
+    if problem.special:
+        wanted |= {"kind": Asked.by(problem).kind, "mask": problem.mask, "walk": "dense"}
+    else:
+        wanted |= {"kind": "fwd", "causal": problem.causal}
     wrong = [
         f"kernel={kernel!r} has {name}={getattr(variant, name)!r}, the call needs {name}={value!r}"
         for name, value in wanted.items()
@@ -112,10 +116,16 @@ def decide(
     UnsupportedError with the table's reason where it holds no kernel.
     """
     manifest, key = load_manifest(directory), problem
+    if not kernel and stands_in(manifest, problem.arch, problem.precision):
+        if form is not None:
+            raise NoKernelError(no_integer_kernel(problem.arch, problem.precision))
+        base, _, decision = decide(directory, replace(problem, precision="accurate", dtype="e4m3"))
+        variant = stand_in(base, problem.precision)
+        return variant, NO_NUMBER, replace(decision, variant=variant.id, criterion=f"the tiles of {base.id}")
     if kernel:
         decision = pinned(manifest, problem, kernel)
-    elif problem.window:
-        decision = _for_window(manifest, problem, form)
+    elif problem.special:
+        decision = _for_special(manifest, problem, form)
     elif form is None and (measured := _tuned(manifest, problem)) is not None:
         decision = measured
     else:
@@ -128,7 +138,7 @@ def decide(
         decision = load_times(directory).explain(cell, manifest)
     if decision.variant is None:
         raise NoKernelError(refusal(problem.arch, manifest.profile, decision.reason))
-    if form is not None and (kernel or not problem.window):  # a window's kernel was chosen by the form
+    if form is not None and (kernel or not problem.special):  # a window's kernel was chosen by the form
         near = explained(load_table(directory).near(key), manifest)
         rest = unchosen(manifest, problem, decision.variant)
         decision = readable(decision, near, rest, manifest, form, problem.scaling, bool(kernel))
@@ -138,19 +148,19 @@ def decide(
     return manifest.find(str(decision.variant)), manifest.index[str(decision.variant)], decision
 
 
-def _for_window(manifest: Manifest, problem: Problem, form: KVForm | None) -> Decision:
+def _for_special(manifest: Manifest, problem: Problem, form: KVForm | None) -> Decision:
     head_dim = problem.head_dim if form is None else form.head_dim
-    axes = (problem.dtype, problem.out, problem.scaling, problem.precision)
     padded = padded_head_dim(head_dim, manifest.head_dims[problem.arch])
-    served = [v for v in window_kernels(manifest, problem.arch, padded, *axes) if _fits_blocks(v, problem)]
-    decision = for_window(problem, served)
+    served = special_kernels(manifest, problem.arch, padded, Asked.by(problem))
+    served = [v for v in served if _fits_blocks(v, problem)]
+    decision = for_special(problem, served)
     if form is not None and served:
         reading = [v for v in served if not misfits(v, form, problem.scaling)]
         if not reading:
             needs = f"{served[0].id} reads {', '.join(misfits(served[0], form, problem.scaling))}"
             remedy = f"pack key and value with kernel={served[0].id!r}"
-            raise NoKernelError(f"no kernel for this window reads the packed keys: {needs}", remedy)
-        decision = for_window(problem, reading)
+            raise NoKernelError(f"no kernel for this call reads the packed keys: {needs}", remedy)
+        decision = for_special(problem, reading)
     return decision
 
 

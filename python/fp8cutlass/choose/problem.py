@@ -32,16 +32,27 @@ class Problem:
     kv_heads: int = 0  # this and the name of the card matter only to what `tune` measured; "" asks the table alone
     card: str = ""
     window: bool = False  # of keys: a kernel of its own, which the table has no cell for
+    capped: bool = False  # of scores: the same
 
     def __str__(self) -> str:
         """One line: (B, H, S, D), S as queries x keys where they differ, then the other axes."""
         length = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
-        mask = "window" if self.window else "causal" if self.causal else "full"
         operands = f"{self.dtype} with descales" if self.quantised else self.dtype
         return (
-            f"({self.batch}, {self.heads}, {length}, {self.head_dim}) {mask}, {operands} to {self.out}, "
-            f"scaling {self.scaling}, {self.precision}, {self.arch} with {self.sm_count} SMs"
+            f"({self.batch}, {self.heads}, {length}, {self.head_dim}) {self.mask}, {operands} to {self.out}, "
+            f"scaling {self.scaling}, {self.precision}{', capped' if self.capped else ''}, "
+            f"{self.arch} with {self.sm_count} SMs"
         )
+
+    @property
+    def mask(self) -> str:
+        """The kernels' word for it."""
+        return "window" if self.window else "causal" if self.causal else "full"
+
+    @property
+    def special(self) -> bool:
+        """Whether the table has no cell for it."""
+        return self.window or self.capped
 
 
 @dataclass(frozen=True)

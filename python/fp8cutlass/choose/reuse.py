@@ -41,8 +41,8 @@ def readable(
     scaling: str,
     pinned: bool,
 ) -> Decision:
-    """The decision itself where its kernel reads the form, else the first of ``near`` whose kernel does, else of
-    ``unchosen``.
+    """The decision itself where its kernel reads the form, else the second in its cell, else the first of ``near``
+    whose kernel does, else of ``unchosen``.
 
     UnsupportedError for a pinned kernel, NoKernelError where there is none.
     """
@@ -53,6 +53,11 @@ def readable(
     remedy = "pack key and value again with the query_shape, is_causal and out_dtype of this call, or its kernel"
     if pinned:
         raise UnsupportedError(f"key is a PackedKV that kernel={decision.variant!r} cannot read: {needs}", remedy)
+    second = decision.runner_up
+    if second is not None and not misfits(manifest.find(second), form, scaling):
+        why = f"reads the packed keys, second in this cell of the table: {needs}"
+        cost = decision.runner_up_cost_us
+        return replace(decision, variant=second, criterion=why, cost_us=cost, runner_up=None, runner_up_cost_us=None)
     for where, others in (("near this cell of the table", near), ("chosen by no cell of the table", unchosen)):
         for other in others:
             if other.variant is not None and not misfits(manifest.find(other.variant), form, scaling):

@@ -20,7 +20,8 @@ from ..native import extension
 from ..tracing import constant
 from .dispatch import load_table, refusal
 from .problem import CPU_ARCH, CPU_SM_COUNT
-from .special import no_window_kernel, window_kernels
+from .special import NEW_MASKS, Asked, no_mask_kernel, no_special_kernel, special_kernels
+from .stand_in import no_integer_kernel, stands_in
 
 
 @dataclass(frozen=True)
@@ -95,24 +96,34 @@ def unserved(
     scaling: str,
     mask: str,
     precision: str,
+    capped: int,
 ) -> tuple[str, ...]:
     """The reasons why no kernel serves such a call, whatever its lengths; none if one does."""
     at = target(device_of(kind, index), shipped=shipped)
-    return _unserved(at, kind == "cuda", head_dim, dtype, out, scaling, mask, precision)
+    return _unserved(at, kind == "cuda", head_dim, Asked(mask, bool(capped), dtype, out, scaling, precision))
 
 
 @lru_cache(maxsize=1024)
-def _unserved(
-    at: Target, on_card: bool, head_dim: int, dtype: str, out: str, scaling: str, mask: str, precision: str
-) -> tuple[str, ...]:
+def _unserved(at: Target, on_card: bool, head_dim: int, asked: Asked) -> tuple[str, ...]:
     manifest = load_manifest(at.directory)
-    if mask == "window" and on_card:  # the emulator needs no kernel of its own for one
-        axes = (dtype, out, scaling, precision)
-        served = window_kernels(manifest, at.arch, head_dim, *axes)
-        return () if served else (refusal(at.arch, manifest.profile, no_window_kernel(*axes)),)
-    causal = mask == "causal"
+    if stands_in(manifest, at.arch, asked.precision):
+        if on_card:
+            return (no_integer_kernel(at.arch, asked.precision),)
+        asked = asked._replace(dtype="e4m3", precision="accurate")  # whose tiles the emulator takes
+    if asked.mask in NEW_MASKS and on_card:
+        return (refusal(at.arch, manifest.profile, no_mask_kernel(asked.mask)),)
+    if (asked.mask == "window" or asked.capped) and on_card:  # the emulator needs no kernel of its own for these
+        served = special_kernels(manifest, at.arch, head_dim, asked)
+        return () if served else (refusal(at.arch, manifest.profile, no_special_kernel(asked)),)
+    _, _, dtype, out, scaling, precision = asked
     decisions = load_table(at.directory).over_lengths(
-        arch=at.arch, head_dim=head_dim, dtype=dtype, out=out, scaling=scaling, causal=causal, precision=precision
+        arch=at.arch,
+        head_dim=head_dim,
+        dtype=dtype,
+        out=out,
+        scaling=scaling,
+        causal=asked.mask == "causal",
+        precision=precision,
     )
     if any(decision.variant is not None for decision in decisions):
         return ()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..manifest import INTEGER
 from .explain_kvcache import told
 from .facts import reason
 from .group import need_library
@@ -46,7 +47,10 @@ PROBLEM_OPTIONS = (
     click.option("--causal", is_flag=True),
     click.option("--scaling", default="block", show_default=True, help="tensor, head, block or token."),
     click.option(
-        "--precision", type=click.Choice(["fast", "balanced", "accurate", "high"]), default="fast", show_default=True
+        "--precision",
+        type=click.Choice(["fast", "balanced", "accurate", "high", *INTEGER]),
+        default="fast",
+        show_default=True,
     ),
     click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True, help="Of Q, K and V."),
 )

@@ -33,7 +33,8 @@ def told(
     if head_dim % VECTOR or not head_dim:
         raise click.UsageError(f"head_dim of a cache must be a multiple of {VECTOR}, got {head_dim}")
     problem = KVProblem(
-        sequences, sequences * tokens, heads, kv_heads, head_dim, page_size, tokens, -1, 0 if causal else -1, splits
-    )
+        sequences, sequences * tokens, heads, kv_heads, head_dim, page_size, tokens, -1, 0 if causal else -1, splits,
+        dtype=dtype,
+    )  # fmt: skip
     served, text = describe(problem, device)
     return text, served

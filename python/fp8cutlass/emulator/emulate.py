@@ -13,17 +13,19 @@ from typing import cast
 
 import torch
 
-from ..dtypes import OUT_DTYPES
+from ..dtypes import OPERANDS, OUT_DTYPES
 from ..manifest import Variant, generated_dir, load_manifest
-from .softmax import E4M3_MAX, MAX_SLOPE, MIN_SLOPE, SOFTMAXES
+from .scores import add_sinks, capped, lse_of_all, of_rows, unit_slope
+from .softmax import E4M3_MAX
+from .tile import scores_of, slope_of, tile_of
+from .visible import Heads, Mask, Visible
 
-MMA_K = 32  # products of one FP8 matrix instruction
 # A tile that outweighs the reference by more than 2^16 becomes the reference. O holds up to V * 2^16 * P * keys, with P
 # up to 2^8.3: the more a tile may rise, the sooner a large V overflows where its descale is applied tile by tile.
 MAX_RISE = 16.0
 CHUNK_BYTES = 1 << 30
 BYTES_PER_SCORE = 48  # float32 and float64 temporaries of one tile, measured peak
-LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+LN2 = math.log(2.0)
 
 
 @dataclass
@@ -58,12 +60,14 @@ class _Chunk:
     q: torch.Tensor  # (G, R, D) float32
     k: torch.Tensor  # (G, Sk, D) float32
     v: torch.Tensor  # (G, Sk, D) float32
-    q_slope: torch.Tensor  # (G, R, 1): q_descale * scale * log2(e)
-    k_descale: torch.Tensor  # (G, tiles), or (G, Sk) where each token has its own
+    q_slope: torch.Tensor  # (G, R, 1): q_descale * scale * log2(e); with a cap q_descale * scale / softcap
+    k_descale: torch.Tensor  # (G, tiles), or (G, Sk) where each token has its own, or (G, 4 blocks) of groups
     v_tile: torch.Tensor | None  # (G, tiles), of a kernel of scaling `block`
+    v_token: torch.Tensor | None  # (G, Sk)
     v_column: torch.Tensor  # (G, 1, 1) or (G, 1, D)
-    row: torch.Tensor  # (R, 1) position of each row in its sequence
     shared_by: dict[str, str]  # granularity of the descales of q, k and v
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None  # (G, R, 1), in octaves
 
 
 def emulate(
@@ -79,15 +83,21 @@ def emulate(
     scaling: str | None = None,
     causal_offset: int = 0,
     window_offset: int | None = None,
+    mask: Mask | None = None,
+    bias: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     out_descale: torch.Tensor | None = None,
     emulated_mma: bool = False,
     return_lse: bool = True,
+    merge_lse: bool = False,
     diagnostics: bool = False,
 ) -> Emulation:
     """Run one variant.
 
     Args:
-        q: (B, H, Sq, D) FP8, any strides, any device; k and v: (B, Hkv, Sk, D), not packed. Nothing is empty.
+        q: (B, H, Sq, D), of the variant's operands, any strides, any device; k and v: (B, Hkv, Sk, D), not packed.
+            Nothing is empty.
         q_descale, k_descale, v_descale: float32, the canonical shapes of the scaling mode, blocks of
             ``variant.key_block`` keys.
         variant: gives tile sizes, softmax, causal and output type.
@@ -96,9 +106,14 @@ def emulate(
         causal_offset: key j is visible to row i when ``j <= i + causal_offset``; read by causal variants, and with a
             window.
         window_offset: where there is a window, whatever the variant's mask: ``j >= i + window_offset``, too.
+        mask: which keys rows see and which tiles they visit, whatever the variant's mask, beside the band.
+        bias: (B, H, Sq, Sk) or sizes of 1, floating point: added to the scaled score; for variants with f32 scores.
+        softcap: a logit x becomes ``softcap * tanh(x / softcap)``; 0 leaves it. For float32 scores.
+        sinks: (H,) float32: a logit of each head without a value, which joins the sum of exponentials once.
         out_descale: (1,), e4m3 output only: stored = o / out_descale.
         emulated_mma: round f16 scores as the compiler's emulation of FP8 ``mma.sync`` does (sm_90a).
         return_lse: False saves the sum of unquantised exponentials; ``lse`` is then meaningless.
+        merge_lse: ``lse`` is that of the quantised exponentials.
         diagnostics: also return the intermediate values; they take several times the memory of the scores.
 
     The KV tiles of one chunk of heads are visited in order; a chunk is bounded to about 1 GiB of temporaries.
@@ -110,23 +125,24 @@ def emulate(
     step = max(1, CHUNK_BYTES // per_group)
     groups = batch * kv_heads
     parts = []
+    offsets = causal_offset if variant.causal or window_offset is not None else None, window_offset
     for start in range(0, groups, step):
-        chunk = _chunk(
-            (q, k, v, q_descale, k_descale, v_descale),
-            variant,
-            scaling or variant.scaling,
-            scale,
-            slice(start, min(start + step, groups)),
-        )
-        offsets = causal_offset if variant.causal or window_offset is not None else None, window_offset
-        parts.append(_attend(chunk, variant, seqlen_q, offsets, emulated_mma, return_lse, diagnostics))
+        part = slice(start, min(start + step, groups))
+        tensors = (q, k, v, q_descale, k_descale, v_descale)
+        chunk = _chunk(tensors, variant, scaling or variant.scaling, unit_slope(scale, softcap, q.device), part)
+        chunk.softcap = softcap
+        chunk.sinks = None if sinks is None else of_rows(sinks, batch, kv_heads, seqlen_q)[part]
+        sizes = Heads(batch, heads, kv_heads, seqlen_q, k.shape[2], part)
+        seen = Visible(sizes, variant.tile_m, variant.tile_n, offsets, mask, bias, q.device)
+        parts.append(_attend(chunk, variant, seen, emulated_mma, return_lse, merge_lse, diagnostics))
     o, lse, *extra = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
     o = o.view(batch, heads, seqlen_q, head_dim)
     amax = o.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax().reshape(1)
     if variant.out == "e4m3":
         # The kernel multiplies by the inverse; NaN passes through clamp.
         o = (o * (1.0 / cast(torch.Tensor, out_descale))).clamp(-E4M3_MAX, E4M3_MAX)
-    result = Emulation(o.to(OUT_DTYPES[variant.out]), lse.view(batch, heads, seqlen_q), amax)
+    lse = lse_of_all(lse.view(batch, heads, seqlen_q), sinks)
+    result = Emulation(o.to(OUT_DTYPES[variant.out]), lse, amax)
     if diagnostics:
         scores, p, weight, tile_o = extra
         result.diagnostics = Diagnostics(
@@ -138,7 +154,9 @@ def emulate(
     return result
 
 
-def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, scale: float, part: slice) -> _Chunk:
+def _chunk(
+    tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, unit: torch.Tensor, part: slice
+) -> _Chunk:
     q, k, v, q_descale, k_descale, v_descale = tensors
     # Held below 2^80, an infinite descale would give a plausible result.
     q_descale, k_descale = (x.masked_fill(x.isinf(), torch.nan) for x in (q_descale, k_descale))
@@ -147,7 +165,7 @@ def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, sc
     group, groups, device = heads // kv_heads, batch * kv_heads, q.device
     tile_start = torch.arange(0, seqlen_k, variant.tile_n, device=device)
 
-    shared_by = load_manifest(generated_dir()).scaling[scaling]
+    shared_by = OPERANDS[variant.dtype].granularity(load_manifest(generated_dir()).scaling[scaling])
 
     def per_tile(descale: torch.Tensor, granularity: str) -> torch.Tensor:  # (G, tiles)
         if granularity == "tensor":
@@ -162,116 +180,81 @@ def _chunk(tensors: tuple[torch.Tensor, ...], variant: Variant, scaling: str, sc
         q_rows = q_descale.reshape(groups, group, 1, 1).expand(-1, -1, seqlen_q, 1).reshape(groups, -1, 1)
     else:
         q_rows = q_descale.reshape(groups, -1, 1)
-    k_tiles = k_descale.reshape(groups, -1) if shared_by["k"] == "token" else per_tile(k_descale, shared_by["k"])
-    v_tile, v_column = None, torch.ones(groups, 1, 1, device=device)
-    if shared_by["v"] == "channel":
+    as_given = shared_by["k"] in ("token", "group")
+    k_tiles = k_descale.reshape(groups, -1) if as_given else per_tile(k_descale, shared_by["k"])
+    v_tile, v_column, v_token = None, torch.ones(groups, 1, 1, device=device), None
+    if shared_by["v"] == "token":
+        v_token = v_descale.reshape(groups, -1)[part]
+    elif shared_by["v"] == "channel":
         v_column = v_descale.reshape(groups, 1, head_dim)
     elif variant.family == "sm90a" or v_descale.numel() > groups:  # applied tile by tile; by sm89 where tiles differ
         v_tile = per_tile(v_descale, shared_by["v"])[part]
     else:
         v_column = per_tile(v_descale, shared_by["v"])[:, :1, None]
-    octaves = torch.tensor(scale, dtype=torch.float32, device=device) * LOG2E
     return _Chunk(
         q=q.reshape(groups, group * seqlen_q, head_dim)[part].float(),
         k=k.reshape(groups, seqlen_k, head_dim)[part].float(),
         v=v.reshape(groups, seqlen_k, head_dim)[part].float(),
-        q_slope=(q_rows * octaves)[part],
+        q_slope=(q_rows * unit)[part],
         k_descale=k_tiles[part],
         v_tile=v_tile,
+        v_token=v_token,
         v_column=v_column[part],
-        row=torch.arange(seqlen_q, device=device).repeat(group)[:, None],
         shared_by=shared_by,
     )
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, accumulator: str, emulated_mma: bool) -> torch.Tensor:
-    """Q K^T as float32; an f16 accumulator is rounded after every matrix instruction, which takes 32 products.
-
-    Where FP8 ``mma.sync`` is emulated, an instruction is two f16 ones of 16 products from zero, then an f16 addition:
-    the first takes bytes 0 and 1 of every register, which holds 4 neighbours, the second bytes 2 and 3.
-    """
-    if accumulator == "f32":
-        return q @ k.transpose(1, 2)
-    total = torch.zeros((), device=q.device)
-    for d in range(0, q.shape[-1], MMA_K):
-        q_step, k_step = q[..., d : d + MMA_K], k[..., d : d + MMA_K].transpose(1, 2)
-        if emulated_mma:
-            first = torch.arange(MMA_K, device=q.device) % 4 < 2
-            product = (q_step[..., first] @ k_step[:, first]).half().float()
-            product = (product + q_step[..., ~first] @ k_step[:, ~first]).half().float()
-        else:
-            product = q_step @ k_step
-        total = (total + product).half().float()
-    return total
-
-
-def _values(p: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """P V of a tile, (G, R, D) of (G, R, N) and (G, N, D), and the sums of P, (G, R, 1)."""
-    return p @ v, p.sum(-1, keepdim=True)
 
 
 def _attend(
     chunk: _Chunk,
     variant: Variant,
-    seqlen_q: int,
-    offsets: tuple[int | None, int | None],
+    seen: Visible,
     emulated_mma: bool,
     return_lse: bool,
+    merge_lse: bool,
     diagnostics: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """``offsets``: row i sees keys up to i plus the first, and from i plus the second on; None is no such end.
-
-    Return o (G, R, D) float32 and lse (G, R), then with ``diagnostics`` scores and p (G, R, keys), weight
+    """Return o (G, R, D) float32 and lse (G, R), then with ``diagnostics`` scores and p (G, R, keys), weight
     (G, R, tiles) and tile_o (G, R, tiles, D)."""
-    device, tile_n, seqlen_k = chunk.q.device, variant.tile_n, chunk.k.shape[1]
+    tile_n = variant.tile_n
     k_per_token = chunk.shared_by["k"] == "token"
     v_per_channel = chunk.shared_by["v"] == "channel"
     o = torch.zeros_like(chunk.q)
     row_sum = torch.zeros_like(chunk.q_slope)
     exact_sum, ref = torch.zeros_like(row_sum), torch.zeros_like(row_sum)
-    last, first = offsets
-    # One past the last key that the kernel's query tile, not only the row, looks at; and the tile that it begins with.
-    seen, begin = torch.full_like(chunk.row, seqlen_k), torch.zeros_like(chunk.row)
-    tile_row = chunk.row // variant.tile_m * variant.tile_m
-    if last is not None:
-        seen = ((tile_row + variant.tile_m).clamp(max=seqlen_q) + last).clamp(0, seqlen_k)
-    if first is not None:
-        last_tile = (seen - 1).clamp(min=0) // tile_n
-        begin = torch.minimum((tile_row + first).clamp(min=0) // tile_n, last_tile)
-    keys = seqlen_k if diagnostics else int(seen.max())
+    keys = chunk.k.shape[1] if diagnostics else seen.end
     kept: list[tuple[torch.Tensor, ...]] = []
     for tile, start in enumerate(range(0, keys, tile_n)):
         part = slice(start, start + tile_n)
-        s = _scores(chunk.q, chunk.k[:, part], variant.score, emulated_mma)
-        k_descale = chunk.k_descale[:, None, part] if k_per_token else chunk.k_descale[:, tile, None, None]
+        s = scores_of(chunk.q, chunk.k[:, part], variant.score, emulated_mma)
         if k_per_token:
-            s = s * k_descale
-        key = torch.arange(start, start + s.shape[2], device=device)
-        if last is not None:
-            s = s.masked_fill(key > chunk.row + last, -torch.inf)
-        if first is not None:
-            s = s.masked_fill(key < chunk.row + first, -torch.inf)
-        unit = chunk.q_slope * 8.0 if variant.score == "f16" else chunk.q_slope
-        slope = (unit if k_per_token else unit * k_descale).clamp(MIN_SLOPE[variant.score], MAX_SLOPE)
-        p, p_bytes, weight, exact = SOFTMAXES[variant.softmax](s, slope, return_lse)
-        tile_o, tile_sum = _values(p, chunk.v[:, part])
+            s = s * chunk.k_descale[:, None, part]
+        slope = slope_of(s, chunk.q_slope, chunk.k_descale, chunk.shared_by["k"], variant, tile)
+        s, slope = capped(s, slope, chunk.softcap)
+        s, slope = seen.biased(s, slope, start)
+        s = seen.hide(s, start)
+        v_token = None if chunk.v_token is None else chunk.v_token[:, part]
+        made = tile_of(s, slope, chunk.v[:, part], v_token, variant.softmax, return_lse and not merge_lse)
+        tile_o, weight = made.product, made.weight
         if diagnostics:
-            kept.append((s, p_bytes, weight, tile_o[:, :, None]))
-        ref = torch.where(begin == tile, weight, ref)
+            kept.append((s, made.p, weight, tile_o[:, :, None]))
+        ref = torch.where(seen.begin == tile, weight, ref)
         rise = weight - ref
         shrink = torch.where(rise > MAX_RISE, torch.exp2(-rise), 1.0)
         ref = torch.where(rise > MAX_RISE, weight, ref)
         beta = torch.exp2(weight - ref)
         factor = beta if chunk.v_tile is None else beta * chunk.v_tile[:, tile, None, None]
-        visited = (start < seen) & (begin <= tile)  # an unvisited tile adds nothing, not even the NaN of 0 * NaN
+        visited = seen.visited(tile)
         o = o * shrink + torch.where(visited, factor * tile_o, 0.0)
-        row_sum = row_sum * shrink + torch.where(visited, beta * tile_sum, 0.0)
-        exact_sum = exact_sum * shrink + torch.where(visited, beta * exact, 0.0)
+        row_sum = row_sum * shrink + torch.where(visited, beta * made.total, 0.0)
+        exact_sum = exact_sum * shrink + torch.where(visited, beta * made.exact, 0.0)
+    total = row_sum if merge_lse else exact_sum
+    lse = torch.where(total == 0, -torch.inf, LN2 * (ref + torch.log2(total)))
+    if chunk.sinks is not None:
+        row_sum = add_sinks(row_sum, ref, chunk.sinks, variant.softmax)
     # A row that saw no key is 0, even where a NaN in V met its zeros.
     o = torch.where(row_sum == 0, 0.0, o * ((1.0 if v_per_channel else chunk.v_column) / row_sum))
     if v_per_channel:
         o = o * chunk.v_column
-    lse = torch.where(exact_sum == 0, -torch.inf, LN2 * (ref + torch.log2(exact_sum)))
     return o, lse.squeeze(-1), *_joined(kept, tile_n)
 
 

@@ -26,7 +26,7 @@ MAX_CODES = 65000.0  # |slope * maximum| beyond this would push the f16 offset o
 HALF_ULP = 2.0**-11
 ROOT, ROOT_OFFSET = 0.025909423828125, 27.375  # f16: sqrt(11) / 128, and 1056.5 times that
 # Slopes lie between these, as -inf * 0 and inf - inf would be NaN; the least depends on the accumulator of the scores.
-MIN_SLOPE = {"f16": 2.0**-24, "f32": 2.0**-126}
+MIN_SLOPE = {"f16": 2.0**-24, "f32": 2.0**-126, "s32": 2.0**-126}
 MAX_SLOPE = 2.0**80
 
 Softmax = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

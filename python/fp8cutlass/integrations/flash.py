@@ -38,6 +38,7 @@ def flash_attn_func(
     return_softmax_lse: bool = False,
     dropout_p: float = 0.0,
     softcap: float = 0.0,
+    learnable_sink: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     qv: torch.Tensor | None = None,
     attention_chunk: int = 0,
@@ -58,7 +59,9 @@ def flash_attn_func(
         q_descale, k_descale, v_descale: for FP8 operands, float32 (B, Hkv), also for q; or (B, H) for q.
             ``real = fp8 * descale``.
         return_attn_probs, return_softmax_lse: also return the LSE. Probabilities are never returned.
-        dropout_p, softcap, alibi_slopes, qv, attention_chunk: no other values than the defaults are served.
+        softcap: 0, or c > 0: a logit x becomes ``c * tanh(x / c)`` before the mask.
+        learnable_sink: (H,): a logit for each head without a value, which joins the denominator once.
+        dropout_p, alibi_slopes, qv, attention_chunk: no other values than the defaults are served.
         deterministic, num_splits, pack_gqa, sm_margin: settings of FlashAttention's kernels, which change no result.
 
     Returns:
@@ -67,7 +70,7 @@ def flash_attn_func(
     Raises:
         UnsupportedError: an argument that is not served, by name; a call without a kernel.
     """
-    _refuse("flash_attn_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, qv=qv,
+    _refuse("flash_attn_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes, qv=qv,
             attention_chunk=attention_chunk)  # fmt: skip
     window = NO_WINDOW if window_size is None else window_size
     if q_descale is not None:
@@ -80,6 +83,8 @@ def flash_attn_func(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
+        softcap=softcap,
+        sinks=learnable_sink,
         scaling="block" if q_descale is None else "head",
         return_lse=return_attn_probs or return_softmax_lse,
     )  # fmt: skip
@@ -108,6 +113,7 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     dropout_p: float = 0.0,
     softcap: float = 0.0,
+    learnable_sink: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     qv: torch.Tensor | None = None,
     attention_chunk: int = 0,
@@ -133,7 +139,7 @@ def flash_attn_varlen_func(
     Raises:
         UnsupportedError: an argument that is not served, by name; a call without a kernel.
     """
-    _refuse("flash_attn_varlen_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, qv=qv,
+    _refuse("flash_attn_varlen_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes, qv=qv,
             attention_chunk=attention_chunk, block_table=block_table)  # fmt: skip
     result = attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal,
@@ -142,6 +148,8 @@ def flash_attn_varlen_func(
         k_descale=k_descale,
         v_descale=v_descale,
         return_lse=return_attn_probs or return_softmax_lse,
+        softcap=softcap,
+        sinks=learnable_sink,
     )  # fmt: skip
     count_ragged(DOOR, "flash_attn_varlen_func", q, k, cu_seqlens_q, causal)
     return result

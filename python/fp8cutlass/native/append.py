@@ -93,7 +93,7 @@ def append(k: torch.Tensor, v: torch.Tensor, room: Room, at: Slots | Table, chan
             cos, sin = cos.float(), sin.float()
         cos, sin = _whole(cos), _whole(sin)
     mean = None if change.mean is None else _aligned(change.mean)
-    torch.ops.fp8cutlass_C.append(
+    extension.compiled().append(
         _bytes(_aligned(k)), _bytes(_aligned(v)), room.k, room.v, room.k_token, room.v_page, room.k_descale,
         room.v_descale, slots, positions, cu, lengths, table, used, cos, sin, interleaved, mean, change.hadamard,
     )  # fmt: skip

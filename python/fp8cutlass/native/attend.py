@@ -9,22 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import UnsupportedError
+from .._ops import LIBRARY, compiled
 from ..manifest import Variant
 from ..memory import as_bytes, empty_rows
 from ..quant.quantize import GRANULARITIES, V_AMAX
+from ..quant.sinks import join_lse
 from ..quant.smooth import restore_lse
 from . import extension
-from .extension import BUILD_HINT
+from .numbers import constants
 
 # There is no backward, and `attention` says so: the dispatcher passes over autograd, whose fallback would look at every
 # argument, and on to whatever else a tensor asks for, such as a lazy negation.
-_library = torch.library.Library("fp8cutlass_C", "IMPL")
+_library = torch.library.Library(LIBRARY, "IMPL")
 OPERATORS = {"half": "attend", "fp8": "attend_fp8", "packed": "attend_packed"}  # of each kind of call
 for _name in OPERATORS.values():
     _library.impl(_name, torch.library.fallthrough_kernel, "AutogradCUDA")
@@ -37,24 +37,6 @@ HAND_OVER_HEADS = 2048  # of K, of all sequences, at most: kReadyHeads in csrc/c
 HANDED_OVER = (64, 128)  # head_dims whose pack kernels can overlap: Pack.delivers of the generator
 
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, lse, amax; the last two where wanted
-
-
-@lru_cache(maxsize=4096)
-def _constants(*numbers: float) -> torch.Tensor:
-    """The operator's first argument: all numbers in one tensor, as each argument costs the host 0.2 us between Python
-    and the extension."""
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
-
-
-def _in_order(values: Mapping[str, float]) -> tuple[float, ...]:
-    """The numbers of a call in the order of csrc/call.def; UnsupportedError where the library wants others."""
-    fields = extension.call_fields()
-    if set(fields) != set(values):
-        other = ", ".join(sorted(set(fields) ^ set(values)))
-        raise UnsupportedError(
-            f"the built library and this package differ in the numbers of a call: {other}", BUILD_HINT
-        )
-    return tuple(values[name] for name in fields)
 
 
 @dataclass(frozen=True)
@@ -72,35 +54,50 @@ class Attend:
     bare: bool  # none of the three: the operator gets its inputs alone
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_descale: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out_descale: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> Result:
         """Run a call of kind "half" on q (B, H, Sq, D), k and v (B, Hkv, Sk, D); :meth:`run` says more."""
         if not self.smooth_k:
-            return self.run((q, k, v), out_descale)
+            return self.run((q, k, v), out_descale, sinks)
         mean = k.new_empty((*k.shape[:2], self.kernel_head_dim), dtype=torch.float32)
-        result = self.run((q, k, v), out_descale, mean)
+        result = self.run((q, k, v), out_descale, sinks, mean)
         if result[1] is not None:
             restore_lse(result[1], q[..., : self.head_dim], mean[..., : self.head_dim], self.scale)
         return result
 
-    def run(self, inputs: Sequence[Any], out_descale: torch.Tensor | None = None, *more: torch.Tensor) -> Result:
+    def run(
+        self,
+        inputs: Sequence[Any],
+        out_descale: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        *more: torch.Tensor,
+    ) -> Result:
         """Give the operator its inputs: q, k and v that are ``fused.readable``, no dimension empty, and descales.
+
+        ``sinks`` are (H,) float32, contiguous.
 
         Returns out (B, H, Sq, D), dense in q's memory order; lse (B, H, Sq) and amax (1,), float32, or None.
         """
         lse = amax = None
         try:
-            if self.bare and out_descale is None:  # an argument costs more to pass than to leave out
+            if self.bare and out_descale is None and sinks is None:  # an argument costs more to pass than to leave out
                 out = self.operator(self.constants, *inputs)
             else:
                 q = inputs[0]
                 lse = q.new_empty(q.shape[:3], dtype=torch.float32) if self.return_lse else None
                 amax = q.new_zeros((1,), dtype=torch.float32) if self.return_amax else None
-                out = self.operator(self.constants, *inputs, out_descale, lse, amax, *more)
+                out = self.operator(self.constants, *inputs, out_descale, lse, amax, sinks, *more)
         except RuntimeError as error:
             if "out of memory" in str(error):  # the stable ABI has no type for it
                 raise torch.OutOfMemoryError(str(error)) from error
             raise
+        if lse is not None and sinks is not None:
+            join_lse(lse, sinks)
         if self.kernel_head_dim != self.head_dim:
             wide, out = out, empty_rows(out, self.head_dim, out.dtype)  # q may be a copy in another order
             as_bytes(out).copy_(as_bytes(wide)[..., : self.head_dim])
@@ -177,14 +174,19 @@ def prepare(
     hadamard: bool,
     return_lse: bool,
     return_amax: bool,
+    merge_lse: bool = False,
+    softcap: float = 0.0,
     way: Way = PACKED_BEFORE,
+    resident: int = -1,
     descales: Sequence[float] = (0.0, 0.0, 0.0),
 ) -> Attend:
     """The call of a variant, ``number`` in the extension, on operands of a kind: "half", "fp8" or "packed".
 
     ``way`` is limited to what the kernel can do: quantise Q (:func:`takes_source`), and start while K and V are packed
-    (:func:`takes_handover`). ``amax`` and ``granularity`` are those of :func:`.fused.quantise_and_pack`; ``seq_major``
-    puts the result into memory in the order (B, S, H, D). ``descales`` of FP8 operands that are no tensors are numbers.
+    (:func:`takes_handover`). ``resident`` is the number of a kernel that keeps K and V in shared memory and computes
+    what the variant would, or -1. ``amax`` and ``granularity`` are those of :func:`.fused.quantise_and_pack`;
+    ``seq_major`` puts the result into memory in the order (B, S, H, D). ``descales`` of FP8 operands that are no
+    tensors are numbers.
     """
     extension.load()
     leave_q = way.leave_q and takes_source(variant, granularity, hadamard=hadamard)
@@ -198,15 +200,18 @@ def prepare(
         "hadamard": hadamard,
         "seq_major": seq_major,
         "scale": scale,
+        "softcap": softcap,
         "causal_offset": causal_offset,
         "window_offset": window_offset,
+        "resident": resident,
         "leave_q": leave_q,
         "hand_over": hand_over,
+        "merge_lse": merge_lse,
         **{f"{name}_descale": x for name, x in zip("qkv", descales, strict=True)},
     }
     return Attend(
-        operator=getattr(torch.ops.fp8cutlass_C, OPERATORS[kind]).default._op,  # the overload's own frame costs 0.2 us
-        constants=_constants(*_in_order(numbers)),
+        operator=getattr(compiled(), OPERATORS[kind]).default._op,  # the overload's own frame costs 0.2 us
+        constants=constants(extension.call_fields(), **numbers),
         head_dim=head_dim,
         kernel_head_dim=variant.head_dim,
         scale=scale,

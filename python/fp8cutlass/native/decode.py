@@ -1,21 +1,30 @@
 """The kernels of decode: which one serves a call, its work, its launch. Lengths stay on the device: no number is waited
-for, and what is launched can be captured."""
+for, and what is launched can be captured. Nothing here is an operation of torch but the making of tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from .._ops import LIBRARY
 from ..errors import NoKernelError
 from ..manifest import Decode, load_manifest
 from . import extension
+from .numbers import constants
+
+# As in native/attend.py: there is no backward, and autograd's fallback would look at every argument.
+_library = torch.library.Library(LIBRARY, "IMPL")
+for _name in ("cut", "decode", "prefill"):
+    _library.impl(_name, torch.library.fallthrough_kernel, "AutogradCUDA")
 
 FAR = 1 << 30  # a window's end that no length reaches
 OVERHEAD = 4  # what a unit costs beside its tiles, in tiles; a guess that no card has judged
 CUT_WORDS = 12  # of decode::Cut
+PIECE = 256  # bytes: pieces of the work's memory begin at multiples of it, as in csrc/workspace.h
 
 
 @lru_cache(maxsize=1024)
@@ -48,9 +57,39 @@ class Work:
 
     kernel: Decode
     number: int
-    cuts: torch.Tensor  # (CTAs + 1, 8) int32
-    arrived: torch.Tensor  # (CTAs,) int32, zero between calls
-    parts: torch.Tensor  # (CTAs, 2, part_floats) float32
+    ctas: int
+    share: bool  # whether CTAs may share a unit; else results of a sequence do not depend on the others
+    memory: torch.Tensor | None = None  # (work_bytes,) uint8; None: each call cuts its own
+    routed: bool = False  # sequences of negative length are another kernel's
+
+    @property
+    def cuts(self) -> torch.Tensor:
+        """(CTAs + 1, 12) int32."""
+        return self._words(0, (self.ctas + 1) * CUT_WORDS).view(-1, CUT_WORDS)
+
+    @property
+    def arrived(self) -> torch.Tensor:
+        """(CTAs,) int32, zero between calls."""
+        return self._words(_up(4 * (self.ctas + 1) * CUT_WORDS), self.ctas)
+
+    def _words(self, begin: int, count: int) -> torch.Tensor:
+        if self.memory is None:
+            raise ValueError("the work is not cut yet")
+        return self.memory[begin : begin + 4 * count].view(torch.int32)
+
+
+def _up(bytes: int) -> int:
+    return -(-bytes // PIECE) * PIECE
+
+
+def work_bytes(kernel: Decode, ctas: int) -> int:
+    """Of the cuts, the counters of arrivals, and two parts of a unit for each CTA (csrc/decode.cpp)."""
+    return _up(4 * (ctas + 1) * CUT_WORDS) + _up(4 * ctas) + _up(8 * ctas * kernel.part_floats)
+
+
+def uncut(kernel: Decode, number: int, sm_count: int, *, share: bool) -> Work:
+    """The work of calls that cut it themselves."""
+    return Work(kernel, number, sm_count * kernel.ctas_per_sm, share)
 
 
 def cut(
@@ -58,7 +97,7 @@ def cut(
     number: int,
     sm_count: int,
     lengths: torch.Tensor,
-    cu_q: torch.Tensor,
+    cu_q: torch.Tensor | None,
     *,
     tokens: int,
     most_keys: int,
@@ -68,29 +107,31 @@ def cut(
     right: int,
     share: bool,
 ) -> Work:
-    """Launch the kernel that cuts the work. ``share``: whether CTAs may share a unit; else results of a sequence do not
-    depend on the others."""
+    """Launch the kernel that cuts the work. Without ``cu_q`` all sequences have as many of the ``tokens``."""
     extension.load()
-    ctas, device = sm_count * kernel.ctas_per_sm, lengths.device
-    cuts = torch.empty(ctas + 1, CUT_WORDS, dtype=torch.int32, device=device)
-    arrived = torch.empty(ctas, dtype=torch.int32, device=device)
-    parts = torch.empty(ctas, 2, kernel.part_floats, device=device)
-    torch.ops.fp8cutlass_C.cut(
-        number,
-        lengths,
-        cu_q,
-        tokens,
-        most_keys,
-        heads,
-        kv_heads,
-        _end(left),
-        _end(right),
-        OVERHEAD,
-        share,
-        cuts,
-        arrived,
-    )
-    return Work(kernel, number, cuts, arrived, parts)
+    plain = uncut(kernel, number, sm_count, share=share)
+    memory = torch.empty(work_bytes(kernel, plain.ctas), dtype=torch.uint8, device=lengths.device)
+    numbers = numbers_of(plain, left=left, right=right)
+    extension.compiled().cut(numbers, lengths, cu_q, tokens, most_keys, heads, kv_heads, memory)
+    return Work(kernel, number, plain.ctas, share, memory)
+
+
+def numbers_of(
+    work: Work,
+    *,
+    left: int,
+    right: int,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    k_descale: float = 1.0,
+    v_descale: float = 1.0,
+) -> torch.Tensor:
+    """The first argument of the operators. Windows' ends below 0 are none."""
+    return constants(
+        extension.decode_fields(), decode=work.number, ctas=work.ctas, overhead=OVERHEAD, share=work.share,
+        left=_end(left), right=_end(right), scale=scale, softcap=softcap, k_descale=k_descale, v_descale=v_descale,
+        routed=work.routed,
+    )  # fmt: skip
 
 
 def _end(keys: int) -> int:
@@ -101,21 +142,61 @@ def _end(keys: int) -> int:
 class Caches:
     """K and V as they lie, and their descales."""
 
-    k: torch.Tensor  # (pages, page_size, Hkv, D) uint8, the bytes of e4m3, strides of whole 16 bytes
+    k: torch.Tensor  # (pages, page_size, Hkv, D) e4m3, or its bytes as uint8; strides of whole 16 bytes
     v: torch.Tensor
-    k_descale: torch.Tensor  # (1,), (Hkv,) or (sequences, Hkv) float32
-    v_descale: torch.Tensor
+    k_descale: torch.Tensor | float  # (1,), (Hkv,) or (sequences, Hkv) float32, any strides
+    v_descale: torch.Tensor | float
     k_token: torch.Tensor | None  # (pages, page_size, Hkv) float32, any strides: of each token and head
     v_page: torch.Tensor | None  # (pages, Hkv) float32, any strides: of each page and head
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Descales of K and V that are no numbers."""
+        k, v = (x if isinstance(x, torch.Tensor) else None for x in (self.k_descale, self.v_descale))
+        return k, v
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A call but for its tensors."""
+
+    operator: Any
+    numbers: torch.Tensor
+
+    def __call__(self, *tensors: torch.Tensor | None) -> torch.Tensor:
+        """Give the operator its tensors, in the order of csrc/binding.cpp. Returns the result in the shape of q."""
+        try:
+            return self.operator(self.numbers, *tensors)
+        except RuntimeError as error:
+            if "out of memory" in str(error):  # the stable ABI has no type for it
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
+
+
+def launch_of(
+    work: Work,
+    *,
+    scale: float,
+    left: int,
+    right: int,
+    softcap: float = 0.0,
+    k_descale: torch.Tensor | float = 1.0,
+    v_descale: torch.Tensor | float = 1.0,
+) -> Launch:
+    """Descales that are tensors are given with the other ones, later."""
+    extension.load()
+    k, v = (1.0 if isinstance(x, torch.Tensor) else float(x) for x in (k_descale, v_descale))
+    numbers = numbers_of(work, left=left, right=right, scale=scale, softcap=softcap, k_descale=k, v_descale=v)
+    return Launch(extension.compiled().decode.default._op, numbers)  # the overload's own frame costs 0.2 us
 
 
 def attend(
     work: Work,
     q: torch.Tensor,
     caches: Caches,
-    page_table: torch.Tensor,
+    page_table: torch.Tensor | None,
     lengths: torch.Tensor,
-    cu_q: torch.Tensor,
+    cu_q: torch.Tensor | None,
     *,
     scale: float,
     left: int,
@@ -123,16 +204,61 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    into: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch the kernel: out (tokens, H, D) of q's dtype, and the natural LSE (H, tokens).
+    """Launch the kernel: out of the shape and dtype of q (tokens, H, D), and the natural LSE (H, tokens). ``into``:
+    both, where they are there.
 
-    ``work`` was cut for these lengths, heads, window and page table. ``sinks``: (H,) or (H, tokens) float32.
+    ``work`` was cut for these lengths, heads, window and page table, or it is not cut, which is done first. ``sinks``:
+    (H,) float32, bf16 or fp16, or (H, tokens) float32. Without ``page_table`` page s is all of sequence s.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[1], q.shape[0], device=q.device) if return_lse else None
-    torch.ops.fp8cutlass_C.decode(
-        work.number, q, caches.k, caches.v, caches.k_token, caches.v_page, caches.k_descale, caches.v_descale,
-        page_table, lengths, cu_q, sinks, out, lse, work.cuts, work.arrived, work.parts, scale, softcap, _end(left),
-        _end(right),
+    result, lse = (None, _sums(q, return_lse)) if into is None else into
+    launch = launch_of(
+        work, scale=scale, left=left, right=right, softcap=softcap, k_descale=caches.k_descale,
+        v_descale=caches.v_descale,
     )  # fmt: skip
-    return out, lse
+    out = launch(
+        q, caches.k, caches.v, page_table, lengths, cu_q, *caches.tensors, caches.k_token, caches.v_page, sinks,
+        work.memory, result, lse,
+    )  # fmt: skip
+    return out if result is None else result, lse
+
+
+def _sums(q: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+    return torch.empty(q.shape[1], q.shape[0], device=q.device) if wanted else None
+
+
+def prefill(
+    work: Work,
+    variant: int,
+    q: torch.Tensor,
+    caches: Caches,
+    page_table: torch.Tensor | None,
+    lengths: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    *,
+    scale: float,
+    left: int,
+    right: int,
+    return_lse: bool,
+    score_amax: float,
+    least: int,
+    most: int,
+    capacity: int,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Launch what serves long chunks: the kernel that chooses sequences of ``least`` queries and more, at most ``most``
+    with ``capacity`` keys in all; the one that copies their keys; the plan of a ragged batch; and ``variant``. Q's rows
+    begin at multiples of 16 bytes.
+
+    Returns out and the LSE, where the rows of these sequences are written, and the lengths for ``work``, which is
+    routed: (sequences,) int32, negative where a sequence is none of its.
+    """
+    extension.load()
+    out, lse, rest = torch.empty_like(q), _sums(q, return_lse), torch.empty_like(lengths)
+    k, v = (1.0 if isinstance(x, torch.Tensor) else float(x) for x in (caches.k_descale, caches.v_descale))
+    numbers = numbers_of(work, left=left, right=right, scale=scale, k_descale=k, v_descale=v)
+    extension.compiled().prefill(
+        numbers, variant, q, caches.k, caches.v, page_table, lengths, cu_q, *caches.tensors, caches.k_token,
+        caches.v_page, out, lse, rest, score_amax, least, most, capacity,
+    )  # fmt: skip
+    return out, lse, rest

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from .._ops import LIBRARY, compiled
 from ..errors import NoKernelError, UnsupportedError
 from ..manifest import PACKAGE_DIR, TABLES, Manifest, generated_dir, load_manifest
 
@@ -135,10 +136,11 @@ def device_arch(device: torch.device) -> str:
 
 
 def load() -> None:
-    """Register ``torch.ops.fp8cutlass_C``, whichever thread comes first.
+    """Register the library's operators, whichever thread comes first.
 
     Raises UnsupportedError, at each call, where the library does not hold the variants of the manifest beside it (the
-    number that dispatch takes from there would run another kernel), or where another library is loaded already.
+    number that dispatch takes from there would run another kernel), where it is for another copy of this package, or
+    where another library is loaded already.
     """
     global _registered, _ready
     library = find_library()
@@ -149,7 +151,7 @@ def load() -> None:
         if _registered is not None and _registered != library:
             raise UnsupportedError(
                 f"{_registered} is loaded and {library} cannot be loaded beside it: a process registers "
-                "torch.ops.fp8cutlass_C once; restart the process with FP8CUTLASS_LIBRARY set before the first call"
+                f"torch.ops.{LIBRARY} once; restart the process with FP8CUTLASS_LIBRARY set before the first call"
             )
         if _registered is None:
             torch.ops.load_library(str(library))
@@ -165,8 +167,18 @@ def call_fields() -> tuple[str, ...]:
     :func:`load` comes first.
     Raises UnsupportedError where the library does not say.
     """
+    return _fields("fp8cutlass_call_fields")
+
+
+@cache
+def decode_fields() -> tuple[str, ...]:
+    """The same of ``fp8cutlass_C.cut`` and ``decode`` (csrc/decode.def)."""
+    return _fields("fp8cutlass_decode_fields")
+
+
+def _fields(function: str) -> tuple[str, ...]:
     try:
-        names = ctypes.CDLL(str(_registered)).fp8cutlass_call_fields
+        names = getattr(ctypes.CDLL(str(_registered)), function)
     except AttributeError as error:
         raise UnsupportedError(f"{_registered} does not name the fields of a call: {error}", BUILD_HINT) from error
     names.restype = ctypes.c_char_p
@@ -179,7 +191,13 @@ def load_kernels(number: int, device: int, source: torch.dtype | None = None) ->
 
     A launch would do so at its first time, which takes a millisecond and more."""
     load()
-    torch.ops.fp8cutlass_C.load(number, device, -1 if source is None else SOURCES[source])
+    compiled().load(number, device, -1 if source is None else SOURCES[source])
+
+
+def load_resident(number: int, device: int) -> None:
+    """The same for a kernel that keeps K and V in shared memory."""
+    load()
+    compiled().load_resident(number, device)
 
 
 def _compare(library: str, manifest: Manifest) -> None:
@@ -189,10 +207,12 @@ def _compare(library: str, manifest: Manifest) -> None:
     path = manifest.directory / "manifest.json"
     try:
         count, name = loaded.fp8cutlass_variant_count, loaded.fp8cutlass_variant_id
-        digest = loaded.fp8cutlass_manifest
+        digest, registered = loaded.fp8cutlass_manifest, loaded.fp8cutlass_library
     except AttributeError as error:
         raise UnsupportedError(f"{library} does not say which variants it holds: {error}", BUILD_HINT) from error
-    name.restype = digest.restype = ctypes.c_char_p
+    name.restype = digest.restype = registered.restype = ctypes.c_char_p
+    if (operators := (registered() or b"").decode()) != LIBRARY:
+        raise UnsupportedError(f"{library} has its operators in {operators!r}, this copy of the package in {LIBRARY!r}")
     ids = [(name(number) or b"").decode() for number in range(count())]
     if len(ids) != len(manifest.variants):
         raise UnsupportedError(

@@ -137,7 +137,7 @@ def fill(
     descales = {"q": made.q_descale, "k": made.k_descale, "v": made.v_descale}
     beyond = [d for name, d in descales.items() if d is not None and granularity[name] in BEYOND_BLOCKS]
     extension.load()
-    torch.ops.fp8cutlass_C.pack(
+    extension.compiled().pack(
         key_block,
         q,
         k,

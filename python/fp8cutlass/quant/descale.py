@@ -8,7 +8,7 @@ from numbers import Real  # what numpy's numbers are, float32 too
 
 import torch
 
-from ..manifest import KEY_BLOCK
+from ..manifest import GROUPS, KEY_BLOCK
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 SCALE_MAX = FLOAT32_MAX * math.log(2)  # of softmax; kernels multiply it by log2 e in float32
@@ -24,6 +24,8 @@ def canonical_shape(granularity: str, shape: Sequence[int], block: int = KEY_BLO
         return (batch, heads)
     if granularity == "block":
         return (batch, heads, -(-tokens // block))
+    if granularity == "group":
+        return (batch, heads, GROUPS * -(-tokens // block))
     return (batch, heads, tokens if granularity == "token" else head_dim)
 
 

@@ -45,6 +45,7 @@ inline float __uint_as_float(uint32_t x) {
   std::memcpy(&y, &x, 4);
   return y;
 }
+inline float __int_as_float(int32_t x) { return __uint_as_float(static_cast<uint32_t>(x)); }
 inline uint32_t __float_as_uint(float x) {
   uint32_t y;
   std::memcpy(&y, &x, 4);
@@ -69,6 +70,7 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.f / x; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 
 template <class T>

@@ -10,17 +10,22 @@ from ...errors import UnsupportedError
 from ...stats import Reason, count_fallback
 from ..dense import Accuracy, accuracy_of, attend, effort, refusal
 from .masks import visible_mask
-from .parallel import operators
+from .parallel import METHODS, operators, spread
 
 NAME = "fp8cutlass"
 DOOR = "diffusers"
 BACKENDS: dict[str, Accuracy] = {}  # those that are registered
+_exchanges: dict[str, str] = {}  # and how rings of theirs exchange keys
 
 
-def register(name: str = NAME, **accuracy: Any) -> Any:
+def register(name: str = NAME, *, context_parallel: str | None = None, **accuracy: Any) -> Any:
     """Add a backend for ``model.set_attention_backend(name)`` and diffusers' ``attention_backend(name)``.
 
     Those two also set the default of the process; ``enable`` does not. May be called again with the same accuracy.
+
+    Args:
+        context_parallel: how devices that diffusers calls a ring exchange keys: ``gather``, the default, which gives
+            the bits of one device, or ``ring``, which keeps two shards of keys on each.
 
     Returns:
         The member of ``AttentionBackendName``.
@@ -31,10 +36,13 @@ def register(name: str = NAME, **accuracy: Any) -> Any:
     from diffusers.models import attention_dispatch as dispatch
 
     chosen = accuracy_of("register", accuracy)
+    if context_parallel not in (None, *METHODS):
+        raise ValueError(f"context_parallel must be one of {', '.join(METHODS)}, got {context_parallel!r}")
     names = dispatch.AttentionBackendName
     if name in BACKENDS:
-        if BACKENDS[name] != chosen:
-            raise ValueError(f"the backend {name!r} is registered with {BACKENDS[name]}: give another name")
+        if BACKENDS[name] != chosen or context_parallel not in (None, _exchanges[name]):
+            held = f"{BACKENDS[name]}, context_parallel={_exchanges[name]!r}"
+            raise ValueError(f"the backend {name!r} is registered with {held}: give another name")
         return names(name)
     if name in names._value2member_map_ or name != name.lower():
         raise ValueError(f"{name!r} cannot be a backend's name: it is taken, or not in lower case")
@@ -43,10 +51,10 @@ def register(name: str = NAME, **accuracy: Any) -> Any:
     native = registry._backends[names.NATIVE]
     constraints = [dispatch._check_device, dispatch._check_shape]
     registry.register(member, constraints, supports_context_parallel=True)(
-        _backend(native, dispatch._templated_context_parallel_attention, chosen)
+        _backend(native, dispatch._templated_context_parallel_attention, chosen, context_parallel or METHODS[0])
     )
     registry._supported_arg_names[member] = _AllNames(registry._supported_arg_names[member])
-    BACKENDS[name] = chosen
+    BACKENDS[name], _exchanges[name] = chosen, context_parallel or METHODS[0]
     return member
 
 
@@ -67,7 +75,7 @@ class _AllNames(set[str]):
         return True
 
 
-def _backend(native: Any, parallel: Any, accuracy: Accuracy) -> Any:
+def _backend(native: Any, parallel: Any, accuracy: Accuracy, method: str) -> Any:
     def fp8cutlass_attention(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -88,6 +96,9 @@ def _backend(native: Any, parallel: Any, accuracy: Accuracy) -> Any:
                 raise UnsupportedError(f"context parallel attention does not take {', '.join(given)}")
             operands = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse
             if (reason := refusal(query, key, value, attn_mask, dropout_p)) is None:
+                given_on = query, key, value, is_causal, scale, enable_gqa, return_lse, _parallel_config
+                if (result := spread(accuracy, DOOR, method, *given_on)) is not None:
+                    return result
                 return parallel(*operands, **operators(accuracy, DOOR), _parallel_config=_parallel_config)
             count_fallback(DOOR, "parallel", reason, work=effort(query, key, value, is_causal, "bshd"), at=query)
             return native(*operands, _parallel_config)

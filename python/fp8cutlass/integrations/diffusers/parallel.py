@@ -1,4 +1,8 @@
-"""Context parallel attention of diffusers: the sequence is spread over several devices."""
+"""Context parallel attention of diffusers: the sequence is spread over several devices.
+
+``fp8cutlass.parallel`` runs it: keys and values travel packed. What that refuses goes to diffusers' own template, piece
+by piece, with bf16 on the wire.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,44 @@ from typing import Any, NoReturn
 import torch
 
 from ...errors import UnsupportedError
-from ..dense import Accuracy, attend
+from ...stats import count_served
+from ..dense import Accuracy, attend, effort
+
+METHODS = ("gather", "ring")  # of what diffusers calls a ring
+
+
+def spread(
+    accuracy: Accuracy,
+    door: str,
+    method: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    config: Any,
+) -> Any:
+    """The whole call over all devices: (B, S, H, D) in and out, the LSE (B, S, H). None where ``fp8cutlass.parallel``
+    refuses it, on every device alike."""
+    from ... import parallel
+
+    context = config.context_parallel_config
+    found = {"ring": getattr(context, "_ring_mesh", None), "ulysses": getattr(context, "_ulysses_mesh", None)}
+    groups = {name: mesh.get_group() for name, mesh in found.items() if mesh is not None and mesh.size() > 1}
+    if not groups or getattr(context, "ulysses_anything", False):  # heads that the devices do not divide
+        return None
+    way = method if "ring" in groups else "ulysses"
+    try:
+        result = parallel.attention(
+            query, key, value, tuple(groups.values()), method=way, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa, layout="bshd", return_lse=return_lse, **accuracy,
+        )  # fmt: skip
+    except UnsupportedError:
+        return None
+    count_served(door, "parallel", work=effort(query, key, value, is_causal, "bshd"), at=query)
+    return (result[0], result[1].transpose(1, 2)) if return_lse else result
 
 
 def forward(

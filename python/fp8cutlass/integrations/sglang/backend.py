@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...cache.paged import PagedKVCache
-from ..pages import HEAD_DIMS, attend, refuse
+from ..pages import HEAD_DIMS, Pair, attend, refuse
 from .steps import Held, Slots, Step
 
 try:
@@ -83,6 +82,8 @@ class FP8CutlassBackend(AttentionBackend):  # type: ignore[misc, unused-ignore]
         if self.held is None:
             raise RuntimeError("init_cuda_graph_state was not called")
         count = forward_batch.batch_size
+        if self.forward_metadata is not None:
+            self.forward_metadata.plans.clear()  # of the lengths before
         self.held.fill(forward_batch.req_pool_indices[:count], forward_batch.seq_lens[:count])
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -114,6 +115,8 @@ class FP8CutlassBackend(AttentionBackend):  # type: ignore[misc, unused-ignore]
             type(layer).__name__,
             q.reshape(-1, layer.tp_q_head_num, layer.head_dim),
             self.pages(layer),
+            (_descale(layer.k_scale), _descale(layer.v_scale)),
+            step.plans,
             page_table=step.table,
             lengths=step.lengths,
             ends=step.ends,
@@ -126,12 +129,10 @@ class FP8CutlassBackend(AttentionBackend):  # type: ignore[misc, unused-ignore]
         )
         return out.reshape(out.shape[0], -1)
 
-    def pages(self, layer: Any) -> PagedKVCache:
-        """The layer's cache as it lies."""
+    def pages(self, layer: Any) -> Pair:
+        """The layer's K and V as they lie."""
         k, v = (_split(x, self.page_size) for x in self.pool.get_kv_buffer(layer.layer_id))
-        return PagedKVCache.from_tensor(
-            (k, v), layout=self.layout, k_descale=_descale(layer.k_scale), v_descale=_descale(layer.v_scale)
-        )
+        return (k.transpose(1, 2), v.transpose(1, 2)) if self.layout == "hnd" else (k, v)
 
 
 def _split(x: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from ..pages import Plans
 
 
 @dataclass
@@ -16,6 +18,7 @@ class Step:
     table: torch.Tensor  # (requests, most pages) int32
     longest_q: int
     longest_k: int  # an upper bound
+    plans: Plans = field(default_factory=Plans)  # of its layers
 
 
 class Slots:

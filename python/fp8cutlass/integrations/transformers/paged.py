@@ -64,7 +64,7 @@ def attend(
         raise UnsupportedError("a PagedCache has no gradients: run under torch.no_grad() or torch.inference_mode()")
     stored, (batch, _, rows, _) = waiting.stored, query.shape
     tokens = stored.rows_of(band, batch, rows)
-    wrong = refusal(query, key, value, features._replace(softcap=None)) or why
+    wrong = refusal(query, key, value, features) or why
     if tokens is None:
         tokens = everything(batch, rows)
         wrong = wrong or Refusal(Reason.MASK, "it is no band of the tokens that the pages hold")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,12 +41,18 @@ class Features(NamedTuple):
     rest: dict[str, Any] = {}
 
 
+class Scores(NamedTuple):
+    """What becomes of scores."""
+
+    scale: float | None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
 def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: Features) -> Refusal | None:
     """The reason that needs no mask, or None. Attributes alone, so that torch.compile traces it."""
     if features.paged:
         return Refusal(Reason.PAGED)
-    if features.softcap is not None:
-        return Refusal(Reason.SOFTCAP)
     if features.position_bias is not None:
         return Refusal(Reason.BIAS)
     if features.dropout:
@@ -74,33 +80,34 @@ def work_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> 
 
 
 def serve(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scale: float | None, sinks: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    band: Band,
+    scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor | Refusal:
-    """(B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv) -> (B, Sq, H, Dv) contiguous, or why no kernel serves the call.
-
-    A sink is a key whose value is 0: it multiplies each row by one factor, which the LSE of the row gives.
-    """
+    """(B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv) -> (B, Sq, H, Dv) contiguous, or why no kernel serves it."""
     causal = band.right == 0
     packed = None if band.ragged else _packed_of(k, v)
     rows = band.longest_q if band.ragged else q.shape[2]
     if packed is None and rows < (least := minimum_length(q.shape[3], causal, q.device.type == "cuda")):
         return Refusal(Reason.SHORT, f"less than {least} rows")
-    width = v.shape[3]
+    width, given = v.shape[3], Scores(scale, softcap or 0.0, sinks)
     try:
         if torch.is_autocast_enabled(q.device.type):
             with torch.autocast(q.device.type, enabled=False):  # the emulator's own operations are none of the model
-                out, lse = _attend(q, k, v, packed, band, scale, sinks is not None)
+                out = _attend(q, k, v, packed, band, given)
         else:
-            out, lse = _attend(q, k, v, packed, band, scale, sinks is not None)
+            out = _attend(q, k, v, packed, band, given)
     except _Unaligned:
         return Refusal(Reason.MASK, "rows end neither with the first keys nor with the last")
     except NoKernelError as error:
-        return Refusal(Reason.WINDOW if band.left >= 0 else Reason.NO_KERNEL, str(error))
+        capped = Reason.SOFTCAP if softcap else Reason.NO_KERNEL
+        return Refusal(Reason.WINDOW if band.left >= 0 else capped, str(error))
     except UnsupportedError as error:  # a limit that torch's attention does not have
         return Refusal(Reason.NO_KERNEL, str(error))
-    if sinks is not None and lse is not None:
-        factor = torch.sigmoid(lse - sinks.float()[None, :, None])  # 0 where a row sees no key
-        out = out * factor.transpose(1, 2)[..., None].to(out.dtype)
     return out[..., :width].contiguous()
 
 
@@ -122,29 +129,17 @@ class _Unaligned(Exception):
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    packed: PackedKV | None,
-    band: Band,
-    scale: float | None,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedKV | None, band: Band, scores: Scores
+) -> torch.Tensor:
     if band.ragged:
-        return _ragged(q, k, v, band, scale, return_lse)
+        return _ragged(q, k, v, band, scores)
     if packed is not None:
-        return _on_packed(q, packed, k.shape[2], band, scale, return_lse)
-    return _dense(q, k, v, band, scale, return_lse)
+        return _on_packed(q, packed, k.shape[2], band, scores)
+    return _dense(q, k, v, band, scores)
 
 
-def _both(found: Any, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return found if return_lse else (found, None)
-
-
-def _dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scale: float | None, return_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(B, Sq, H, D or more) and LSE (B, H, Sq), from the keys that a row can see."""
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores) -> torch.Tensor:
+    """(B, Sq, H, D or more), from the keys that a row can see."""
     rows, keys = q.shape[2], k.shape[2]
     found = cut(band, rows, keys)
     if found is None:
@@ -155,9 +150,8 @@ def _dense(
     if v.shape[3] < q.shape[3]:  # columns of zeros come out as zeros
         v = F.pad(v, (0, q.shape[3] - v.shape[3]))
     shared = q.shape[1] != k.shape[1]
-    out = attention(q, k, v, scale=scale, enable_gqa=shared, return_lse=return_lse, **_mask(band, rows, end - first))
-    out, lse = _both(out, return_lse)
-    return out.transpose(1, 2), lse
+    out = attention(q, k, v, enable_gqa=shared, **scores._asdict(), **_mask(band, rows, end - first))
+    return out.transpose(1, 2)
 
 
 def _mask(band: Band, rows: int, keys: int) -> dict[str, Any]:
@@ -173,22 +167,17 @@ def _mask(band: Band, rows: int, keys: int) -> dict[str, Any]:
     return {"window_size": (left, right), "causal_alignment": alignment}
 
 
-def _on_packed(
-    q: torch.Tensor, packed: PackedKV, keys: int, band: Band, scale: float | None, return_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _on_packed(q: torch.Tensor, packed: PackedKV, keys: int, band: Band, scores: Scores) -> torch.Tensor:
     """The same on keys and values that are packed already, all of them."""
     found = cut(band, q.shape[2], keys)
     if found is None or found[1] or found[2] < keys:
         raise _Unaligned
     shared = q.shape[1] != packed.shape[1]
     mask = _mask(found[0], q.shape[2], keys)
-    out, lse = _both(attention(q, packed, scale=scale, enable_gqa=shared, return_lse=return_lse, **mask), return_lse)
-    return out.transpose(1, 2), lse
+    return attention(q, packed, enable_gqa=shared, **scores._asdict(), **mask).transpose(1, 2)
 
 
-def _ragged(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scale: float | None, return_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores) -> torch.Tensor:
     """The same for sequences of unequal lengths. Nothing is gathered: they lie where they lay."""
     batch, heads, rows, head_dim = q.shape
     if v.shape[3] < head_dim:
@@ -206,11 +195,10 @@ def _ragged(
         band.longest_k,
         band.used_q,
         band.used_k,
-        scale,
+        scores.scale,
         window_size=(band.left, band.right),
-        return_lse=return_lse,
+        softcap=scores.softcap,
+        sinks=scores.sinks,
     )
-    out, lse = _both(found, return_lse)
-    if lse is not None:
-        lse = lse.view(heads, batch, rows).transpose(0, 1)
-    return out.view(batch, rows, heads, head_dim), lse
+    out: Any = found
+    return cast(torch.Tensor, out.view(batch, rows, heads, head_dim))

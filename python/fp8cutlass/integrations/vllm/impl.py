@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...cache.paged import PagedKVCache
-from ..pages import attend, refuse
+from ..pages import Pair, attend, refuse
 from .steps import DOOR, DTYPES, Metadata
 
 from vllm.v1.attention.backend import AttentionImpl  # isort: skip  (steps.py says where there is none)
@@ -51,11 +51,17 @@ class Impl(AttentionImpl):  # type: ignore[misc, unused-ignore]
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
-    def pages(self, layer: Any, kv_cache: torch.Tensor) -> PagedKVCache:
-        """The layer's cache, (blocks, kv_heads, block size, 2 * head_size) with any strides, as it lies."""
-        return PagedKVCache.from_tensor(
-            kv_cache, layout="hnd", k_descale=layer._k_scale.reshape(-1), v_descale=layer._v_scale.reshape(-1)
-        )
+    @staticmethod
+    def pages(kv_cache: torch.Tensor) -> Pair:
+        """K and V of a cache (blocks, kv_heads, block size, 2 * head_size) with any strides, as they lie: (blocks,
+        block size, kv_heads, head_size) each."""
+        k, v = kv_cache.transpose(1, 2).chunk(2, 3)
+        return k, v
+
+    @staticmethod
+    def descales(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """vLLM's own tensors, which it may yet write to."""
+        return layer._k_scale.reshape(-1), layer._v_scale.reshape(-1)
 
     def forward(
         self,
@@ -79,11 +85,15 @@ class Impl(AttentionImpl):  # type: ignore[misc, unused-ignore]
             return output.fill_(0)
         step, tokens = attn_metadata, attn_metadata.num_actual_tokens
         right = 0 if step.causal else self.left
-        out = attend(
+        rows = (tokens, self.num_heads, self.head_size)
+        attend(
             DOOR,
             type(layer).__name__,
-            query[:tokens].view(tokens, self.num_heads, self.head_size),
-            self.pages(layer, kv_cache),
+            query[:tokens].view(rows),
+            self.pages(kv_cache),
+            self.descales(layer),
+            step.plans,
+            out=output[:tokens].view(rows),
             page_table=step.block_table,
             lengths=step.seq_lens,
             ends=step.query_start_loc,
@@ -94,7 +104,6 @@ class Impl(AttentionImpl):  # type: ignore[misc, unused-ignore]
             softcap=self.softcap,
             sinks=self.sinks,
         )
-        output[:tokens].view_as(out).copy_(out)
         return output
 
     def do_kv_cache_update(
@@ -112,10 +121,12 @@ class Impl(AttentionImpl):  # type: ignore[misc, unused-ignore]
         if key.is_cuda:
             from vllm import _custom_ops as ops
 
-            k, v = kv_cache.transpose(1, 2).chunk(2, 3)
+            k, v = self.pages(kv_cache)
             ops.reshape_and_cache_flash(
                 key, value, k, v, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale
             )
             return
         tokens = slot_mapping.shape[0]
-        self.pages(layer, kv_cache).append(key[:tokens], value[:tokens], slot_mapping)
+        k_descale, v_descale = self.descales(layer)
+        cache = PagedKVCache.from_tensor(self.pages(kv_cache), k_descale=k_descale, v_descale=v_descale)
+        cache.append(key[:tokens], value[:tokens], slot_mapping)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 
-from ..pages import refuse
+from ..pages import Plans, refuse
 
 try:
     from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
@@ -32,6 +32,7 @@ class Metadata(AttentionMetadata):
     block_table: torch.Tensor  # (requests, most blocks) int32
     slot_mapping: torch.Tensor  # (tokens,) int64
     causal: bool
+    plans: Plans = field(default_factory=Plans)  # of its layers
 
 
 class MetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc, unused-ignore]

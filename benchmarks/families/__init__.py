@@ -1,0 +1,4 @@
+"""Attention of model families beside torch's SDPA, by the choice of the adapters: ``python -m benchmarks families``.
+
+``cases`` is the table of shapes, ``measure`` the times, ``report`` the tables.
+"""

@@ -1,0 +1,89 @@
+"""The command of model families: CSV and tables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from .families.cases import CASES, FAMILIES
+from .options import commit_option, need_card, out_option, results_folder, stop
+from .outputs import from_option, read_rows, write_tables
+
+
+@click.command()
+@click.option("--family", "names", multiple=True, help="Only families with this text in their name; repeat for more.")
+@click.option(
+    "--minimum", type=click.IntRange(min=0),
+    help="The adapters' minimum length, 0 for every call. Default: what was measured.",
+)  # fmt: skip
+@click.option("--quick", is_flag=True, help="Shorter replays and fewer of them.")
+@click.option("--tiny", is_flag=True, help="Tiny sizes, without a card on the CPU: does it run? Needs --out.")
+@click.option("--budget", type=click.FloatRange(min=0), default=180.0, show_default=True, help="Seconds.")
+@from_option
+@out_option
+@commit_option
+def families(
+    names: tuple[str, ...],
+    minimum: int | None,
+    quick: bool,
+    tiny: bool,
+    budget: float,
+    csv: Path | None,
+    out: Path | None,
+    commit: str,
+) -> None:
+    """Time the attention calls of model families by torch's SDPA and by the adapters' choice; write CSV and tables.
+
+    Ends with 2 where nothing can be measured, with 1 where a family takes more than 1.02 times SDPA's time, or has no
+    time.
+    """
+    if csv is not None:
+        sys.exit(_finish(csv))
+    wanted = [case for case in CASES if not names or any(name.lower() in case.family.lower() for name in names)]
+    if not wanted:
+        stop(f"no family has {' or '.join(map(repr, names))} in its name; there are {', '.join(FAMILIES)}")
+    if tiny and out is None:
+        stop("--tiny measures nothing that is worth keeping beside results: name a folder with --out")
+    if not tiny:
+        need_card("timing model families", "; `families --from` works from a CSV, `families --tiny` runs anywhere")
+    import torch
+
+    from fp8cutlass.integrations import set_minimum_length
+
+    from . import machine
+    from .families.measure import FamilyTime, measure, small
+    from .grid import QUICK, Settings
+    from .peers import Own
+    from .turns import record
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and (reason := Own().available()) is not None:
+        stop(reason)
+    stamp = {"card": "CPU"} | machine.stamp(commit) | ({} if minimum is None else {"minimum length": str(minimum)})
+    path = results_folder(out, stamp) / "families.csv"
+    settings = QUICK if quick else Settings()
+    set_minimum_length(minimum)
+    try:
+        _, left = record(
+            path, stamp, FamilyTime, [small(case) for case in wanted] if tiny else wanted,
+            lambda case: measure(case, device, settings), lambda case: case.label, "calls", budget, click.echo,
+        )  # fmt: skip
+    finally:
+        set_minimum_length(None)
+    status = _finish(path)
+    sys.exit(1 if left else 0 if tiny else status)
+
+
+def _finish(path: Path) -> int:
+    """Write the tables of a CSV; 1 where a family is too slow or has no time, else 0."""
+    from .families import report
+    from .families.measure import FamilyTime
+
+    stamp, rows = read_rows(path, FamilyTime)
+    write_tables(path, report.markdown(stamp, rows))
+    found = report.slower(rows)
+    for family in found:
+        click.echo(f"slower than {report.MOST:g} times SDPA, or not timed: {family}")
+    return 1 if found else 0

@@ -1,0 +1,21 @@
+// The launch ABI of the kernels that keep a head's K and V in shared memory. Plain C++ without CUDA or torch headers.
+#pragma once
+
+#include <cstdint>
+
+#include "fp8cutlass/params.h"
+
+namespace fp8cutlass {
+
+// An item is a run of row tiles of the query heads that share one head of K and V, which a CTA quantises once.
+struct ResidentParams {
+  ForwardParams p;  // q, k and v are of 16 bits as `query` says, with strides in bytes; there are no descales
+  int64_t v_stride_batch, v_stride_head, v_stride_row;  // in bytes
+  float v_limit, v_limit_reciprocal;                    // as those of `query`, which count for K as well
+  int row_tiles;                                        // of 64 rows, of a query head
+  int item_tiles;                                       // row tiles of an item
+  int head_items;                                       // items of a head of K and V
+  int items;
+};
+
+}  // namespace fp8cutlass

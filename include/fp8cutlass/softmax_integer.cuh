@@ -1,0 +1,119 @@
+// Softmax of one tile whose scores are sums of 8-bit integers, in s32; python/fp8cutlass/emulator/integer.py specifies
+// it. What softmax.cuh says of lanes, rows and weights holds here, too.
+//
+// A lane has a slope of its own, as K's descale is that of the keys in its columns: its largest score is found among
+// integers, and lanes are compared in float32.
+#pragma once
+
+#include "fp8cutlass/softmax.cuh"
+
+namespace fp8cutlass {
+
+// For |s| < 2^22 the bits of s added to those of 1.5 * 2^23 are the float 1.5 * 2^23 + s: an integer addition in the
+// place of a conversion. 127 * 127 * 256, the largest |s|, is 0.98 of 2^22.
+constexpr uint32_t kMagic = 0x4B400000u;
+constexpr float kMagicValue = 12582912.f;
+constexpr uint32_t kHiddenScore = 0xFF800000u - kMagic;  // becomes -inf, and is less than any score
+constexpr int kLeastScore = -(1 << 22);                  // stands for the maximum of a lane that sees no key
+
+// Above one code a score unit, a unit is more than the rounding of an offset may lose.
+constexpr float kMaxIntegerSlope = 1.f;
+
+__device__ __forceinline__ float raised(uint32_t score) { return __uint_as_float(score + kMagic); }
+__device__ __forceinline__ float score_of(uint32_t score) { return raised(score) - kMagicValue; }
+
+// Maximum and minimum that are NaN where an argument is.
+__device__ __forceinline__ float most_or_nan(float a, float b) {
+  float d;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+}
+
+__device__ __forceinline__ float least_or_nan(float a, float b) {
+  float d;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+}
+
+template <int kBlocks>
+__device__ __forceinline__ void mask_columns(uint32_t (&s)[kBlocks][4], const int (&last)[2]) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (8 * n + 2 * t + i % 2 > last[i / 2]) s[n][i] = kHiddenScore;
+}
+
+// Scores become codes, as floats that are not rounded yet. slope[r]: of this lane, logits in codes (1/8 octave) a score
+// unit, from kMinSlope to kMaxSlope, or NaN, which the weight then is. `keep` as of softmax_exp2.
+template <int kBlocks, class Keep>
+__device__ __forceinline__ void softmax_of_integers(uint32_t (&s)[kBlocks][4], const float (&slope)[2],
+                                                    float (&weight)[2], bool want_exact, const Keep& keep) {
+  float used[2], offset[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    int largest = max(int(s[0][2 * r]), int(s[0][2 * r + 1]));
+#pragma unroll
+    for (int n = 1; n < kBlocks; ++n) largest = __vimax3_s32(largest, int(s[n][2 * r]), int(s[n][2 * r + 1]));
+    const bool none = largest < kLeastScore;
+    const float own = raised(uint32_t(max(largest, kLeastScore)));
+    const float logit = none ? -INFINITY : __fmul_rn(own - kMagicValue, slope[r]);
+    float top = most_or_nan(logit, __shfl_xor_sync(~0u, logit, 1));
+    top = most_or_nan(top, __shfl_xor_sync(~0u, top, 2));
+    const float gap = none ? 0.f : logit - top;
+    used[r] = fminf(slope[r], kMaxIntegerSlope);
+    offset[r] = fmaf(-own, used[r], kTop<Code::linear> + gap);
+    // code c stands for 2^(c / 8 - 7)
+    weight[r] = top == -INFINITY ? kDeadWeight : fmaf(top, 0.125f, 7.f - kTop<Code::linear> / 8);
+  }
+  for (int turn = unpredicated(want_exact); turn > 0; --turn) {
+    // A sum, masked with this zero, ties one step to the next: see softmax_by_code.
+    const uint32_t zero = turn - 1;
+    float exact[2] = {};
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t x = s[n][2 * r + i] ^ (__float_as_uint(exact[r]) & zero);
+          exact[r] += exp2_approx(fmaf(score_of(x), slope[r] * 0.125f, -weight[r]));
+        }
+    keep(exact[0], exact[1]);
+  }
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] = __float_as_uint(fmaf(raised(s[n][i]), used[i / 2], offset[i / 2]));
+}
+
+// Four floats rounded to even and held in [0, 255]; a in the lowest byte.
+__device__ __forceinline__ uint32_t u8x4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  uint32_t r;
+  asm("{\n.reg .s32 a, b, c, d;\n"
+      "cvt.rni.s32.f32 a, %1;\n"
+      "cvt.rni.s32.f32 b, %2;\n"
+      "cvt.rni.s32.f32 c, %3;\n"
+      "cvt.rni.s32.f32 d, %4;\n"
+      "cvt.pack.sat.u8.s32.b32 %0, d, c, 0;\n"
+      "cvt.pack.sat.u8.s32.b32 %0, b, a, %0;\n}"
+      : "=r"(r)
+      : "f"(__uint_as_float(a)), "f"(__uint_as_float(b)), "f"(__uint_as_float(c)), "f"(__uint_as_float(d)));
+  return r;
+}
+
+// Codes to the A operands of P V, as pack_p of softmax.cuh.
+template <int kBlocks>
+__device__ __forceinline__ void pack_p(uint32_t (&p)[kBlocks / 4][4], const uint32_t (&s)[kBlocks][4]) {
+#pragma unroll
+  for (int step = 0; step < kBlocks / 4; ++step)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t (&x)[4] = s[4 * step + 2 * h], (&y)[4] = s[4 * step + 2 * h + 1];
+      p[step][2 * h] = u8x4(x[0], x[1], y[0], y[1]);
+      p[step][2 * h + 1] = u8x4(x[2], x[3], y[2], y[3]);
+    }
+}
+
+}  // namespace fp8cutlass

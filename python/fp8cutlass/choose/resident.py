@@ -1,0 +1,50 @@
+"""Short sequences from bf16 or fp16: which kernel keeps K and V in shared memory, and whose numbers it computes.
+
+Such a kernel is no variant. It computes what a variant with tiles of 128 keys computes from packed operands, which
+therefore says what the numerics are, and is what the emulator runs."""
+
+from __future__ import annotations
+
+from ..manifest import KEY_BLOCK, Manifest, Resident, Variant
+from .problem import Problem
+
+# By head_dim and mask, the most keys for which it was measured to be the fastest way (docs/lab/short.md).
+MOST_KEYS = {(64, False): 512, (64, True): 512, (128, False): 256, (128, True): 512}
+# By the most keys of a kernel, the row tiles for each SM from which on it is: with fewer, a head is quantised by
+# several CTAs, or an SM waits for one.
+FEWEST_TILES = {64: 3, 128: 3, 256: 7, 512: 24}
+TILE_ROWS = 64
+
+
+def reference(manifest: Manifest, head_dim: int, source: str, *, causal: bool) -> Variant | None:
+    """The variant whose numbers kernels for 16-bit operands of type ``source`` compute; None where there is none."""
+    wanted = ("sm90a", "fwd", head_dim, KEY_BLOCK, "e4m3", source, "linear", "solo", causal)
+    for v in manifest.variants:
+        axes = (v.family, v.kind, v.head_dim, v.tile_n, v.dtype, v.out, v.softmax, v.cluster, v.causal)
+        if axes == wanted and "block" in v.scalings and v.key_block == KEY_BLOCK and v.quantises_q:
+            return v
+    return None
+
+
+def serving(manifest: Manifest, head_dim: int, source: str, keys: int) -> Resident | None:
+    """The kernel of a head_dim and a type that takes so many keys with the least shared memory; None if there is none.
+    ``head_dim`` is a kernel's."""
+    fitting = (r for r in manifest.residents if (r.head_dim, r.source) == (head_dim, source) and keys <= r.keys)
+    return min(fitting, key=lambda r: r.keys, default=None)
+
+
+def chosen(manifest: Manifest, problem: Problem, source: str, table: Variant) -> tuple[Variant, Resident] | None:
+    """The kernel that is faster than the table's choice for operands of type ``source``, and whose numbers it computes.
+    None where that choice stays."""
+    if problem.arch != "sm90a" or problem.window or problem.quantised or problem.scaling != "block":
+        return None
+    if table.softmax != "linear" or problem.out != source:
+        return None
+    if problem.seqlen_k > MOST_KEYS.get((table.head_dim, problem.causal), 0):
+        return None
+    kernel = serving(manifest, table.head_dim, source, problem.seqlen_k)
+    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // TILE_ROWS)
+    if kernel is None or tiles < FEWEST_TILES[kernel.keys] * problem.sm_count:
+        return None
+    variant = reference(manifest, table.head_dim, source, causal=problem.causal)
+    return None if variant is None else (variant, kernel)

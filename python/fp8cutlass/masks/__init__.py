@@ -1,0 +1,1 @@
+"""Masks of any form, packed once: which tiles of keys rows visit, and the bits of those that are seen in part."""

@@ -1,0 +1,32 @@
+"""Ulysses: each rank attends with some heads to all tokens. Keys and values travel packed, queries and results as they
+are."""
+
+from __future__ import annotations
+
+import torch
+
+from .exchange import Group, all_to_all
+from .gather import attend, ordered
+from .heads import from_heads, to_heads
+from .moves import moved
+from .plan import Plan
+from .wire import size, to_wire
+
+
+def ulysses(plan: Plan, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """The result of q (B, H, rows of this rank, D), and the LSE if asked for."""
+    ranks = group.size()
+    queries = to_heads([q], [plan.rows.lengths], group)
+    k, v = moved((k, v), plan.keys, plan.cut, group)
+    packed, heads = plan.pack(k, v), k.shape[1] // ranks
+    parts = [packed.heads(r * heads, heads) for r in range(ranks)]
+    lengths = plan.cut.lengths
+    buffers = torch.cat([to_wire(part) for part in parts])
+    sizes = [size(parts[0], n) for n in lengths]
+    arrived = all_to_all(buffers, [size(parts[0], packed.shape[2])] * ranks, sizes, group)
+    whole = plan.rows.unshard(queries.wait()[0])
+    keys = ordered(plan, parts[0], arrived.wait().split(sizes))
+    found = attend(plan, ((0, plan.rows.tokens),), whole, keys)
+    rows = [[plan.rows.shard(x if x.dim() == 4 else x.unsqueeze(-1), r) for r in range(ranks)] for x in found]
+    out, *lse = from_heads(rows, group)
+    return [out, *(x.squeeze(-1) for x in lse)]

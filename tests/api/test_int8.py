@@ -1,0 +1,183 @@
+"""``precision="int8"`` and ``"int8_full"`` on CPU tensors: what they lose, what they refuse, what sinks and NaN do.
+
+Regressions these catch: smoothing or rotation that is not on by default, a sink that takes the range of u8 from all
+other keys, a NaN that int8 hides, a call on a card that runs something else.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import attention64, min_row_cosine, randn, relative_l2
+
+import fp8cutlass
+from fp8cutlass import PackedKV, attention
+from fp8cutlass.dtypes import OUT_DTYPES
+from fp8cutlass.errors import NoKernelError, UnsupportedError
+from fp8cutlass.manifest import generated_dir, load_manifest
+from fp8cutlass.native import extension
+
+PRECISIONS = ("int8", "int8_full")
+# Relative L2 of N(0, 1) at 512 tokens and of outliers there, a tenth above docs/evidence/accuracy.md.
+MOST = {"int8": (0.0425, 0.0352), "int8_full": (0.0154, 0.0193)}
+
+
+def operands(heads: int = 2, rows: int = 512, head_dim: int = 64) -> list[torch.Tensor]:
+    return [randn(1, heads, rows, head_dim, seed=seed).bfloat16() for seed in range(3)]
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return attention64(q, k, v, q.shape[3] ** -0.5).out
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_loss(precision: str) -> None:
+    x = operands()
+    assert relative_l2(attention(*x, precision=precision), exact(*x)) < MOST[precision][0]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_smoothing_and_rotation_are_on(precision: str) -> None:
+    """Keys that share an offset, and a column of outliers, cost nothing; each transform is needed for one of them."""
+    q, k, v = operands()
+    k[..., :32] += 24.0
+    k[..., 5] += 40.0 * (randn(1, 2, 512, seed=9) > 1.5)
+    want = exact(q, k, v)
+    loss = relative_l2(attention(q, k, v, precision=precision), want)
+    assert loss < 4 * MOST[precision][0]
+    for off in ("smooth_k", "hadamard"):
+        assert relative_l2(attention(q, k, v, precision=precision, **{off: False}), want) > 1.5 * loss
+
+
+@pytest.mark.parametrize("where", [0, 250, 511])
+@pytest.mark.parametrize("small", [0.0, 0.01])
+def test_a_sink_takes_no_range_from_other_keys(where: int, small: float) -> None:
+    """One key with nine tenths of the weight of rows whose V is nothing, or nearly: what is left of O is that of all
+    others."""
+    q, k, v = operands()
+    k[:, :, where] = 0
+    q[..., 0] = 1.0
+    k[..., 0] = 0.0
+    logits = (q.float() @ k.float().transpose(2, 3) * 64**-0.5).logsumexp(-1).mean()
+    k[:, :, where, 0] = (logits + 2.2) * 8.0
+    v[:, :, where] *= small
+    want = exact(q, k, v)
+    assert min_row_cosine(attention(q, k, v, precision="int8_full"), want) >= 0.98
+
+
+@pytest.mark.edge(9)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_hidden(precision: str, bad: float) -> None:
+    """int8 has no NaN: its descale carries it, in Q to one row, in K to all rows that see its keys."""
+    q, k, v = operands(rows=256)
+    q[0, 0, 7, 3] = bad
+    out = attention(q, k, v, precision=precision)
+    assert bool(out[0, 0, 7].isnan().all()) and int(out.isnan().any(-1).sum()) == 1
+    q, k, v = operands(rows=256)
+    k[0, 1, 200, 3] = bad
+    out = attention(q, k, v, precision=precision, is_causal=True)
+    assert bool(out[0, 1, 200:].isnan().all()) and not bool(out[0, 0].isnan().any())
+    assert not bool(out[0, 1, :128].isnan().any())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_forms(precision: str) -> None:
+    """Causal masks, windows, groups of heads, odd sizes, a negative scale and the LSE are those of every precision."""
+    q, k, v = randn(1, 4, 77, 40, seed=0), randn(1, 2, 131, 40, seed=1), randn(1, 2, 131, 40, seed=2)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    options = {"enable_gqa": True, "scale": -0.2, "return_lse": True, "window_size": (60, 10)}
+    out, lse = attention(q, k, v, precision=precision, **options)
+    want, want_lse = attention(q, k, v, precision="high", smooth_k=True, hadamard=True, **options)
+    assert relative_l2(out, want.double()) < 0.06 and float((lse - want_lse).abs().max()) < 0.1
+
+
+def test_quantise() -> None:
+    """A group is the keys of a block that a lane owns; its largest becomes 127, and nothing becomes -128."""
+    x = randn(1, 2, 300, 64, seed=3).bfloat16()
+    whole, descale = fp8cutlass.quantize(x, granularity="group", dtype=torch.int8)
+    assert whole.dtype == torch.int8 and descale.shape == (1, 2, 12)
+    assert int(whole.min()) >= -127
+    keys = torch.arange(300)
+    for block in range(3):
+        for group in range(4):
+            of = (keys // 128 == block) & (keys % 8 // 2 == group)
+            assert int(whole[:, :, of].abs().amax()) == 127
+            real = whole[:, :, of].float() * descale[:, :, 4 * block + group, None, None]
+            step = descale[:, :, 4 * block + group, None, None]
+            assert bool(((real - x[:, :, of].float()).abs() <= 0.501 * step).all())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"scaling": "token"}, "precision='int8' has scaling='block' alone, got scaling='token'"),
+        ({"smooth_k": 1}, "smooth_k must be True or False, got 1"),
+        ({"kernel": "sm89_fwd_d64_m64n128w4_s2_block_full_e4m3_bf16_exp2"}, "takes 'codes'"),
+    ],
+)
+def test_refusals(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words.replace("(", r"\(")):
+        attention(*operands(rows=64), precision="int8", **changes)  # type: ignore[call-overload]
+
+
+def test_fp8_operands_are_refused() -> None:
+    q, _ = fp8cutlass.quantize(operands(rows=64)[0])
+    with pytest.raises(UnsupportedError, match="precision='int8' is for bf16 and fp16 operands"):
+        attention(q, q, q, q_descale=1.0, k_descale=1.0, v_descale=1.0, precision="int8")
+
+
+L40S, H200 = ((8, 9), "NVIDIA L40S", 142), ((9, 0), "NVIDIA H200", 132)
+
+
+@pytest.mark.parametrize(
+    ("precision", "card", "words"),
+    [
+        ("int8", L40S, "precision='int8' has no kernel for sm89"),
+        ("int8_full", L40S, "precision='int8_full' has no kernel for sm89"),
+        ("int8_full", H200, "precision='int8_full' has no kernel for sm90a"),
+        ("int8", H200, "softmax codes, scores s32"),
+    ],
+)
+def test_what_a_card_says(precision: str, card: extension.Properties, words: str) -> None:
+    """Refused by name, not served by something less exact; on Hopper there are kernels."""
+    with extension.assume(card), torch._subclasses.FakeTensorMode():
+        x = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="cuda")
+        assert words in fp8cutlass.explain(x, x, x, precision=precision)
+
+
+def test_kernels_of_a_card_on_the_cpu() -> None:
+    """The emulator runs a pinned kernel of Hopper, with blocks of 128 or 192 keys, to the same accuracy."""
+    x = operands()
+    found = [
+        v for v in load_manifest(generated_dir()).variants if v.dtype == "s8" and v.head_dim == 64 and not v.causal
+    ]
+    assert found
+    for v in found:
+        out = attention(*x, precision="int8", kernel=v.id, out_dtype=OUT_DTYPES[v.out])
+        assert relative_l2(out, exact(*x)) < MOST["int8"][0]
+
+
+def test_explain_on_the_cpu() -> None:
+    """It says which tiles the emulator takes, and what is quantised to what."""
+    text = fp8cutlass.explain(*operands(rows=64), precision="int8")
+    assert (
+        "softmax codes, scores s32" in text and "quantised to amax 127" in text and "the tiles of sm89_fwd_d64" in text
+    )
+
+
+def test_packed_keys() -> None:
+    """Those of a kernel of Hopper: its bits, cut between blocks and put together again; the emulator alone has none."""
+    q, k, v = operands(rows=600)
+    wanted = {"dtype": "s8", "key_block": 128, "head_dim": 64, "out": "bf16", "causal": False}
+    variants = load_manifest(generated_dir()).variants
+    kernel = next(v.id for v in variants if all(getattr(v, name) == x for name, x in wanted.items()))
+    options = {"precision": "int8", "kernel": kernel, "smooth_k": False}
+    packed = fp8cutlass.pack_kv(k, v, **options)
+    assert packed.amax == 127 and packed.k_descale.shape == (1, 2, 20)
+    want = attention(q, k, v, **options)
+    assert torch.equal(attention(q, packed, kernel=kernel), want)
+    parts = [packed.narrow(0, 256), packed.narrow(256, 344)]
+    assert torch.equal(attention(q, PackedKV.joined(parts), kernel=kernel), want)
+    with pytest.raises(NoKernelError, match="precision='int8_full' has no kernel here"):
+        fp8cutlass.pack_kv(k, v, precision="int8_full")

@@ -1,0 +1,244 @@
+"""What Python does of a call of ``attention_with_kvcache`` on a card, counted: functions of the package, and operations
+of torch, from the arguments to the extension's operator, which is a stub here.
+
+Regressions these catch: descales that are spread or filled, a page table, lengths or queries that are copied, a cast of
+sinks, a result that is copied to ``out``, views that are made anew, checks that run again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_host_calls import functions, operations
+
+from fp8cutlass import PagedKVCache, UnsupportedError, attention_with_kvcache, plan_attention
+from fp8cutlass.api import kvcache
+from fp8cutlass.call import kvcache as call_kvcache
+from fp8cutlass.call import kvmemo
+from fp8cutlass.call import kvplan as plans
+from fp8cutlass.choose.target import Target
+from fp8cutlass.manifest import generated_dir
+from fp8cutlass.native import extension
+
+Call = Callable[[], Any]
+FIELDS = tuple(
+    re.findall(r"^X\(\w+, (\w+),", (Path(__file__).parents[2] / "csrc" / "decode.def").read_text(), flags=re.MULTILINE)
+)
+AT = Target(generated_dir(), "sm90a", 132)
+# Operations without a kernel: views, memory, and the numbers of the first argument, which are the host's.
+HOST_ONLY = {
+    "aten::" + name
+    for name in "empty view select slice as_strided transpose unflatten expand reshape _reshape_alias alias new_empty "
+    "unsqueeze unbind lift_fresh detach_ to".split()
+}
+
+
+class Card:
+    """The extension's operators: ``given`` are the tensors of each launch."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Any, ...]] = []
+        self.cuts = 0
+        self.out = torch.empty(0)
+        self.refuses = ""
+        self.decode = SimpleNamespace(default=SimpleNamespace(_op=self._attend))
+
+    def cut(self, *given: Any) -> None:
+        self.cuts += 1
+
+    def _attend(self, *given: Any) -> torch.Tensor:
+        if self.refuses:
+            raise RuntimeError(self.refuses)
+        self.given.append(given)
+        return self.out
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+    made = Card()
+    monkeypatch.setattr(torch.ops, "fp8cutlass_C", made, raising=False)
+    monkeypatch.setattr(extension, "load", lambda: None)
+    monkeypatch.setattr(extension, "decode_fields", lambda: FIELDS)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    for module in (call_kvcache, kvmemo, plans):
+        monkeypatch.setattr(module, "target", lambda device: AT)
+    for module in (kvcache, plans):
+        monkeypatch.setattr(module, "looks_at", lambda x: False, raising=False)
+    kvmemo.forget()
+    yield made
+    kvmemo.forget()
+
+
+def arguments(queries: int = 1) -> dict[str, Any]:
+    """Two sequences in pages of 64 tokens, heads 8 on 2, head_dim 64."""
+    q = torch.randn(2, queries, 8, 64).bfloat16()
+    table = torch.zeros(2, 5, dtype=torch.int32)[:, :3]  # of more columns: not contiguous
+    return {"q": q, "page_table": table, "cache_seqlens": torch.tensor([100, 7], dtype=torch.int32)}
+
+
+def pair() -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = torch.zeros(2, 4, 64, 2, 64).to(torch.float8_e4m3fn)
+    return k, v
+
+
+def calls() -> dict[str, Call]:
+    given = arguments()
+    fused = torch.randn(2, 1, 12, 64).bfloat16()[:, :, 2:10]  # of a projection of Q, K and V
+    ragged = {"q": given["q"][:, 0], "cu_seqlens_q": torch.tensor([0, 1, 2], dtype=torch.int32)}
+    descale = torch.tensor([0.5])
+    whole = torch.zeros(2, 192, 2, 64).to(torch.float8_e4m3fn)
+    call = partial(attention_with_kvcache, **given)
+    native, engine = PagedKVCache(4, 2, 64, layers=3), PagedKVCache(4, 2, 64, format="nhd", k_descale=0.5)
+    return {
+        "native": partial(call, cache=native),
+        "native, another layer": partial(call, cache=native, layer=2),
+        "nhd": partial(call, cache=engine),
+        "a pair": partial(call, cache=pair()),
+        "descales of tensors": partial(call, cache=pair(), k_descale=descale, v_descale=descale),
+        "numbers": partial(call, cache=pair(), k_descale=0.5, v_descale=0.25),
+        "descales of heads": partial(call, cache=pair(), k_descale=descale.expand(2), v_descale=torch.rand(2, 2)),
+        "of a projection": partial(call, cache=pair(), q=fused),
+        "ragged": partial(call, cache=pair(), **ragged),
+        "sinks": partial(call, cache=pair(), sinks=torch.randn(8).bfloat16()),
+        "no table": partial(call, cache=(whole, whole), page_table=None),
+        "out": partial(call, cache=native, out=torch.empty(2, 1, 8, 64).bfloat16()),
+        "a plan": partial(call, cache=native, plan=plan_attention(given["q"], native, **_of_plan(given))),
+    }
+
+
+def _of_plan(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in ("page_table", "cache_seqlens")}
+
+
+def test_no_operation_of_torch_is_between_a_call_and_its_launch(card: Card) -> None:
+    """Also of the first one, but that what the card runs is looked at: it may make views."""
+    for what, call in calls().items():
+        card.out = torch.empty(2, 1, 8, 64).bfloat16().view((2, 8, 64) if what == "ragged" else (2, 1, 8, 64))
+        if what != "out":  # the first call copies there what the operator made
+            found = {name for name in operations(call) if name.startswith("aten::")}
+            assert found <= HOST_ONLY, (what, found - HOST_ONLY)
+        else:
+            call()
+        call()  # the first known one of a layer makes its views
+        assert not operations(call), what
+        assert card.given[-1][1].data_ptr() == card.given[-2][1].data_ptr()
+
+
+def test_a_known_call_enters_few_functions(card: Card) -> None:
+    for what, call in calls().items():
+        card.out = torch.empty(2, 1, 8, 64).bfloat16()
+        if what == "ragged":
+            card.out = card.out[:, 0]
+        call(), call()
+        entered = functions(call)
+        once = ["attention_with_kvcache", "signature", "checked", "look_up", "run", "__call__", "_delivered"]
+        once += ["get", "__getitem__", "encode"]  # of os.environ, by `checked`
+        paged = what.startswith(("native", "nhd", "out", "a plan"))
+        assert sum(entered.values()) == len(once) + paged, (what, entered)
+    kvmemo.forget()
+    assert sum(functions(calls()["a pair"]).values()) > 40  # the long way
+
+
+def test_the_operator_gets_the_same_in_both_ways(card: Card) -> None:
+    """What is made of a known call's arguments is what the long way makes."""
+    for what, call in calls().items():
+        card.out = torch.empty(2, 1, 8, 64).bfloat16()
+        if what == "ragged":
+            card.out = card.out[:, 0]
+        call(), call()
+        long, short = card.given[-2:]
+        assert torch.equal(long[0], short[0])  # the numbers
+        assert long[1].flatten().tolist() == short[1].flatten().tolist()
+        for a, b in zip(long[2:13], short[2:13], strict=True):
+            same = a is b is None or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+            assert same, what
+        assert (short[13] is None) == (what != "out")
+
+
+def test_a_plan_is_the_cut_of_all_layers(card: Card) -> None:
+    given, cache = arguments(), PagedKVCache(4, 2, 64, layers=3)
+    card.out = torch.empty(2, 1, 8, 64).bfloat16()
+    plan = plan_attention(tuple(given["q"].shape), cache, **_of_plan(given))
+    assert card.cuts == 1 and plan.work.numel() > 0
+    for _ in range(2):
+        for layer in range(3):
+            attention_with_kvcache(cache=cache, layer=layer, plan=plan, **given)
+            assert card.given[-1][12] is plan.work
+    attention_with_kvcache(cache=cache, **given)
+    assert card.given[-1][12] is None and card.cuts == 1
+
+
+def test_what_the_operator_refuses_takes_the_long_way(card: Card) -> None:
+    given, cache = arguments(), pair()
+    card.out = torch.empty(2, 1, 8, 64).bfloat16()
+    call = partial(attention_with_kvcache, cache=cache, **given)
+    call(), call()
+    card.refuses = "fp8cutlass: page_table must be int32"
+    with pytest.raises(RuntimeError, match="page_table must be int32"):  # the long way has nothing against it
+        call()
+    with pytest.raises(UnsupportedError, match=r"page_table must be \(2, pages\) int32"):
+        call(page_table=given["page_table"].long())
+    before = len(card.given)
+    card.refuses = "fp8cutlass: kernel decode failed to launch on CUDA device 0: misaligned address"
+    with pytest.raises(RuntimeError, match="misaligned"):
+        call()
+    assert len(card.given) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"causal": 1},
+        {"num_splits": True},
+        {"window_size": (True, 0)},
+        {"return_lse": 0},
+        {"softcap": False},
+    ],
+    ids=str,
+)
+def test_types_count(card: Card, change: dict[str, Any]) -> None:
+    """1 is not True: what the long way refuses is not known either."""
+    given, cache = arguments(), pair()
+    card.out = torch.empty(2, 1, 8, 64).bfloat16()
+    plain = {name: type(x)(x) for name, x in change.items()}
+    call = partial(attention_with_kvcache, cache=cache, **given)
+    call(**{name: _counterpart(x) for name, x in plain.items()})
+    with pytest.raises(Exception, match=r"must be|got"):
+        call(**change)
+
+
+def _counterpart(x: Any) -> Any:
+    """Equal, and of the right type."""
+    if isinstance(x, tuple):
+        return tuple(int(y) for y in x)
+    return {"1": True, "True": 1, "0": False, "False": 0.0}[str(x)]
+
+
+def test_calls_that_are_never_known(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arguments()
+    card.out = torch.empty(2, 1, 8, 64).bfloat16()
+    for cache in (PagedKVCache(4, 2, 64, hadamard=True), PagedKVCache(4, 2, 64, k_mean=torch.ones(2, 64))):
+        attention_with_kvcache(cache=cache, **given)
+    attention_with_kvcache(cache=pair(), **given | {"cache_seqlens": 7})
+    monkeypatch.setenv("FP8CUTLASS_CHECK", "1")
+    attention_with_kvcache(cache=pair(), **given)
+    assert not kvmemo._known
+
+
+def test_a_cache_that_is_changed_is_seen(card: Card) -> None:
+    given, cache = arguments(), PagedKVCache(4, 2, 64, format="nhd")
+    card.out = torch.empty(2, 1, 8, 64).bfloat16()
+    call = partial(attention_with_kvcache, cache=cache, **given)
+    call(), call()
+    assert cache.pages is not None
+    cache.pages, cache.k_descale = cache.pages.clone(), torch.full((1, 2), 0.5)
+    call()
+    assert card.given[-1][2].data_ptr() == cache.pages.data_ptr() != card.given[-2][2].data_ptr()
+    assert card.given[-1][7].tolist() == [0.5, 0.5]

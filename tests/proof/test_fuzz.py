@@ -243,25 +243,22 @@ def test_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two processes, a report, status 0; one case in full; nothing judged is no success."""
 
-    def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "tests.fuzz", *options]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    def run(*options: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["fuzz", *options])
+        return fuzz.main(), capsys.readouterr().out
 
     report = tmp_path / "fuzz.json"
-    done = run("--count", "8", "--seed", "5", "--jobs", "2", "--json", str(report))
+    command = [sys.executable, "-m", "tests.fuzz", "--count", "8", "--seed", "5", "--jobs", "2", "--json", str(report)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
     assert sum(found["statuses"].values()) == 8 and found["failures"] == [] and found["seed"] == 5
     assert "8 cases" in done.stdout
-    case = run("--seed", "5", "--case", "3")
-    assert case.returncode == 0 and case.stdout.startswith("Case(seed=5, number=3")
-    ragged = run("--seed", "5", "--case", "3", "--call", "varlen")
-    assert ragged.returncode == 0 and ragged.stdout.startswith("RaggedCase(seed=5, number=3")
-    paged = run("--seed", "5", "--case", "3", "--call", "kvcache")
-    assert paged.returncode == 0 and paged.stdout.startswith("PagedCase(seed=5, number=3")
-    masks = run("--seed", "5", "--case", "3", "--call", "masks")
-    assert masks.returncode == 0 and masks.stdout.startswith("MaskedCase(call=Case(seed=5, number=3")
-    assert run("--minutes", "0").returncode == 1
+    begins = {"varlen": "RaggedCase(", "kvcache": "PagedCase(", "masks": "MaskedCase(call=Case("}
+    for options, begin in (((), "Case("), *((("--call", call), begin) for call, begin in begins.items())):
+        status, said = run("--seed", "5", "--case", "3", *options)
+        assert status == 0 and said.startswith(f"{begin}seed=5, number=3")
+    assert run("--minutes", "0")[0] == 1

@@ -15,7 +15,7 @@ from codegen.keys import PRECISIONS
 from . import plot as plotting
 from . import report
 from .append_commands import append
-from .commands import accuracy, overhead, pack, regret, tune, ways
+from .commands import accuracy, overhead, pack, regret, short, tune, ways
 from .decode_commands import decode
 from .families_commands import families
 from .model_commands import model
@@ -186,6 +186,7 @@ for command in (
     pack,
     parallel,
     pictures,
+    short,
     tune,
     decode,
     model,

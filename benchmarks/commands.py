@@ -24,6 +24,7 @@ from .options import (
     shape_options,
     stop,
 )
+from .report import BF16_PEERS
 from .results import FAILED, WRONG, write_records
 from .shapes import GRID_HEAD_DIMS, GRID_SEQLENS, MAX_HEAD_DIM, TOKENS, WIDTH, Shape, square
 
@@ -166,6 +167,47 @@ def ways(wanted: Wanted, quick: bool, budget: float, out: Path | None, commit: s
     rows, left = record(path, stamp, wanted.shapes, [peer], QUICK if quick else Settings(), budget, click.echo)
     text = markdown(stamp, rows)
     path.with_suffix(".md").write_text(text, encoding="utf-8")
+    click.echo(text)
+    sys.exit(1 if left or any(row.status in (FAILED, WRONG) for row in rows) else 0)
+
+
+@click.command()
+@click.option("--from", "csv", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Tables of this CSV.")
+@click.option("--quick", is_flag=True, help="Shorter replays and fewer of them.")
+@click.option("--budget", type=float, default=200.0, show_default=True, help="Seconds after which no shape is begun.")
+@out_option
+@commit_option
+def short(csv: Path | None, quick: bool, budget: float, out: Path | None, commit: str) -> None:
+    """Time whole calls from bf16 on 64 to 1,024 keys beside the bf16 kernels, and write CSV, tables and plot.
+
+    Ends with 2 where nothing can be measured, with 1 where a contender failed, a result was wrong or time ran out.
+    """
+    from . import plot, short
+
+    left = 0
+    if csv is not None:
+        path, (stamp, rows) = csv, read_csv(csv)
+    else:
+        need_card("timing whole calls", "; --from works from a CSV")
+        from . import machine
+        from .grid import QUICK, Settings, record
+        from .peers import PEERS
+
+        settings = QUICK if quick else Settings()
+        peers = [short.Calls(), *(PEERS[name] for name in BF16_PEERS)]
+        if (reason := peers[0].available()) is not None:
+            stop(reason)
+        stamp = machine.stamp(commit) | {short.COPY: f"{short.copy_tb_per_s(settings):.3f}"}
+        stamp |= {peer.name: peer.version() for peer in peers if peer.available() is None}
+        path = results_folder(out, stamp) / "short.csv"
+        shapes = [*short.batches(), *short.singles()]
+        rows, left = record(path, stamp, shapes, peers, settings, budget, click.echo)
+    text = short.markdown(stamp, rows)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    try:
+        short.draw(stamp, rows, path.with_suffix(".png"))
+    except plot.PlotError as error:
+        click.echo(f"no plot: {error}")
     click.echo(text)
     sys.exit(1 if left or any(row.status in (FAILED, WRONG) for row in rows) else 0)
 

@@ -26,27 +26,34 @@ from .results import FAILED, OK, WRONG, first_line
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 METHODS = ("gather", "ulysses", "ring", "both_gather", "both_ring")
 TORCH = ("torch_flash", "torch_cudnn")
+MOST_CALLS, ENOUGH_US = 8, 40_000  # calls of a repetition: as many as take so long, and no more
 RING_LIMIT = 0.005  # relative L2 distance of a ring from one card
 BF16_LIMIT = 0.08  # of torch's bf16 from ours: what e4m3 costs
 
 
 def timed(call: Callable[[], Any], repetitions: int) -> tuple[float, float]:
-    """Microseconds of the slowest rank, median over repetitions, and their spread. Ranks begin together."""
+    """Microseconds of a call on the slowest rank, median over repetitions, and their spread. Calls follow one another
+    without a wait, as those of a model's layers do."""
     call()
-    found = []
-    for _ in range(repetitions):
-        dist.barrier()
-        torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        mine = torch.tensor([begin.elapsed_time(end) * 1e3], device="cuda")
-        dist.all_reduce(mine, dist.ReduceOp.MAX)
-        found.append(float(mine))
+    count = max(1, min(MOST_CALLS, int(ENOUGH_US / _slowest(call, 1))))
+    found = [_slowest(call, count) for _ in range(repetitions)]
     median = statistics.median(found)
     return median, (max(found) - min(found)) / median
+
+
+def _slowest(call: Callable[[], Any], count: int) -> float:
+    """Of ``count`` calls the time of one, of the slowest rank. Ranks begin together."""
+    dist.barrier()
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    mine = torch.tensor([begin.elapsed_time(end) * 1e3 / count], device="cuda")
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return float(mine)
 
 
 # Where each method looks up the exchanges; what stands in for them returns buffers of the right size at once.

@@ -7,6 +7,8 @@ an LSE for merging that is of another sum.
 from __future__ import annotations
 
 import os
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from fp8cutlass.parallel.attend import groups_of
 pytestmark = pytest.mark.gpu
 
 METHODS = ("gather", "ulysses", "ring")
+PATIENCE = timedelta(seconds=15)
 PROBLEMS = {  # tokens, or lengths of ranks; heads, kv_heads, head_dim, causal
     "full": (2048, 8, 8, 64, False),
     "zigzag": (3072, 8, 4, 128, True),
@@ -116,6 +119,48 @@ def test_processes_that_share_a_card(count: int, tmp_path: Path, library: None) 
 def test_cards_over_nccl(tmp_path: Path, library: None) -> None:
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     check(ranks.run(2, work, tmp_path, 2, True), 2)
+
+
+def left_alone(rank: int, blocking: str, begun: str) -> tuple[str, str]:
+    """The other rank ends after a call in which all was well; what the next call of this one raises."""
+    os.environ |= {"TORCH_NCCL_BLOCKING_WAIT": blocking, "NCCL_NVLS_ENABLE": "0"}
+    torch.cuda.set_device(rank)
+    group = dist.new_group(range(2), timeout=PATIENCE, backend="nccl")
+    q, k, v = (torch.randn(1, 8, 1024, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    parallel.attention(q, k, v, group, method="gather")
+    torch.cuda.synchronize()
+    if rank:
+        os._exit(9)
+    Path(begun).write_text(str(time.monotonic()))
+
+    def call() -> None:
+        parallel.attention(q, k, v, group, method="gather")
+        torch.cuda.synchronize()
+
+    found = ranks.error_of(call)
+    Path(begun).write_text(f"{begun_at(begun)} {time.monotonic()}")
+    return found
+
+
+def begun_at(path: str) -> float:
+    return float(Path(path).read_text().split()[0])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+@pytest.mark.parametrize("blocking", ["1", "0"])
+def test_a_rank_that_ends_is_an_error_on_the_other(blocking: str, tmp_path: Path, library: None) -> None:
+    """With a blocking wait torch raises at the timeout. Without, its watchdog ends the process, up to 70 s later."""
+    begun = tmp_path / "begun"
+    found = ranks.run(2, left_alone, tmp_path, blocking, str(begun))
+    waited = time.monotonic() - begun_at(str(begun))
+    assert found[1] == 9
+    if blocking == "1":
+        raised = float(begun.read_text().split()[1]) - begun_at(str(begun))
+        assert found[0][0] in ("DistBackendError", "RuntimeError"), found[0]
+        assert raised < 2 * PATIENCE.total_seconds(), raised
+    else:
+        assert found[0] not in (("", ""), 0), "a call went on without the other rank"
+        assert waited < PATIENCE.total_seconds() + 90, (waited, found[0])
 
 
 @pytest.mark.parametrize("precision", ["fast", "balanced", "accurate", "high"])

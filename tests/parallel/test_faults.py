@@ -52,7 +52,7 @@ DISAGREE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "precision": ({"precision": "accurate"}, {}, "ranks differ in precision"),
     "unequal zigzag": ({"sizes": (1, 4, 30, 32), "shards": "zigzag"}, {"shards": "zigzag"}, "shards='zigzag' has"),
     "gradient": ({"grad": True}, {}, "rank 1: query has requires_grad=True"),
-    "refused": ({"head_groups": 0}, {}, "rank 1: head_groups must be an integer from 1 up, got 0"),
+    "refused": ({"head_groups": 0}, {}, "rank 1: head_groups must be None or an integer from 1 up, got 0"),
     "float32": ({"dtype": torch.float32}, {}, "rank 1: query has dtype torch.float32"),
     "head_dim beyond": ({"sizes": (1, 4, 40, 600)}, {}, "rank 1: head_dim must lie in"),
     "smooth_k": ({"smooth_k": True}, {"smooth_k": True}, "cannot serve smooth_k"),

@@ -25,6 +25,8 @@ TWO = [
     *(Case(m, 256, "zigzag", causal=True, dtensor=True) for m in METHODS),
     Case("ring", 300, options={"smooth_k": True, "scaling": "token"}),
     Case("gather", 256, kv_heads=1, options={"head_groups": 7}),
+    Case("gather", 256, "zigzag", causal=True, kv_heads=2, options={"head_groups": 2}),
+    Case("gather", (300, 211), heads=6, kv_heads=3, options={"head_groups": 2}),
     Case("gather", (1500, 1), heads=1, kv_heads=1, head_dim=128, options={"kernel": WIDE}),
 ]
 FOUR = [
@@ -89,7 +91,13 @@ def test_half_the_bytes_of_bf16(outcomes: Any, method: str, count: int, tokens: 
     case = Case(method, tokens, causal=True, heads=heads, kv_heads=kv_heads)
     mine = tokens // count
     bf16 = (count - 1) * 4 * kv_heads * mine * case.head_dim
-    buffers = min(4, kv_heads) if method == "gather" else 1
-    descales = buffers * 2 * 128  # of a few blocks, in 128 bytes each
+    descales = 2 * 128  # of a few blocks, in 128 bytes each
     for of_rank in found_by(outcomes, count, case):
         assert of_rank["sent"] == bf16 // 2 + (count - 1) * descales
+
+
+def test_heads_are_cut_as_the_bytes_call_for() -> None:
+    """An exchange that takes as long as a group's launches is not cut; one of 16 times the bytes is cut in four."""
+    from fp8cutlass.parallel.gather import GROUP_BYTES, fitting
+
+    assert [fitting(int(n * GROUP_BYTES)) for n in (0, 1, 4, 16, 100)] == [1, 1, 2, 4, 10]

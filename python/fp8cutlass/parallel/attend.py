@@ -46,7 +46,7 @@ def attention(
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
-    head_groups: int = 4,
+    head_groups: int | None = None,
     agree: str = "once",
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """``fp8cutlass.attention`` of a sequence whose tokens are spread over the ranks of a process group. Every rank
@@ -72,7 +72,8 @@ def attention(
             ``ring`` each shard has a mean and descales of its own.
         return_lse: also return the natural-log sum of exponentials, (B, H, S of this rank) float32.
         kernel: the id of a variant that keys are packed for, and with ``gather`` and ``ulysses`` attended to by.
-        head_groups: of ``gather``: into how many parts the heads of key are cut, of which two are here at a time.
+        head_groups: of ``gather``: into how many parts the heads of key are cut, of which two are here at a time. None:
+            as many as the bytes call for.
         agree: whether ranks compare their calls ``once`` for each signature and group, or ``always``. With ``once`` a
             rank that alone changes its shapes later is not found out before it breaks an exchange.
 
@@ -146,8 +147,9 @@ def _wrong(q: Any, k: Any, v: Any, asked: Asked, enable_gqa: Any, layout: Any, a
     ):
         if reason is not None:
             wrong.append(reason)
-    if not isinstance(asked.head_groups, int) or isinstance(asked.head_groups, bool) or asked.head_groups < 1:
-        wrong.append(f"head_groups must be an integer from 1 up, got {asked.head_groups!r}")
+    parts = asked.head_groups
+    if parts is not None and (not isinstance(parts, int) or isinstance(parts, bool) or parts < 1):
+        wrong.append(f"head_groups must be None or an integer from 1 up, got {parts!r}")
     at = 2 if layout == "bshd" else 1
     if not wrong and not enable_gqa and q.shape[at] != k.shape[at]:
         wrong.append(f"query has {q.shape[at]} heads and key has {k.shape[at]}: pass enable_gqa=True to share them")

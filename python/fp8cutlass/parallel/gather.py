@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,16 +17,20 @@ from .shards import Segment
 from .wire import from_wire, size, to_wire
 
 AHEAD = 2  # groups of heads that are under way or arrived
+# Bytes received at which a second group of heads pays. The first group's exchange is hidden by nothing, and each group
+# costs launches: 0.35 ms or so, in which NVLink brings as much as this.
+GROUP_BYTES = 70e6
 
 
 def gather(plan: Plan, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
     """The result of q (B, H, rows of this rank, D) over the keys of all ranks, and the LSE if asked for."""
     k, v = moved((k, v), plan.keys, plan.cut, group)
     packed, heads = plan.pack(k, v), k.shape[1]
-    count = max(1, min(plan.asked.head_groups, heads))
+    room, rows = max(plan.cut.lengths), plan.rows.segments[group.rank()]
+    asked = plan.asked.head_groups or fitting((group.size() - 1) * size(packed, room))
+    count = max(1, min(asked, heads))
     ends = [i * heads // count for i in range(count + 1)]
     shared = q.shape[1] // max(1, heads)
-    room, rows = max(plan.cut.lengths), plan.rows.segments[group.rank()]
     under_way: list[tuple[PackedKV, Pending]] = []
     found: list[list[torch.Tensor]] = []
     for i in range(count):
@@ -39,6 +44,12 @@ def gather(plan: Plan, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.
         found.append(attend(plan, rows, q[:, ends[i] * shared : ends[i + 1] * shared], keys))
         under_way[i] = (some, _DONE)
     return [torch.cat(parts, 1) if count > 1 else parts[0] for parts in zip(*found, strict=True)]
+
+
+def fitting(received: int) -> int:
+    """Into how many groups heads are cut where a rank receives so many bytes: time for the first group and for all
+    launches is least."""
+    return max(1, round(math.sqrt(received / GROUP_BYTES)))
 
 
 class _Done(Pending):

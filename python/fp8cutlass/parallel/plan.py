@@ -36,7 +36,7 @@ class Asked:
     return_lse: bool
     kernel: str | None
     out_dtype: torch.dtype | None
-    head_groups: int
+    head_groups: int | None
     scaling: str
     precision: str
     smooth_k: bool

@@ -51,6 +51,11 @@ class Request:
     variants: tuple[Variant, ...]
     decodes: tuple[Decode, ...] = ()
     residents: tuple[Resident, ...] = ()
+    emulated: bool = False  # also for targets where they are only emulated, and which choose others
+
+    def targets_of(self, v: Variant) -> tuple[str, ...]:
+        """What one of the variants is compiled for."""
+        return targets_of(v, self.archs, None if self.emulated else self.variants)
 
 
 PLAN = "plan"  # the kernel that lists the row tiles of ragged batches
@@ -139,7 +144,7 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
                 "smem_bytes": d.smem_bytes,
                 "quantises_q": d.quantises_q,
                 "unrolled": [[u.least_keys, u.most_keys] for u in d.unrolled],
-                "targets": list(targets_of(v, request.archs)),
+                "targets": list(request.targets_of(v)),
                 "file": path,
                 "sha256": _digest(kernels[path]),
             }
@@ -162,13 +167,13 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
             "key_block": p.key_block,
             "source": str(p.source),
             "profile": pack_profile(p, request.variants),
-            "targets": list(pack_targets(p, request.variants, request.archs)),
+            "targets": list(pack_targets(p, request.variants, request.archs, request.targets_of)),
             "file": p.path,
             "sha256": _digest(kernels[p.path]),
         }
         for p in packs
     ]
-    walking, decoding = {t for v in ragged for t in targets_of(v, request.archs)}, {d.target for d in request.decodes}
+    walking, decoding = {t for v in ragged for t in request.targets_of(v)}, {d.target for d in request.decodes}
     planned = {  # targets of the kernels that run before others: one for all that need it
         PLAN: walking,
         CUT: decoding,

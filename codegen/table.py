@@ -225,6 +225,12 @@ def _chosen(variants: tuple[Variant, ...], arch: str, measured: str) -> frozense
     return frozenset(d.variant for d in build(variants, (arch,)).decisions if d.variant is not None)
 
 
-def targets_of(v: Variant, archs: tuple[str, ...]) -> tuple[str, ...]:
-    """The targets of a build that a variant of it is compiled for: all that its family serves."""
-    return tuple(a for a in archs if a in FAMILIES[v.family].targets)
+def targets_of(v: Variant, archs: tuple[str, ...], among: tuple[Variant, ...] | None = None) -> tuple[str, ...]:
+    """The targets of a build that a variant of it is compiled for: those that its family serves.
+
+    among: the variants of the build. Where the family is emulated on a target, a variant is then compiled for it only
+    if the target's table chooses it.
+    """
+    family = FAMILIES[v.family]
+    left_out = () if among is None else tuple(a for a in family.emulated if v.id not in _chosen(among, a, digest()))
+    return tuple(a for a in archs if a in family.targets and a not in left_out)

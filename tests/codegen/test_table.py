@@ -389,3 +389,14 @@ def test_a_build_holds_what_its_targets_choose(profile: str) -> None:
 def test_a_kernel_is_compiled_for_what_its_family_serves() -> None:
     of = {v.family: targets_of(v, ARCHS) for v in select().emitted}
     assert of == {"sm89": ("sm89", "sm90a"), "sm90a": ("sm90a",)}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_build_of_all_targets_leaves_out_what_is_emulated_and_not_chosen(profile: str) -> None:
+    """As a build of one target does: nobody would run it."""
+    emitted = of_profile(select().emitted, profile)
+    for arch in ARCHS:
+        alone = {v for v in built(emitted, (arch,), False) if arch in targets_of(v, (arch,), emitted)}
+        assert {v for v in emitted if arch in targets_of(v, ARCHS, emitted)} == alone
+        assert {v.id for v in alone} >= {d.variant for d in build(emitted, (arch,)).decisions} - {None}
+    assert all(targets_of(v, ARCHS, emitted) for v in emitted)

@@ -126,7 +126,7 @@ def test_the_manifest_says_what_a_kernel_reads_and_where_it_runs(generated: Path
     assert manifest["head_dims"] == {"sm89": [32, 64, 96, 128, 256], "sm90a": [64, 96, 128, 192, 256]}
     for entry in manifest["variants"]:
         hopper = entry["family"] == "sm90a"
-        assert entry["targets"] == (["sm90a"] if hopper else ["sm89", "sm90a"])
+        assert entry["targets"] == (["sm90a"] if hopper else ["sm89"])
         integer = entry["dtype"] == "s8"
         coarser = ["tensor", "head"] if entry["scaling"] == "block" and not integer else []
         assert entry["scalings"] == [*coarser, entry["scaling"]]

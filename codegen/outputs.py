@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from codegen import registry
 from codegen.arch import TARGETS
@@ -36,7 +36,7 @@ from codegen.resident import TARGET as RESIDENT_TARGET
 from codegen.resident import Resident
 from codegen.scaling import KEY_BLOCK, key_block
 from codegen.select import Selection
-from codegen.table import build, targets_of
+from codegen.table import chosen_by, targets_of, whole
 from codegen.table_text import table_text, times_text
 from codegen.variant import Variant
 
@@ -53,9 +53,13 @@ class Request:
     residents: tuple[Resident, ...] = ()
     emulated: bool = False  # also for targets where they are only emulated, and which choose others
 
+    @cached_property
+    def _chosen(self) -> dict[str, frozenset[str]] | None:
+        return None if self.emulated else chosen_by(self.variants, self.archs)
+
     def targets_of(self, v: Variant) -> tuple[str, ...]:
         """What one of the variants is compiled for."""
-        return targets_of(v, self.archs, None if self.emulated else self.variants)
+        return targets_of(v, self.archs, self._chosen)
 
 
 PLAN = "plan"  # the kernel that lists the row tiles of ragged batches
@@ -103,7 +107,7 @@ def _tables(variants: tuple[Variant, ...], measured: str) -> tuple[str, str]:
 
     measured: digest of the measurements, which decide with the variants.
     """
-    table = build(variants, tuple(TARGETS))
+    table = whole(variants)
     return table_text(table), times_text(table)
 
 

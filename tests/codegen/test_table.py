@@ -37,7 +37,7 @@ from codegen.matrix import HEAD_DIMS, MATRICES, head_dims
 from codegen.profiles import PROFILES, in_profile, of_profile, profile_of
 from codegen.scaling import key_block
 from codegen.select import Timing, order, problem_class, select, timing
-from codegen.table import CRITERIA, Decision, Table, build, built, decide, keys, targets_of
+from codegen.table import CRITERIA, Decision, Table, build, built, chosen_by, decide, keys, targets_of
 from codegen.variant import Variant, axis_text, parse_id
 
 ARCHS = tuple(TARGETS)
@@ -395,8 +395,10 @@ def test_a_kernel_is_compiled_for_what_its_family_serves() -> None:
 def test_a_build_of_all_targets_leaves_out_what_is_emulated_and_not_chosen(profile: str) -> None:
     """As a build of one target does: nobody would run it."""
     emitted = of_profile(select().emitted, profile)
+    chosen = chosen_by(emitted, ARCHS)
     for arch in ARCHS:
-        alone = {v for v in built(emitted, (arch,), False) if arch in targets_of(v, (arch,), emitted)}
-        assert {v for v in emitted if arch in targets_of(v, ARCHS, emitted)} == alone
-        assert {v.id for v in alone} >= {d.variant for d in build(emitted, (arch,)).decisions} - {None}
-    assert all(targets_of(v, ARCHS, emitted) for v in emitted)
+        assert chosen[arch] == {d.variant for d in build(emitted, (arch,)).decisions} - {None}
+        alone = {v for v in built(emitted, (arch,), False) if arch in targets_of(v, (arch,), chosen)}
+        assert {v for v in emitted if arch in targets_of(v, ARCHS, chosen)} == alone
+        assert {v.id for v in alone} >= chosen[arch]
+    assert all(targets_of(v, ARCHS, chosen) for v in emitted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 Box = dict[str, tuple[Any, ...]]
@@ -28,6 +29,11 @@ def _split(points: list[Numbers], axes: tuple[int, ...]) -> list[dict[int, Numbe
     columns = [dict.fromkeys(column) for column in zip(*points, strict=True)]
     if points and math.prod(map(len, columns)) == len(points):  # a full product, as most of what is left is
         return [dict(zip(axes, map(tuple, columns), strict=True))]
+    if any(len(column) == 1 for column in columns):
+        several = [at for at, column in enumerate(columns) if len(column) > 1]
+        alone = {axes[at]: tuple(column) for at, column in enumerate(columns) if len(column) == 1}
+        rests = list(map(itemgetter(*several), points))  # two columns or more: those of one are a full product
+        return [alone | box for box in _split(rests, tuple(axes[at] for at in several))]
 
     def groups(at: int) -> dict[frozenset[Numbers], list[int]]:
         """The values of an axis by the points that they have on the others."""
@@ -39,10 +45,14 @@ def _split(points: list[Numbers], axes: tuple[int, ...]) -> list[dict[int, Numbe
             joined.setdefault(frozenset(rest), []).append(value)
         return joined
 
-    found = [groups(at) for at in range(len(axes))]
-    at = min(range(len(axes)), key=lambda i: len(found[i]))
+    at, found = 0, groups(0)
+    for other in range(1, len(axes)):
+        if len(found) == 1:  # no axis has fewer
+            break
+        if len(those := groups(other)) < len(found):
+            at, found = other, those
     result: list[dict[int, Numbers]] = []
-    for rest, values in found[at].items():
+    for rest, values in found.items():
         inside = [p for p in dict.fromkeys(q[:at] + q[at + 1 :] for q in points) if p in rest]
         result += [{axes[at]: tuple(values)} | box for box in _split(inside, axes[:at] + axes[at + 1 :])]
     return result

@@ -6,7 +6,9 @@ What a kernel is made of is read from its text, so that no list of conditions ha
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from heapq import heapify, heapreplace
 from pathlib import PurePosixPath
 from typing import TypeVar
 
@@ -21,14 +23,22 @@ def cover(parts: Mapping[str, frozenset[Part]], given: Sequence[str] = ()) -> tu
     first name; then without those that the others make needless. `given` names are there already, and stay."""
     missing = set().union(*parts.values()).difference(*(parts[name] for name in given))
     chosen = list(given)
+    # What a set would add only shrinks, so that the first of the queue is the best once its number is that of now.
+    queue = [(-len(of & missing), name) for name, of in parts.items()]
+    heapify(queue)
     while missing:
-        best = min(parts, key=lambda name: (-len(parts[name] & missing), name))
-        chosen.append(best)
-        missing -= parts[best]
+        then, name = queue[0]
+        now = -len(parts[name] & missing)
+        if now != then:
+            heapreplace(queue, (now, name))
+            continue
+        chosen.append(name)
+        missing -= parts[name]
+    times = Counter(part for name in chosen for part in parts[name])
     for name in chosen[len(given) :]:
-        rest: set[Part] = set().union(*(parts[other] for other in chosen if other != name))
-        if parts[name] <= rest:
+        if all(times[part] > 1 for part in parts[name]):
             chosen.remove(name)
+            times.subtract(parts[name])
     return tuple(sorted(chosen))
 
 

@@ -202,8 +202,19 @@ def _together(measured: Sequence[Measurement]) -> Measurement:
     return replace(first, us=us, min_us=min_us, others=len(others))
 
 
+def _spoken_for(v: Variant) -> bool:
+    """Whether rows may speak for a kernel."""
+    return not (v.family != FAMILY or v.kind.diagnostic or v.scaling.per_key or v.windowed or v.cap.capped)
+
+
 def measured(v: Variant, seqlen: int, load: str) -> Measurement | None:
     """What was measured of a kernel for a cell of its class. seqlen: a position among the buckets."""
-    if v.family != FAMILY or v.kind.diagnostic or v.scaling.per_key or v.windowed or v.cap.capped:
-        return None
-    return _rows((v.head_dim, v.causal, v.softmax), seqlen, load).get(v.shape)
+    return _rows((v.head_dim, v.causal, v.softmax), seqlen, load).get(v.shape) if _spoken_for(v) else None
+
+
+def measured_of(v: Variant, cells: Iterable[tuple[int, str]]) -> dict[tuple[int, str], Measurement]:
+    """The same for those of many cells in which it was measured."""
+    if not _spoken_for(v) or (of := (v.head_dim, v.causal, v.softmax)) not in evidence():
+        return {}
+    found = ((cell, _rows(of, *cell).get(v.shape)) for cell in cells)
+    return {cell: m for cell, m in found if m is not None}

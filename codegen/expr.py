@@ -6,17 +6,24 @@ A symbol has a Python value (looked up in a dict) and a C++ spelling. The operat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 Env = Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Expr:
-    """Base: build with the operators below; `value(env)` is int or bool, `cpp()` its C++ spelling."""
+    """Base: build with the operators below; `value(env)` is int or bool, `cpp()` and `python()` are its spellings."""
 
-    def value(self, env: Env) -> int:
+    @cached_property
+    def value(self) -> Callable[[Env], int]:
+        """Compiled, as the points of the matrix take hundreds of thousands of evaluations."""
+        compiled: Callable[[Env], int] = eval(f"lambda env: {self.python()}", {})
+        return compiled
+
+    def python(self) -> str:
         raise NotImplementedError
 
     def cpp(self) -> str:
@@ -59,8 +66,8 @@ class Symbol(Expr):
     name: str
     spelling: str
 
-    def value(self, env: Env) -> int:
-        return env[self.name]
+    def python(self) -> str:
+        return f"env[{self.name!r}]"
 
     def cpp(self) -> str:
         return self.spelling
@@ -70,24 +77,14 @@ class Symbol(Expr):
 class Number(Expr):
     number: int
 
-    def value(self, env: Env) -> int:
-        return self.number
+    def python(self) -> str:
+        return str(self.number)
 
     def cpp(self) -> str:
         return str(self.number)
 
 
-_OPERATIONS = {
-    "+": lambda a, b: a + b,
-    "*": lambda a, b: a * b,
-    "%": lambda a, b: a % b,
-    "<=": lambda a, b: a <= b,
-    ">=": lambda a, b: a >= b,
-    ">": lambda a, b: a > b,
-    "==": lambda a, b: a == b,
-    "||": lambda a, b: bool(a) or bool(b),
-    "&&": lambda a, b: bool(a) and bool(b),
-}
+_IN_PYTHON = {"||": "or", "&&": "and"}  # of two conditions, which are bool; other operators are spelled alike
 
 
 @dataclass(frozen=True)
@@ -96,8 +93,8 @@ class Binary(Expr):
     left: Expr
     right: Expr
 
-    def value(self, env: Env) -> int:
-        return _OPERATIONS[self.operator](self.left.value(env), self.right.value(env))
+    def python(self) -> str:
+        return f"({self.left.python()} {_IN_PYTHON.get(self.operator, self.operator)} {self.right.python()})"
 
     def cpp(self) -> str:
         def side(e: Expr) -> str:

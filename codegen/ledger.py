@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from functools import cache
+from operator import attrgetter
 
 from codegen.boxes import Box, boxes
 from codegen.evidence import digest
@@ -30,7 +32,7 @@ def group(rejected: list[tuple[Variant, Rejection]], matrix: Matrix) -> list[tup
     for v, r in rejected:
         by_message.setdefault((r.rule, r.message), []).append(v)
     for (rule, message), members in by_message.items():
-        points = [tuple(getattr(v, axis) for axis in Matrix.AXES) for v in members]
+        points = list(map(attrgetter(*Matrix.AXES), members))
         for box in boxes(points, Matrix.AXES):
             rows.append((rule, _where(box, matrix), message, _volume(box)))
     return rows
@@ -51,6 +53,18 @@ def _where(box: Box, matrix: Matrix) -> str:
     return " ".join(parts) or "everything"
 
 
+def _by_matrix(selection: Selection) -> Mapping[str, list[tuple[Variant, Rejection]]]:
+    """What was rejected, by the name of the matrix that declares it."""
+    found: dict[str, list[tuple[Variant, Rejection]]] = defaultdict(list)
+    homes: dict[tuple[object, ...], list[tuple[Variant, Rejection]]] = {}
+    for v, r in selection.rejected:
+        alike = (v.family, v.kind, v.dtype, v.mask, v.walk, v.cap)  # all that decides
+        if (home := homes.get(alike)) is None:
+            home = homes[alike] = found[next(m.name for m in MATRICES if m.is_of(v))]
+        home.append((v, r))
+    return found
+
+
 def counts(selection: Selection) -> Counter[str]:
     return Counter(r.rule for _, r in selection.rejected)
 
@@ -65,8 +79,9 @@ def render(selection: Selection) -> str:
         f"# measured: {digest()}",
         "# A row: points it stands for, the axes that are not free, the numbers that decided.",
     ]
+    rejected = _by_matrix(selection)
     for matrix in MATRICES:
-        own = [(v, r) for v, r in selection.rejected if matrix.is_of(v)]
+        own = rejected[matrix.name]
         emitted = sum(map(matrix.is_of, selection.emitted))
         lines += ["", f"## {matrix.name}: declared {matrix.size:,} = emitted {emitted:,} + rejected {len(own):,}"]
         rows = group(own, matrix)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from codegen.axes import Scaling
-from codegen.families import FAMILIES
-from codegen.rule import Rule
+from codegen.derived import Derived
+from codegen.families import FAMILIES, derive
+from codegen.rule import Numbers, Rule
 from codegen.variant import Variant
 
 
@@ -29,10 +31,23 @@ def check(v: Variant) -> Rejection | None:
 _OF_PROBLEM: dict[tuple[object, ...], Rejection | None] = {}
 
 
+class _Later:
+    """What is derived of a variant, once a rule asks for any of it: most points are rejected without."""
+
+    def __init__(self, v: Variant) -> None:
+        self._v = v
+
+    def __getattr__(self, name: str) -> object:
+        derived = derive(self._v)
+        self.__dict__.update(vars(derived))
+        return getattr(derived, name)
+
+
 def _first_broken(v: Variant, rules: Iterable[Rule]) -> Rejection | None:
-    d = FAMILIES[v.family].derive(v)
+    d = cast(Derived, _Later(v))
+    numbers = Numbers(v, d)
     for rule in rules:
-        if rule.broken(v, d):
+        if rule.broken(v, d, numbers):
             return Rejection(rule=rule.name, message=rule.explain(v, d))
     return None
 

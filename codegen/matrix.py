@@ -82,8 +82,7 @@ class Matrix:
 
     def is_of(self, v: Variant) -> bool:
         """Whether this is the matrix for a variant of that family, kind, mask, walk, cap and kind of numbers."""
-        alike = v.dtype.qk.integer == self.dtype[0].qk.integer
-        same = alike and (v.family, v.kind) == (self.family, self.kind)
+        same = (v.family, v.kind) == (self.family, self.kind) and v.dtype.qk.integer == self.dtype[0].qk.integer
         return same and v.mask in self.mask and v.walk in self.walk and v.cap in self.cap
 
     @property

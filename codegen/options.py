@@ -73,7 +73,10 @@ def choose(
             )
     decodes = named if only else decodes_of(profile, targets) if name == profile else ()
     residents = kept if only else residents_of(profile, targets) if name == profile else ()
-    return Request(archs=targets, profile=name, variants=variants, decodes=decodes, residents=residents)
+    everywhere = emulated or name == "custom"  # who names kernels wants them wherever they run
+    return Request(
+        archs=targets, profile=name, variants=variants, decodes=decodes, residents=residents, emulated=everywhere
+    )
 
 
 def given(parameter: str) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from codegen import registry
 from codegen.arch import TARGETS
@@ -36,7 +36,7 @@ from codegen.resident import TARGET as RESIDENT_TARGET
 from codegen.resident import Resident
 from codegen.scaling import KEY_BLOCK, key_block
 from codegen.select import Selection
-from codegen.table import build, targets_of
+from codegen.table import chosen_by, targets_of, whole
 from codegen.table_text import table_text, times_text
 from codegen.variant import Variant
 
@@ -51,6 +51,15 @@ class Request:
     variants: tuple[Variant, ...]
     decodes: tuple[Decode, ...] = ()
     residents: tuple[Resident, ...] = ()
+    emulated: bool = False  # also for targets where they are only emulated, and which choose others
+
+    @cached_property
+    def _chosen(self) -> dict[str, frozenset[str]] | None:
+        return None if self.emulated else chosen_by(self.variants, self.archs)
+
+    def targets_of(self, v: Variant) -> tuple[str, ...]:
+        """What one of the variants is compiled for."""
+        return targets_of(v, self.archs, self._chosen)
 
 
 PLAN = "plan"  # the kernel that lists the row tiles of ragged batches
@@ -98,7 +107,7 @@ def _tables(variants: tuple[Variant, ...], measured: str) -> tuple[str, str]:
 
     measured: digest of the measurements, which decide with the variants.
     """
-    table = build(variants, tuple(TARGETS))
+    table = whole(variants)
     return table_text(table), times_text(table)
 
 
@@ -139,7 +148,7 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
                 "smem_bytes": d.smem_bytes,
                 "quantises_q": d.quantises_q,
                 "unrolled": [[u.least_keys, u.most_keys] for u in d.unrolled],
-                "targets": list(targets_of(v, request.archs)),
+                "targets": list(request.targets_of(v)),
                 "file": path,
                 "sha256": _digest(kernels[path]),
             }
@@ -162,13 +171,13 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
             "key_block": p.key_block,
             "source": str(p.source),
             "profile": pack_profile(p, request.variants),
-            "targets": list(pack_targets(p, request.variants, request.archs)),
+            "targets": list(pack_targets(p, request.variants, request.archs, request.targets_of)),
             "file": p.path,
             "sha256": _digest(kernels[p.path]),
         }
         for p in packs
     ]
-    walking, decoding = {t for v in ragged for t in targets_of(v, request.archs)}, {d.target for d in request.decodes}
+    walking, decoding = {t for v in ragged for t in request.targets_of(v)}, {d.target for d in request.decodes}
     planned = {  # targets of the kernels that run before others: one for all that need it
         PLAN: walking,
         CUT: decoding,

@@ -4,7 +4,7 @@ Those whose source is FP8 quantise nothing: they bring bytes and descales to whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from codegen.arch import REGISTERS_PER_SM, TARGETS
@@ -12,7 +12,6 @@ from codegen.axes import Walk
 from codegen.axes.axis import Axis
 from codegen.matrix import MATRICES
 from codegen.scaling import KEY_BLOCK, key_block
-from codegen.table import targets_of
 from codegen.variant import Variant
 
 LOAD = 16  # bytes of a load
@@ -156,7 +155,10 @@ def packs_of(variants: Iterable[Variant]) -> tuple[Pack, ...]:
     return tuple(sorted(packs))
 
 
-def pack_targets(pack: Pack, variants: Iterable[Variant], archs: tuple[str, ...]) -> tuple[str, ...]:
-    """The targets of a build on which one of its variants reads what the kernel writes."""
-    needed = {arch for v in variants if served_by(pack, v) for arch in targets_of(v, archs)}
+def pack_targets(
+    pack: Pack, variants: Iterable[Variant], archs: tuple[str, ...], of: Callable[[Variant], tuple[str, ...]]
+) -> tuple[str, ...]:
+    """The targets of a build on which one of its variants, compiled for those that ``of`` says, reads what the kernel
+    writes."""
+    needed = {arch for v in variants if served_by(pack, v) for arch in of(v)}
     return tuple(a for a in archs if a in needed)

@@ -25,17 +25,28 @@ SMEM = Symbol("smem_bytes", "int(sizeof(SharedStorage))")
 SCORE_REGS = Symbol("score_regs", "kScoreRegs")  # of four scores: 2 for f16, 4 for f32
 
 
-def environment(v: Variant, d: Derived) -> Env:
-    return {
-        "head_dim": v.head_dim,
-        "tile_m": v.tile_m,
-        "tile_n": v.tile_n,
-        "warps": v.warps,
-        "rows_per_warp": d.rows_per_warp,
-        "ctas_per_sm": d.ctas_per_sm,
-        "smem_bytes": d.smem_bytes,
-        "score_regs": v.softmax.score_registers,
-    }
+VALUES: dict[str, Callable[[Variant, Derived], int]] = {
+    "head_dim": lambda v, d: v.head_dim,
+    "tile_m": lambda v, d: v.tile_m,
+    "tile_n": lambda v, d: v.tile_n,
+    "warps": lambda v, d: v.warps,
+    "rows_per_warp": lambda v, d: d.rows_per_warp,
+    "ctas_per_sm": lambda v, d: d.ctas_per_sm,
+    "smem_bytes": lambda v, d: d.smem_bytes,
+    "score_regs": lambda v, d: v.softmax.score_registers,
+}
+
+
+class Numbers(dict[str, int]):
+    """The symbols' values for a variant, each found when a condition first asks for it."""
+
+    def __init__(self, v: Variant, d: Derived) -> None:
+        super().__init__()
+        self._of = v, d
+
+    def __missing__(self, name: str) -> int:
+        self[name] = value = VALUES[name](*self._of)
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +65,12 @@ class Rule:
     of_choice: bool = False
     among: Callable[[Variant], bool] = lambda v: True  # what it is asked of
 
-    def broken(self, v: Variant, d: Derived) -> bool:
+    def broken(self, v: Variant, d: Derived, numbers: Env | None = None) -> bool:
+        """numbers: those of the variant, where several rules are asked about it."""
         if not self.among(v):
             return False
         if self.condition is not None:
-            return not self.condition.value(environment(v, d))
+            return not self.condition.value(Numbers(v, d) if numbers is None else numbers)
         return self.refuses is not None and self.refuses(v, d)
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from operator import itemgetter
 from typing import Any
 
+from codegen.arch import TARGETS
 from codegen.axes import Cap, Cluster, Kind, Operand, Out, Scaling, Walk
 from codegen.evidence import digest
 from codegen.families import FAMILIES, derive, families_of
@@ -163,7 +164,7 @@ def _refusal(key: Key, family: str) -> str | None:
     return None
 
 
-def _cells(archs: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
+def cells_of(archs: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
     """The values of NAMES of all cells, in table order."""
     typed: dict[str, Callable[[Any], object]] = {"head_dim": int, "dtype": Operand, "out": Out, "scaling": Scaling}
     positions: list[list[Any]] = []
@@ -176,7 +177,7 @@ def _cells(archs: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
 
 def keys(archs: tuple[str, ...]) -> Iterator[Key]:
     """All cells in table order."""
-    return (Key(**dict(zip(NAMES, values, strict=True))) for values in _cells(archs))
+    return (Key(**dict(zip(NAMES, values, strict=True))) for values in cells_of(archs))
 
 
 def build(emitted: tuple[Variant, ...], archs: tuple[str, ...]) -> Table:
@@ -185,23 +186,23 @@ def build(emitted: tuple[Variant, ...], archs: tuple[str, ...]) -> Table:
         rivals[v.head_dim, v.dtype, v.out, v.mask].append(v)
     numbers: dict[Decision, int] = {}
     cells = []
-    known: dict[Group, list[Variant] | Decision] = {}
-    empty: dict[Group, int] = {}  # the decision's number where nobody serves, which most cells are
-    of_class = itemgetter(*(NAMES.index(axis) for axis in CLASS))
-    for values in _cells(archs):
+    among: dict[Group, tuple[Variant, ...]] = {}
+    # What a decision depends on: the class where nobody serves it, which most cells are; else who competes, and where.
+    decided: dict[tuple[object, ...], int] = {}
+    of_class, of_cell = (itemgetter(*map(NAMES.index, some)) for some in (CLASS, ("arch", "seqlen", "load")))
+    for values in cells_of(archs):
         group = of_class(values)
-        if (number := empty.get(group)) is None:
+        found = among.get(group)
+        basis = (found, *of_cell(values)) if found else group
+        if found is None or basis not in decided:
             key = Key(**dict(zip(NAMES, values, strict=True)))
-            found = known.get(group)
             if found is None:
-                of = candidates_of(key, tuple(rivals[key.head_dim, key.dtype, key.out, key.mask]))
-                found = known[group] = of or _nobody(key)
-            decision = found if isinstance(found, Decision) else _best(key, found)
-            number = numbers.setdefault(decision, len(numbers))
-            if isinstance(found, Decision):
-                empty[group] = number
-        cells.append(number)
-    among = {group: () if isinstance(found, Decision) else tuple(found) for group, found in known.items()}
+                of = tuple(rivals[key.head_dim, key.dtype, key.out, key.mask])
+                found = among[group] = tuple(candidates_of(key, of))
+                basis = (found, *of_cell(values)) if found else group
+            decision = _best(key, list(found)) if found else _nobody(key)
+            decided[basis] = numbers.setdefault(decision, len(numbers))
+        cells.append(decided[basis])
     return Table(axes=axes(archs), cells=tuple(cells), decisions=tuple(numbers), rivals=among)
 
 
@@ -214,17 +215,41 @@ def built(variants: tuple[Variant, ...], archs: tuple[str, ...], emulated: bool)
     kept = {v.id for v in variants if v.family in families}
     if len(kept) == len(variants):
         return variants
-    for arch in archs:
-        kept |= _chosen(variants, arch, digest())
-    return tuple(v for v in variants if v.id in kept)
+    chosen = chosen_by(variants, archs)
+    return tuple(v for v in variants if v.id in kept.union(*chosen.values()))
+
+
+def whole(variants: tuple[Variant, ...]) -> Table:
+    """The table of all targets."""
+    return _whole(variants, digest())
 
 
 @cache
-def _chosen(variants: tuple[Variant, ...], arch: str, measured: str) -> frozenset[str]:
-    """Ids in the table of a target. measured: digest of the measurements, which decide with the variants."""
-    return frozenset(d.variant for d in build(variants, (arch,)).decisions if d.variant is not None)
+def _whole(variants: tuple[Variant, ...], measured: str) -> Table:
+    """measured: digest of the measurements, which decide with the variants."""
+    return build(variants, tuple(TARGETS))
 
 
-def targets_of(v: Variant, archs: tuple[str, ...]) -> tuple[str, ...]:
-    """The targets of a build that a variant of it is compiled for: all that its family serves."""
-    return tuple(a for a in archs if a in FAMILIES[v.family].targets)
+def chosen_by(variants: tuple[Variant, ...], archs: tuple[str, ...]) -> dict[str, frozenset[str]]:
+    """Ids in the table, by target."""
+    table, order_of = whole(variants), tuple(TARGETS)
+    share = len(table.cells) // len(order_of)  # cells of a target, which is the first axis
+    found = {}
+    for arch in archs:
+        at = share * order_of.index(arch)
+        decisions = (table.decisions[cell] for cell in set(table.cells[at : at + share]))
+        found[arch] = frozenset(d.variant for d in decisions if d.variant is not None)
+    return found
+
+
+def targets_of(
+    v: Variant, archs: tuple[str, ...], chosen: Mapping[str, frozenset[str]] | None = None
+) -> tuple[str, ...]:
+    """The targets of a build that a variant of it is compiled for: those that its family serves.
+
+    chosen: what the tables of the targets choose. Where the family is emulated on a target, a variant is then compiled
+    for it only if it is among these.
+    """
+    family = FAMILIES[v.family]
+    left_out = () if chosen is None else tuple(a for a in archs if a in family.emulated and v.id not in chosen[a])
+    return tuple(a for a in archs if a in family.targets and a not in left_out)

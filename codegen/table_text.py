@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import itertools
 import string
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 
 from codegen.axes import Mask
 from codegen.boxes import Box, boxes
 from codegen.families import FAMILIES
 from codegen.keys import LOAD_BOUNDS, LOAD_ROWS, LOADS, MOST, SEQLEN_BOUNDS, SHORT
 from codegen.select import Timing, timing
-from codegen.table import CLASS, CRITERIA, Group, Table, evidence_of, keys
+from codegen.table import CLASS, CRITERIA, NAMES, Group, Table, cells_of, evidence_of
 
 LETTERS = string.ascii_letters  # of a class's kernels
 BUCKETS = (*map(str, SEQLEN_BOUNDS), "-")  # the last one has no bound
@@ -126,10 +128,11 @@ def _name(box: Box, values: dict[str, list[str]]) -> str:
 def _classes(table: Table) -> Iterator[tuple[Box, tuple[str, ...], tuple[str, ...]]]:
     """Classes that answer alike, together: the kernels they choose among, and the kernel of each cell or the reason."""
     values = _values(table)
-    answers: dict[Group, list[str]] = {}
-    for key, cell in zip(keys(tuple(values["arch"])), table.cells, strict=True):
-        decision = table.decisions[cell]
-        answers.setdefault(tuple(getattr(key, axis) for axis in CLASS), []).append(decision.variant or decision.reason)
+    answers: dict[Group, list[str]] = defaultdict(list)
+    said = [decision.variant or decision.reason for decision in table.decisions]
+    group_of = itemgetter(*map(NAMES.index, CLASS))
+    for key, cell in zip(cells_of(tuple(values["arch"])), table.cells, strict=True):
+        answers[group_of(key)].append(said[cell])
     alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Group]] = {}
     for group, texts in answers.items():
         place = tuple(values[axis].index(_text(axis, x)) for axis, x in zip(CLASS, group, strict=True))

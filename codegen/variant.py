@@ -76,9 +76,8 @@ class Variant:
         return (*same, self.walk, self.cap)
 
     def _text(self, axes: tuple[str, ...]) -> str:
-        parts, values = _parts(axes), self.__dict__
-        written = {p.group for axis, p in parts if p.plain is None or values[axis] is not p.plain}
-        return "_".join([f"{p.prefix}{values[axis]}" for axis, p in parts if p.group in written])
+        values = self.__dict__
+        return _form(axes, tuple([values[axis] is plain for axis, plain in _PLAIN])).format_map(values)
 
     @property
     def causal(self) -> bool:
@@ -142,9 +141,15 @@ AXES = tuple(_PARTS)
 SHAPE = ("tile", "stages", "schedule", "cluster")  # the axes in which rivals of a problem differ
 
 
+_PLAIN = tuple((axis, part.plain) for axis, part in _PARTS.items() if part.plain is not None)
+
+
 @cache
-def _parts(axes: tuple[str, ...]) -> tuple[tuple[str, _Part], ...]:
-    return tuple((axis, _PARTS[axis]) for axis in axes)
+def _form(axes: tuple[str, ...], plain: tuple[bool, ...]) -> str:
+    """How such axes of a variant are written. plain: which values of _PLAIN it has."""
+    has = {axis for (axis, _), is_plain in zip(_PLAIN, plain, strict=True) if is_plain}
+    written = {_PARTS[axis].group for axis in axes if axis not in has}
+    return "_".join(f"{_PARTS[axis].prefix}{{{axis}}}" for axis in axes if _PARTS[axis].group in written)
 
 
 def _pattern() -> re.Pattern[str]:

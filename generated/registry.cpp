@@ -892,6 +892,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "1f8e43cf02b32078ea950be58425a6ee3157e6ec24f8e85d418028238e2b8628";
+const char kManifest[] = "b9dee17d684c02118091c818ae04d0a11eea1ef757ccad25635f898b9cc40531";
 
 }  // namespace fp8cutlass

@@ -232,8 +232,8 @@ def decode_batches(head_dim: int, rows: int, tile: int) -> Iterator[tuple[Any, d
     many, group = 11 * tile + 37, 4
     lengths, queries = (many, 0, 1, tile, 130), [1, 2, 1, rows // group + 1, 0]
 
-    def of(lengths: Sequence[int], queries: Sequence[int], page_size: int = 16, **rest: Any) -> Any:
-        return host.batch(lengths, list(queries), (2 * group, 2), head_dim, page_size, **rest)
+    def of(lengths: Sequence[int], queries: Sequence[int], page_size: int = 16, kv_heads: int = 2, **rest: Any) -> Any:
+        return host.batch(lengths, list(queries), (kv_heads * group, kv_heads), head_dim, page_size, **rest)
 
     plain, random = of(lengths, queries), torch.Generator().manual_seed(9)
     yield plain, {"sms": 1}
@@ -241,7 +241,7 @@ def decode_batches(head_dim: int, rows: int, tile: int) -> Iterator[tuple[Any, d
     yield of((90 * tile,), [1], 64), {}  # merged by many
     yield of(lengths, queries, left=tile + 5, right=1), {"sms": 1}
     yield of(lengths, queries, 1, left=3, dtype=torch.float16, softcap=2.0, sinks=torch.linspace(-1, 9, 8)), {"sms": 1}
-    yield of((3,) * 1100, [1] * 1100, 48), {}  # more sequences than the cut takes at once
+    yield of((3,) * 1100, [1] * 1100, 48, 1), {}  # more sequences than the cut takes at once
     pages = {"k_token": torch.rand(plain.k.shape[:3], generator=random) + 0.5}
     pages |= {"v_page": torch.rand(plain.k.shape[0], 2, generator=random) + 0.5}
     yield dataclasses.replace(plain, **pages), {"sms": 1}

@@ -40,6 +40,8 @@ def host_library(program: str, folder: Path, headers: Path, *flags: str) -> ctyp
     card has. RuntimeError has what the compiler says."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
     host, library = ROOT / "tests" / "host", folder / "kernel.so"
+    # Jumps from fiber to fiber are none that glibc's hardened ones would accept.
+    flags = ("-U_FORTIFY_SOURCE", *flags)
     command = [compiler, "-std=c++17", "-shared", "-fPIC", *flags, "-I", host / "device", "-I", headers, host / program]
     made = subprocess.run([*map(str, command), "-o", str(library)], capture_output=True, text=True, check=False)
     if made.returncode != 0:

@@ -27,7 +27,7 @@ from fp8cutlass.native import extension  # noqa: E402
 os.environ["FP8CUTLASS_TUNED"] = "off"  # what was tuned on this machine must not decide what is tested
 
 # `make test` compiles into build/: where there is a card, and no library beside the package, its tests run on that one.
-CI_LIBRARY = ROOT / "build" / "ci" / "fp8cutlass" / "_C.so"
+CI_LIBRARY = ROOT / "build" / "test" / "fp8cutlass" / "_C.so"
 if torch.cuda.is_available() and extension.find_library() is None and CI_LIBRARY.is_file():
     os.environ["FP8CUTLASS_LIBRARY"] = str(CI_LIBRARY)
 

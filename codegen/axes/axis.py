@@ -23,8 +23,7 @@ class Axis(str, Enum):
             setattr(member, fact, value)
         return member
 
-    def __str__(self) -> str:
-        return str(self._value_)  # `value` is a descriptor, and the ids of all points take millions of these
-
-    def __format__(self, spec: str) -> str:
-        return format(str(self._value_), spec)
+    # A member is written, and hashed, as its name by what str does itself: the points take millions of these.
+    __str__ = str.__str__
+    __format__ = str.__format__  # type: ignore[assignment]  # its argument has another name
+    __hash__ = str.__hash__

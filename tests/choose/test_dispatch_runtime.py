@@ -267,6 +267,15 @@ def write_tables(directory: Path, **changes: object) -> None:
     (directory / "manifest.json").write_text(json.dumps(data | changes))
 
 
+def emulated(directory: Path) -> None:
+    """Makes the manifest in a folder that of a build with ``--emulated``."""
+    listed = directory / "manifest.json"
+    data = json.loads(listed.read_text())
+    for v in data["variants"]:
+        v["targets"] += ["sm90a"] if v["targets"] == ["sm89"] else []
+    listed.write_text(json.dumps(data))
+
+
 def test_another_directory_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8CUTLASS_GENERATED is read at each call, and a directory without a manifest is an error."""
     write_tables(tmp_path / "other", profile="another")
@@ -380,8 +389,10 @@ def test_a_pinned_kernel_of_another_card_is_refused(card: Any, manifest: Manifes
     assert supports(x, x, x, kernel=variant.id)[0]
 
 
-def test_hopper_takes_its_own_kernels(card: Any) -> None:
-    """Of every mode and head_dim, those that have to be padded included; and says where instructions are emulated."""
+def test_hopper_takes_its_own_kernels(card: Any, tmp_path: Path) -> None:
+    """Of every mode and head_dim, those that have to be padded included; and says where instructions are emulated, as
+    in a build with ``--emulated``."""
+    emulated(tmp_path / "_built")
     empty = card(9, 0)
     with FakeTensorMode():
         for head_dim, padding in ((32, "32 to 64"), (64, None), (160, "160 to 192"), (200, "200 to 256")):

@@ -9,7 +9,7 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from test_dispatch_runtime import BASE, write_tables
+from test_dispatch_runtime import BASE, emulated, write_tables
 
 from codegen import families as facts
 from fp8cutlass import explain
@@ -130,9 +130,18 @@ def test_balanced(arch: str, dtype: str, softmax: str) -> None:
         assert said == run(*problem, "--precision", "accurate").output
 
 
-def test_a_pinned_kernel() -> None:
+def test_a_pinned_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of sm89 is for Hopper where the manifest lists it for that, as one of a build with ``--emulated`` does."""
     kernel = chosen()
-    output = run("--shape", "1,8,16,64", "--kernel", kernel, "--arch", "sm90a").output
+    problem = ("--shape", "1,8,16,64", "--kernel", kernel)
+    output = run(*problem, "--arch", "sm89").output
+    assert kernel in output and "pinned by the caller" in output and "emulate" not in output
+    refused = run(*problem, "--arch", "sm90a", code=1).output
+    assert f"kernel='{kernel}' is built for sm89" in refused
+    write_tables(tmp_path / "tables")
+    emulated(tmp_path / "tables")
+    monkeypatch.setenv("FP8CUTLASS_GENERATED", str(tmp_path / "tables"))
+    output = run(*problem, "--arch", "sm90a").output
     assert kernel in output and "pinned by the caller" in output and "emulate the instructions of sm89" in output
 
 

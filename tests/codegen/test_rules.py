@@ -22,7 +22,7 @@ from codegen.legal import check, kernel_asserts
 from codegen.matrix import MATRICES
 from codegen.render import environment as template_environment
 from codegen.render import render_kernel
-from codegen.rule import QK_AMAX, Rule, environment
+from codegen.rule import QK_AMAX, VALUES, Rule
 from codegen.select import select
 from codegen.variant import Variant, parse_id
 from fp8cutlass.manifest import SCORE_AMAX
@@ -400,7 +400,7 @@ def test_python_and_cpp_agree_on_every_condition(family: str, tmp_path: Path) ->
     """Over every environment that the declared matrix has, and those of the cases."""
     variants = [v for matrix in MATRICES if matrix.family == family for v in matrix.points]
     variants += [v for _, v, _ in CASES if v.family == family]
-    found = {tuple(environment(v, derive(v)).items()) for v in variants}
+    found = {tuple((name, of(v, derive(v))) for name, of in VALUES.items()) for v in variants}
     environments = [dict(items) for items in sorted(found)]
     conditions = [rule.condition for rule in RULES[family] if rule.condition is not None]
     values = ", ".join(f"bool({c.cpp()})" for c in conditions)

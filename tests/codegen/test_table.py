@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -37,7 +38,7 @@ from codegen.matrix import HEAD_DIMS, MATRICES, head_dims
 from codegen.profiles import PROFILES, in_profile, of_profile, profile_of
 from codegen.scaling import key_block
 from codegen.select import Timing, order, problem_class, select, timing
-from codegen.table import CRITERIA, Decision, Table, build, built, decide, keys, targets_of
+from codegen.table import CRITERIA, Decision, Table, build, built, chosen_by, decide, keys, targets_of
 from codegen.variant import Variant, axis_text, parse_id
 
 ARCHS = tuple(TARGETS)
@@ -52,9 +53,20 @@ def table(profile: str) -> Table:
     return build(of_profile(select().emitted, profile), ARCHS)
 
 
-def resolved(profile: str) -> list[tuple[Key, Decision]]:
+@cache
+def every_key() -> tuple[Key, ...]:
+    return tuple(keys(ARCHS))
+
+
+def resolved(profile: str) -> Iterator[tuple[Key, Decision]]:
     t = table(profile)
-    return [(key, t.decisions[cell]) for key, cell in zip(keys(ARCHS), t.cells, strict=True)]
+    return ((key, t.decisions[cell]) for key, cell in zip(every_key(), t.cells, strict=True))
+
+
+@cache
+def kernel(variant: str) -> Variant:
+    """Of its id."""
+    return parse_id(variant)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -64,7 +76,7 @@ def test_total(profile: str) -> None:
     size = 1
     for _, values in t.axes:
         size *= len(values)
-    assert len(t.cells) == size == len(set(keys(ARCHS)))
+    assert len(t.cells) == size == len(set(every_key()))
     assert set(t.cells) == set(range(len(t.decisions))), "a decision that no cell uses, or a cell without one"
     emitted = {v.id: v for v in of_profile(select().emitted, profile)}
     for decision in t.decisions:
@@ -81,16 +93,18 @@ def test_total(profile: str) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_cell_gets_what_it_asks_for(profile: str) -> None:
+    given = defaultdict(set)  # what all cells of a class get
     for key, decision in resolved(profile):
-        for variant in (decision.variant, decision.runner_up):
-            if variant is None:
-                continue
-            v = parse_id(variant)
-            assert key.arch in FAMILIES[v.family].targets
-            asked = (key.head_dim, key.dtype, key.out, key.causal)
-            assert (v.head_dim, v.dtype, v.out, v.causal) == asked, (key, variant)
-            assert key.scaling in served(v), (key, variant)
-            assert v.softmax in SOFTMAXES[key.precision], (key, variant)
+        asked = (key.arch, key.head_dim, key.dtype, key.out, key.causal, key.scaling, key.precision)
+        given[asked] |= {decision.variant, decision.runner_up} - {None}
+    assert any(given.values())
+    for asked, variants in given.items():
+        arch, head_dim, dtype, out, causal, scaling, precision = asked
+        for v in map(kernel, variants):
+            assert arch in FAMILIES[v.family].targets
+            assert (v.head_dim, v.dtype, v.out, v.causal) == (head_dim, dtype, out, causal), (asked, v.id)
+            assert scaling in served(v), (asked, v.id)
+            assert v.softmax in SOFTMAXES[precision], (asked, v.id)
 
 
 def test_an_emulated_kernel_is_taken_only_where_no_native_one_is_built() -> None:
@@ -99,7 +113,7 @@ def test_an_emulated_kernel_is_taken_only_where_no_native_one_is_built() -> None
     for key, decision in resolved("ci"):
         if decision.variant is None:
             continue
-        v = parse_id(decision.variant)
+        v = kernel(decision.variant)
         native = family_of(key.arch).name
         if v.family == native:
             assert "emulated" not in decision.evidence
@@ -144,7 +158,7 @@ def test_the_code_domain_softmax_is_taken_wherever_it_is_legal(precision: str, s
     for key, decision in resolved("release"):
         if key.precision == precision and decision.variant is not None:
             wanted = (key.arch, key.head_dim, key.scaling, key.causal, key.dtype, key.out) in legal
-            assert parse_id(decision.variant).softmax is (softmax if wanted else Softmax.EXP2), key
+            assert kernel(decision.variant).softmax is (softmax if wanted else Softmax.EXP2), key
 
 
 def test_the_release_table_is_empty_only_where_nothing_is_legal() -> None:
@@ -207,7 +221,7 @@ def test_the_chosen_is_the_first_by_the_comparator() -> None:
     for key, decision in resolved("ci"):
         if decision.variant is None:
             continue
-        best = parse_id(decision.variant)
+        best = kernel(decision.variant)
         mine = order(best, timing(best, key.seqlen, key.load))
         rivals = [w for w in classes[problem_class(best)] if w != best]
         theirs = {w.id: order(w, timing(w, key.seqlen, key.load)) for w in rivals}
@@ -389,3 +403,16 @@ def test_a_build_holds_what_its_targets_choose(profile: str) -> None:
 def test_a_kernel_is_compiled_for_what_its_family_serves() -> None:
     of = {v.family: targets_of(v, ARCHS) for v in select().emitted}
     assert of == {"sm89": ("sm89", "sm90a"), "sm90a": ("sm90a",)}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_build_of_all_targets_leaves_out_what_is_emulated_and_not_chosen(profile: str) -> None:
+    """As a build of one target does: nobody would run it."""
+    emitted = of_profile(select().emitted, profile)
+    chosen = chosen_by(emitted, ARCHS)
+    for arch in ARCHS:
+        assert chosen[arch] == {d.variant for d in build(emitted, (arch,)).decisions} - {None}
+        alone = {v for v in built(emitted, (arch,), False) if arch in targets_of(v, (arch,), chosen)}
+        assert {v for v in emitted if arch in targets_of(v, ARCHS, chosen)} == alone
+        assert {v.id for v in alone} >= chosen[arch]
+    assert all(targets_of(v, ARCHS, chosen) for v in emitted)

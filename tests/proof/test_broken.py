@@ -10,14 +10,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from decode_host import Kernel, batch, wrong
 
+from codegen.cli import main as codegen_main
 from codegen.decode import ALL
 from codegen.gates.toolbox import ToolboxError, open_toolbox
 from scripts import broken
 
 
-def test_every_fault_is_planted(tmp_path: Path) -> None:
+def codegen_here(arguments: list[str]) -> None:
+    assert arguments[:2] == ["-m", "codegen"]
+    result = CliRunner().invoke(codegen_main, arguments[2:])
+    assert result.exit_code == 0, result.output
+
+
+def test_every_fault_is_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator runs in this process, which may have selected already."""
+    monkeypatch.setattr(broken, "_run", codegen_here)
     generated = broken.generate(tmp_path / "generated")
     before = {path: path.read_text() for path in generated.rglob("*.cu")}
     broken.broken_sources(generated)

@@ -191,13 +191,14 @@ def derive(v: Variant) -> WarpgroupDerived:
         # Each part its own accumulator where they fit, else two in turns.
         if (v.head_dim + products * COLUMNS_PART) // 2 > MOST_ACCUMULATORS:
             part_buffers = 2
+    spilled = _spilled(v)
     return WarpgroupDerived(
         threads=32 * v.warps + PRODUCER_THREADS,
         rows_per_warp=v.tile_m // v.warps,
         smem_parts=smem,
         smem_bytes=sum(size for _, size in smem),
-        registers=estimate_registers(v) - _spilled(v),
-        spilled=_spilled(v),
+        registers=estimate_registers(v) - spilled,
+        spilled=spilled,
         register_limit=consumer,
         ctas_per_sm=1,
         ctas_limit="choice",

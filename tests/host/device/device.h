@@ -3,6 +3,7 @@
 // allows, or at once. So a missing barrier or wait is a wrong result here, always or for some seed.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <array>
@@ -26,8 +27,11 @@ struct Copy {
   int bytes, size;
 };
 
+// A fiber begins by its context, and goes on from where it left by a jump, which takes no call of the system.
 struct Fiber {
   ucontext_t context;
+  jmp_buf place;
+  bool begun = false;
   Index thread;
   std::vector<std::vector<Copy>> groups;  // that are on their way, the oldest first
   std::vector<Copy> open;                 // not committed
@@ -47,7 +51,7 @@ struct Cta {
   Meeting all;
   std::vector<Fiber*> ready;
   std::mt19937 random;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   bool late = true;
   std::vector<std::pair<const uint8_t*, const uint8_t*>> readable;  // what copies may read
   const char* failure = nullptr;
@@ -58,15 +62,23 @@ inline std::vector<std::unique_ptr<char[]>> stacks;  // of threads, used again b
 inline Cta* cta = nullptr;
 inline Fiber* self = nullptr;
 
+inline void yield_to_scheduler() {
+  if (_setjmp(self->place) == 0) _longjmp(cta->scheduler, 1);
+}
+
+// Returns when the fiber yields, or has ended.
+inline void resume(Fiber* fiber) {
+  self = fiber;
+  if (_setjmp(cta->scheduler) != 0) return;
+  if (fiber->begun) _longjmp(fiber->place, 1);
+  fiber->begun = true;
+  setcontext(&fiber->context);
+}
+
 // Ends the run: nobody goes on.
 inline void stop(const char* what) {
   cta->failure = what;
-  swapcontext(&self->context, &cta->scheduler);
-}
-
-inline void yield_to_scheduler() {
-  Fiber* const me = self;
-  swapcontext(&me->context, &cta->scheduler);
+  yield_to_scheduler();
 }
 
 inline void pause() {  // any other may run first
@@ -134,9 +146,8 @@ inline void wait_for(int pending) {
 inline void enter(unsigned high, unsigned low) {
   auto* const program = reinterpret_cast<std::function<void()>*>(uintptr_t(high) << 32 | low);
   (*program)();
-  Fiber* const me = self;
-  me->thread.x = ~0u;
-  swapcontext(&me->context, &cta->scheduler);
+  self->thread.x = ~0u;
+  yield_to_scheduler();
 }
 
 // Runs one CTA to its end; what went wrong, or null.
@@ -162,9 +173,9 @@ inline const char* run(Cta& c, int threads, std::function<void()> program) {
   }
   while (!c.ready.empty() && c.failure == nullptr) {
     std::swap(c.ready[c.random() % c.ready.size()], c.ready.back());
-    self = c.ready.back();
+    Fiber* const next = c.ready.back();
     c.ready.pop_back();
-    swapcontext(&c.scheduler, &self->context);
+    resume(next);
   }
   for (const auto& fiber : c.fibers)
     if (fiber->thread.x != ~0u && c.failure == nullptr) c.failure = "a thread waits for ever";

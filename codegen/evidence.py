@@ -204,6 +204,6 @@ def _together(measured: Sequence[Measurement]) -> Measurement:
 
 def measured(v: Variant, seqlen: int, load: str) -> Measurement | None:
     """What was measured of a kernel for a cell of its class. seqlen: a position among the buckets."""
-    if v.family != FAMILY or v.kind.diagnostic or v.scaling.per_key or v.windowed or v.cap.capped:
+    if v.family != FAMILY or v.kind.diagnostic or v.scaling.per_key or v.windowed or v.listed or v.cap.capped:
         return None
     return _rows((v.head_dim, v.causal, v.softmax), seqlen, load).get(v.shape)

@@ -188,7 +188,7 @@ def _winners(candidates: tuple[Variant, ...], most: int) -> tuple[tuple[Variant,
 def _modelled(v: Variant) -> Variant:
     """The variant with what neither model nor measurement reads set to one value, so that equal classes rank once."""
     scaling = v.scaling if v.scaling.per_key else Scaling.TENSOR
-    mask = Mask.CAUSAL if v.mask.windowed else v.mask
+    mask = Mask.CAUSAL if v.windowed else Mask.FULL if v.listed else v.mask
     v = replace(v, walk=Walk.DENSE, cap=Cap.NONE)
     return replace(v, scaling=scaling, mask=mask, dtype=Operand.E4M3, out=Out.BF16)
 

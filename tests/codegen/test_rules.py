@@ -187,6 +187,7 @@ CASES: list[tuple[str, Variant, str]] = [
     ("WARPGROUP-ROWS", replace(HOPPER, tile=tile(128, 64, 4)), "128 rows for 4 warps, which own 64"),
     ("KEY-STEPS", replace(HOPPER, tile=tile(128, 96, 8)), "tile_n 96 is no multiple of 64 up to 256"),
     ("KEY-STEPS", replace(HOPPER, tile=tile(128, 320, 8)), "tile_n 320 is no multiple of 64 up to 256"),
+    ("LISTED-TILE", replace(HOPPER, mask=Mask.BLOCKS, tile=tile(128, 64, 8)), "tiles of 128 x 128, not 128 x 64"),
     (
         "EXP2-KEYS",
         replace(HOPPER_EXP2, tile=tile(128, 192, 8)),
@@ -255,6 +256,7 @@ GUARDS = {
         "HEAD-DIM": "the declared head_dims keep it; it guards one that somebody adds",
         "WARPGROUP-ROWS": "the declared tiles keep it; it guards a tile that somebody adds",
         "KEY-STEPS": "the declared tiles keep it; it guards a tile that somebody adds",
+        "LISTED-TILE": "the declared tiles keep it; it guards a tile that somebody adds",
         "LINEAR-RANGE": "head_dim 256 keeps it with 50,176; it guards a larger head_dim or amax",
     },
 }
@@ -371,6 +373,9 @@ def test_edges(rule: str, env: Env, holds: bool) -> None:
         ("KEY-STEPS", {"tile_n": 256}, True),
         ("KEY-STEPS", {"tile_n": 257}, False),
         ("KEY-STEPS", {"tile_n": 320}, False),
+        ("LISTED-TILE", {"tile_m": 128, "tile_n": 128}, True),
+        ("LISTED-TILE", {"tile_m": 128, "tile_n": 192}, False),
+        ("LISTED-TILE", {"tile_m": 64, "tile_n": 128}, False),
         ("EXP2-KEYS", {"tile_n": 128, "score_regs": 4}, True),
         ("EXP2-KEYS", {"tile_n": 256, "score_regs": 4}, False),
         ("EXP2-KEYS", {"tile_n": 256, "score_regs": 2}, True),

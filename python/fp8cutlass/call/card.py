@@ -10,10 +10,11 @@ import torch
 from ..manifest import load_manifest
 from ..memory import is_seq_major
 from ..native import extension
-from ..native.attend import PACKED_BEFORE, Attend, Way, faster_way, prepare
+from ..native.attend import NO_LISTS, PACKED_BEFORE, Attend, Lists, Way, faster_way, prepare
 from ..native.fused import readable
 from ..quant.smooth import restore_lse
 from .call import Outputs, Tensors
+from .masks import packed
 from .plan import Plan, score_amax
 
 # Query, key and value in layout bhsd, or a PackedKV and None, if FP8 the descales: tensors or numbers, and sinks.
@@ -64,16 +65,26 @@ def prepared_call(plan: Plan, t: Tensors, *, way: Way | None = None, numbers: Se
 def run_on_card(plan: Plan, t: Tensors) -> Outputs:
     """Run a call of any kind, no dimension empty. What kernels cannot read is copied first."""
     attend, kind = prepared_call(plan, t), plan.call.kind
+    mask = lists_of(t) if plan.call.masked else NO_LISTS
     if kind == "packed":
-        return _packed(attend, readable(t.q), t)
+        return _packed(attend, readable(t.q), t, mask)
     q, k, v = (readable(x) for x in t[:3])
     if kind == "half":
-        return Outputs(*attend(q, k, v, t.out_descale, t.sinks))
-    return Outputs(*attend.run((q, k, v, t.q_descale, t.k_descale, t.v_descale), t.out_descale, t.sinks))
+        return Outputs(*attend(q, k, v, t.out_descale, t.sinks, mask))
+    return Outputs(*attend.run((q, k, v, t.q_descale, t.k_descale, t.v_descale), t.out_descale, t.sinks, mask))
 
 
-def _packed(attend: Attend, q: torch.Tensor, t: Tensors) -> Outputs:
-    outputs = Outputs(*attend.run((q, t.k, t.v, t.k_descale, t.v_descale), t.out_descale, t.sinks))
+def lists_of(t: Tensors) -> Lists:
+    """The mask of a call as kernels read it. A boolean one is packed; nothing is waited for."""
+    mask = packed(t.seen, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, t.q.shape[2], t.k.shape[2])
+    if mask is None:
+        return NO_LISTS
+    bits = None if mask.bits is None else mask.bits.contiguous()
+    return Lists(mask.tiles.contiguous(), mask.counts.contiguous(), bits)
+
+
+def _packed(attend: Attend, q: torch.Tensor, t: Tensors, mask: Lists = NO_LISTS) -> Outputs:
+    outputs = Outputs(*attend.run((q, t.k, t.v, t.k_descale, t.v_descale), t.out_descale, t.sinks, mask))
     if t.k_mean is not None and outputs.lse is not None:
         restore_lse(outputs.lse, t.q, t.k_mean[..., : t.q.shape[3]], attend.scale)
     return outputs

@@ -39,8 +39,9 @@ from codegen.variant import Variant, parse_id
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = sorted((ROOT / "generated" / "shown").glob("*.cu"))
-# 6 are of 8-bit integers, 6 of capped scores, 3 keep K and V. So many are read in a review; 800 are not.
-MOST = 58
+# 6 are of 8-bit integers, 6 of capped scores, 5 of lists of tiles, 3 keep K and V. So many are read in a review; 800
+# are not.
+MOST = 62
 
 
 @cache

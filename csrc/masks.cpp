@@ -1,6 +1,10 @@
 #include "masks.h"
 
 #include "check.h"
+#include "device.h"
+#include "fp8cutlass/mask/params.h"
+#include "kernels.h"
+#include "start.h"
 #include "tensors.h"
 
 namespace fp8cutlass {
@@ -54,6 +58,47 @@ TileMask tile_mask(const MaskTensors& tensors, const ForwardParams& p, const Var
     mask.bits = static_cast<const uint32_t*>(bits.data());
   }
   return mask;
+}
+
+void pack_mask(const torch::stable::Tensor& given, int64_t keys, const torch::stable::Tensor& tiles,
+               const torch::stable::Tensor& counts, const torch::stable::Tensor& bits) {
+  const View seen(given);
+  require(seen.dim() == 4 && seen.scalar_type() == ScalarType::Bool && seen.is_cuda(),
+          "seen must be bool with 4 dimensions, on a card");
+  const int device = static_cast<int>(seen.device());
+  const int64_t batch = seen.size(0), heads = seen.size(1), rows = seen.size(2), columns = seen.size(3);
+  if (batch == 0 || heads == 0 || rows == 0 || columns == 0 || keys <= 0)
+    fail("an empty mask takes no launch: seen has shape ", shape_text(seen));
+  require(columns == 1 || columns == keys, "seen has ", columns, " columns, there are ", keys, " keys");
+  masking::PackMaskParams p{};
+  p.heads = to_int(heads, "the heads of the mask");
+  p.rows = to_int(rows, "the rows of the mask"), p.columns = to_int(columns, "its columns");
+  p.keys = to_int(keys, "the number of keys");
+  p.row_tiles = ceil_div(p.rows, kMaskTile), p.key_tiles = ceil_div(p.keys, kMaskTile);
+  p.bit_tiles = columns == 1 ? 1 : p.key_tiles;
+  const int64_t lists = batch * heads * p.row_tiles;
+  to_int(lists, "the number of lists");
+  const auto room = [&](const torch::stable::Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
+    const View x = words_of(tensor, name, static_cast<int64_t>(shape.size()), device);
+    require_shape(x, name, shape);
+    return x.data();
+  };
+  p.tiles = static_cast<int*>(room(tiles, "tiles", {batch, heads, p.row_tiles, p.key_tiles}));
+  p.counts = static_cast<int*>(room(counts, "counts", {batch, heads, p.row_tiles}));
+  p.bits = static_cast<uint32_t*>(room(bits, "bits", {batch, heads, p.row_tiles, p.bit_tiles, kMaskTileWords}));
+  require_aligned(p.bits, "bits");
+  p.seen = static_cast<const uint8_t*>(seen.data());
+  const auto stride = [&](int dim) { return seen.size(dim) > 1 ? seen.stride(dim) : 0; };
+  p.stride_batch = stride(0), p.stride_head = stride(1), p.stride_row = stride(2), p.stride_column = stride(3);
+  const int64_t together = reinterpret_cast<int64_t>(p.seen) | p.stride_batch | p.stride_head | p.stride_row | columns;
+  p.word = p.stride_column != 1 ? 1 : together % 16 == 0 ? 16 : together % 4 == 0 ? 4 : 1;
+  constexpr int kMostFlags = 48 * 1024;
+  require(p.bit_tiles <= kMostFlags, "a mask of ", keys, " keys is too large to be packed");
+  const DeviceGuard guard(device);
+  void* arguments[] = {&p};
+  check_launch(start(pack_mask_kernel(device), {lists, masking::kMaskThreads, p.bit_tiles}, arguments,
+                     current_stream(device), context_id()),
+               "pack_mask", device);
 }
 
 }  // namespace fp8cutlass

@@ -21,4 +21,9 @@ struct MaskTensors {
 // naming the argument, also where a mask is missing or not asked for.
 TileMask tile_mask(const MaskTensors& tensors, const ForwardParams& params, const VariantEntry& variant, int device);
 
+// Packs a boolean mask (Bm, Hm, rows, columns), any strides, where 1 stands for all rows or all keys: writes tiles,
+// counts and bits, contiguous, on the current stream. Throws std::runtime_error naming the argument.
+void pack_mask(const torch::stable::Tensor& seen, int64_t keys, const torch::stable::Tensor& tiles,
+               const torch::stable::Tensor& counts, const torch::stable::Tensor& bits);
+
 }  // namespace fp8cutlass

@@ -900,6 +900,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "d1fa04097c3087b7af2c29a8e9f08b6626696ac8348c82a400860da32c15859f";
+const char kManifest[] = "e856438a9e63722fdc69013adc6742737871b48deab6d660d2933546a1f3d18c";
 
 }  // namespace fp8cutlass

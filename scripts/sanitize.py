@@ -37,7 +37,9 @@ from scripts.build_extension import PROFILES  # noqa: E402
 from scripts.sanitize_problems import launches  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-KERNELS = "kns=sm89_,kns=sm90a_,kns=pack_d,kns=planning,kns=decode_,kns=cut,kns=route"  # parts of their names
+KERNELS = (
+    "kns=sm89_,kns=sm90a_,kns=pack_d,kns=pack_mask,kns=planning,kns=decode_,kns=cut,kns=route"  # parts of their names
+)
 FOUND = 9  # exit status of compute-sanitizer when it has something to say
 PLANTED = ROOT / "tests" / "planted"
 PROGRAM_SECONDS = 120  # a planted barrier error may also hang

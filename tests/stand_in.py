@@ -23,6 +23,7 @@ from fp8cutlass.call.masks import for_emulator, packed
 from fp8cutlass.dtypes import OUT_DTYPES
 from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import generated_dir, load_manifest
+from fp8cutlass.masks.bits import pack as bits_of
 from fp8cutlass.native import extension
 from fp8cutlass.native.fused import Operands
 from fp8cutlass.quant.descale import accepted_shapes, to_canonical
@@ -99,6 +100,14 @@ def mask_of(q: Any, k: Any, tiles: Any = None, counts: Any = None, bits: Any = N
     return packed(None, {"tiles": tiles, "counts": counts, "bits": bits}, q.shape[2], k.shape[2])
 
 
+def pack_mask(seen: Any, keys: int, tiles: Any, counts: Any, bits: Any) -> None:
+    """What the kernel writes, by torch operations."""
+    made = bits_of(seen, keys)
+    for room, x in ((tiles, made.tiles), (counts, made.counts), (bits, made.bits)):
+        assert room.shape == x.shape and room.dtype == x.dtype
+        room.copy_(x)
+
+
 def attend(
     constants: torch.Tensor, q: Any, k: Any, v: Any, out_descale: Any = None, lse: Any = None, amax: Any = None,
     sinks: Any = None, k_mean: Any = None, **lists: Any,
@@ -165,7 +174,7 @@ def card(monkeypatch: pytest.MonkeyPatch, operators: dict[str, Operator] = OPERA
 
         return SimpleNamespace(default=SimpleNamespace(_op=operator))
 
-    made = {name: counted(name, run) for name, run in operators.items()}
+    made: dict[str, Any] = {name: counted(name, run) for name, run in operators.items()} | {"pack_mask": pack_mask}
     monkeypatch.setattr(torch.ops, "fp8cutlass_C", SimpleNamespace(**made), raising=False)
     monkeypatch.setattr(extension, "load", lambda: None)
     monkeypatch.setattr(extension, "load_kernels", lambda *arguments: None)

@@ -23,7 +23,9 @@ from fp8cutlass.call.launch import kernel_operands, quantised
 from fp8cutlass.call.masks import for_emulator
 from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import Variant
+from fp8cutlass.masks.bits import pack
 from fp8cutlass.native import extension
+from fp8cutlass.native.masks import pack_mask
 
 pytestmark = pytest.mark.gpu
 
@@ -169,13 +171,42 @@ def test_shapes_that_broadcast_give_the_bits_of_the_expanded_mask(shape: tuple[i
     assert far(results[0][0], wanted) < 0.08  # another kernel: P of other roundings
 
 
-def test_packed_on_the_card_as_on_the_cpu() -> None:
-    for density in (0.0, 0.3, 1.0):
-        seen = random_mask(density, 2, 1, 300, 700)
-        for x in (seen, seen.cuda().transpose(2, 3).contiguous().transpose(2, 3)):
-            made, wanted = BlockMask.from_dense(x.cuda()).to("cpu"), BlockMask.from_dense(seen)
-            assert torch.equal(made.tiles, wanted.tiles) and torch.equal(made.counts, wanted.counts)
-            assert torch.equal(made.bits, wanted.bits)
+def memory_orders(seen: torch.Tensor) -> list[torch.Tensor]:
+    """The same mask with rows that are contiguous or not, and aligned to 16 bytes, to 4 or to none."""
+    found = [seen, seen.mT.contiguous().mT, seen.transpose(1, 2).contiguous().transpose(1, 2)]
+    for more in (1, 4, 16):
+        wide = torch.ones((*seen.shape[:3], seen.shape[3] + more), dtype=torch.bool, device=seen.device)
+        wide[..., more:] = seen
+        found.append(wide[..., more:])
+    return found
+
+
+@pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 0.99, 1.0])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 3, 300, 700),
+        (1, 1, 128, 128),
+        (2, 1, 129, 4112),
+        (1, 2, 1, 260),
+        (3, 1, 257, 1),
+        (1, 1, 1, 1),
+        (1, 1, 5, 2001),
+    ],
+    ids=str,
+)
+def test_the_kernel_packs_as_torch_does(shape: tuple[int, ...], density: float) -> None:
+    """Bits and lists, of every order in memory; also of expanded masks, and of those of one column for many keys."""
+    if not LISTED:
+        pytest.skip("not built")
+    seen, keys = random_mask(density, *shape), 777 if shape[3] == 1 else shape[3]
+    wanted = pack(seen, keys)
+    for x in memory_orders(seen.cuda()):
+        made = pack_mask(x, keys)
+        for got, want in zip(made, (wanted.tiles, wanted.counts, wanted.bits), strict=True):
+            assert got is not None and want is not None and torch.equal(got.cpu(), want), x.stride()
+    on_card = BlockMask.from_dense(seen.cuda(), keys).to("cpu")
+    assert torch.equal(on_card.tiles, wanted.tiles) and torch.equal(on_card.counts, wanted.counts)
 
 
 def test_large_calls_take_the_overlap_of_packing() -> None:
@@ -217,8 +248,8 @@ def test_other_operands(head_dim: int) -> None:
     if head_dim % 64 == 0:
         kernel = next(v for v in LISTED if v.head_dim == head_dim and v.out == "bf16")
         precision = "fast" if kernel.softmax == "linear" else "accurate"
-        kept = pack_kv(*tensors[1:], kernel=kernel.id)
-        a = attention(tensors[0], kept, None, mask, precision=precision, kernel=kernel.id)
+        kept = pack_kv(*tensors[1:], precision=precision, key_block=128)
+        a = attention(tensors[0], kept, None, mask, **how, kernel=kernel.id)
         b = attention(*tensors, mask, **how, precision=precision, kernel=kernel.id)
         assert torch.equal(a, b)
         fp8, descales = zip(*(quantize(x, granularity="head") for x in tensors), strict=True)

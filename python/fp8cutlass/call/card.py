@@ -10,8 +10,9 @@ import torch
 from ..manifest import load_manifest
 from ..memory import is_seq_major
 from ..native import extension
-from ..native.attend import NO_LISTS, PACKED_BEFORE, Attend, Lists, Way, faster_way, prepare
+from ..native.attend import PACKED_BEFORE, Attend, Way, faster_way, prepare
 from ..native.fused import readable
+from ..native.masks import NO_LISTS, Lists, pack_mask
 from ..quant.smooth import restore_lse
 from .call import Outputs, Tensors
 from .masks import packed
@@ -76,7 +77,9 @@ def run_on_card(plan: Plan, t: Tensors) -> Outputs:
 
 def lists_of(t: Tensors) -> Lists:
     """The mask of a call as kernels read it. A boolean one is packed; nothing is waited for."""
-    mask = packed(t.seen, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, t.q.shape[2], t.k.shape[2])
+    if t.seen is not None:
+        return pack_mask(t.seen, t.k.shape[2])
+    mask = packed(None, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, t.q.shape[2], t.k.shape[2])
     if mask is None:
         return NO_LISTS
     bits = None if mask.bits is None else mask.bits.contiguous()

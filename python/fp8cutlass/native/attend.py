@@ -20,6 +20,7 @@ from ..quant.quantize import GRANULARITIES, V_AMAX
 from ..quant.sinks import join_lse
 from ..quant.smooth import restore_lse
 from . import extension
+from .masks import NO_LISTS, Lists
 from .numbers import constants
 
 # There is no backward, and `attention` says so: the dispatcher passes over autograd, whose fallback would look at every
@@ -36,16 +37,6 @@ FEW_HEADS = 64  # fewer than this, of all sequences
 HAND_OVER_HEADS = 2048  # of K, of all sequences, at most: kReadyHeads in csrc/counters.h
 HANDED_OVER = (64, 128)  # head_dims whose pack kernels can overlap: Pack.delivers of the generator
 
-
-class Lists(NamedTuple):
-    """A mask in lists of tiles (``BlockMask``), contiguous; all None where there is none."""
-
-    tiles: torch.Tensor | None = None
-    counts: torch.Tensor | None = None
-    bits: torch.Tensor | None = None
-
-
-NO_LISTS = Lists()
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, lse, amax; the last two where wanted
 
 

@@ -14,6 +14,7 @@ import stand_in
 import torch
 
 from fp8cutlass import BlockMask, UnsupportedError, attention, explain, pack_kv, quantize
+from fp8cutlass.call import memo
 from fp8cutlass.choose.dispatch import decide
 from fp8cutlass.choose.problem import Problem
 from fp8cutlass.errors import NoKernelError
@@ -60,11 +61,36 @@ def test_a_call_on_a_card(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ([tensors[0], kept, None], half),
     ]
     wanted = [attention(*x, mask, **options) for x, options in calls]
+    memo.forget()
     asked = stand_in.card(monkeypatch)
-    got = [attention(*x, mask, **options) for x, options in calls]
-    assert asked == ["attend", "attend", "attend_fp8", "attend_packed"]
-    for mine, other in zip(got, wanted, strict=True):
-        assert all(map(torch.equal, mine, other))
+    for _ in range(2):  # the second time the call is known, but for packed keys
+        got = [attention(*x, mask, **options) for x, options in calls]
+        for mine, other in zip(got, wanted, strict=True):
+            assert all(map(torch.equal, mine, other))
+        assert len(memo._known) == 3
+    assert asked == ["attend", "attend", "attend_fp8", "attend_packed"] * 2
+    memo.forget()
+
+
+def test_a_known_call_reads_the_mask_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of other numbers is another mask; one of another form is another call."""
+    tensors, seen = draw(), masks()["a tensor"]
+    how: dict[str, Any] = {"enable_gqa": True, "kernel": FAST}
+    forms = [
+        seen,
+        ~seen,
+        seen[:1],
+        BlockMask.from_dense(seen),
+        BlockMask.from_dense(~seen),
+        BlockMask.from_dense(seen[:1]),
+    ]
+    wanted = [attention(*tensors, mask, **how) for mask in forms]
+    memo.forget()
+    stand_in.card(monkeypatch)
+    for _ in range(2):
+        assert all(map(torch.equal, (attention(*tensors, mask, **how) for mask in forms), wanted))
+    assert len(memo._known) == 4
+    memo.forget()
 
 
 def problem(**changes: Any) -> Problem:

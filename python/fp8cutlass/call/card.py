@@ -15,7 +15,7 @@ from ..native.fused import readable
 from ..native.masks import NO_LISTS, Lists, pack_mask
 from ..quant.smooth import restore_lse
 from .call import Outputs, Tensors
-from .masks import packed
+from .masks import packed, parts
 from .plan import Plan, score_amax
 
 # Query, key and value in layout bhsd, or a PackedKV and None, if FP8 the descales: tensors or numbers, and sinks.
@@ -100,6 +100,8 @@ def known(plan: Plan, t: Tensors, descales: Sequence[Any] = ()) -> Known | None:
     if t.empty:
         return None
     copied = any(readable(x) is not x for x in (t[:1] if kind == "packed" else t[:3]))
+    if plan.call.masked:
+        return None if copied or kind == "packed" or plan.call.smooth_k else _with_mask(plan, t, descales)
     if t.sinks is not None:
         return None if copied and kind == "half" else _with_sinks(plan, t, descales)
     if kind == "half":
@@ -143,6 +145,28 @@ def _with_sinks(plan: Plan, t: Tensors, descales: Sequence[Any]) -> Known:
     return lambda q, kv, _, sinks: Outputs(
         *run((readable(q), kv.k, kv.v, kv.k_descale, kv.v_descale), None, sinks.float())
     )
+
+
+def _with_mask(plan: Plan, t: Tensors, descales: Sequence[Any]) -> Known:
+    """The same of a call with a boolean mask, packed or not, which comes last."""
+    fp8, sinks = plan.call.kind == "fp8", t.sinks is not None
+    run = prepared_call(plan, t, numbers=_numbers(descales) if fp8 else (0.0,) * 3).run
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> Outputs:
+        lists = _lists(given[-1], k.shape[2])
+        one = given[-2].float() if sinks else None
+        if not fp8:
+            return Outputs(*run((q, k, v), None, one, lists))
+        return Outputs(*run((q, k, v, *_tensors(given[:3])), None, one, lists))
+
+    return call
+
+
+def _lists(mask: Any, keys: int) -> Lists:
+    """Of a mask whose form is known to fit."""
+    if isinstance(mask, torch.Tensor):
+        return pack_mask(parts(mask)["seen"], keys)  # type: ignore[arg-type]  # it is boolean
+    return Lists(mask.tiles, mask.counts, mask.bits)
 
 
 def _numbers(descales: Sequence[Any]) -> list[float]:

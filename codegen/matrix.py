@@ -40,6 +40,9 @@ SM90A_TILES = (
     Tile(m=192, n=256, warps=12),
 )
 
+# Those of the lists of a mask.
+SM90A_LISTED_TILES = (Tile(m=128, n=128, warps=8),)
+
 # Of classes that get one kernel: 192 rows leave the loader too few registers for an item of a ragged batch.
 SM90A_FEW_TILES = (
     Tile(m=128, n=64, warps=8),
@@ -47,6 +50,9 @@ SM90A_FEW_TILES = (
     Tile(m=128, n=192, warps=8),
     Tile(m=128, n=256, warps=8),
 )
+
+
+BANDS = tuple(mask for mask in Mask if not mask.listed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +203,22 @@ MATRICES = (
         walk=(Walk.DENSE,),
     ),
     Matrix(
+        name="sm90a blocks",
+        family="sm90a",
+        kind=Kind.FWD,
+        head_dim=(64, 128),
+        tile=SM90A_LISTED_TILES,
+        stages=(2, 3, 4),
+        scaling=(Scaling.BLOCK,),
+        mask=(Mask.BLOCKS,),
+        dtype=(Operand.E4M3,),
+        out=(Out.BF16, Out.FP16),
+        softmax=(Softmax.EXP2, Softmax.LINEAR),
+        schedule=(Schedule.PINGPONG, Schedule.SERIAL),
+        cluster=(Cluster.SOLO,),
+        walk=(Walk.DENSE,),
+    ),
+    Matrix(
         name="sm90a ragged",
         family="sm90a",
         kind=Kind.FWD,
@@ -204,7 +226,7 @@ MATRICES = (
         tile=SM90A_FEW_TILES,
         stages=(2, 3, 4),
         scaling=(Scaling.BLOCK,),
-        mask=tuple(Mask),
+        mask=BANDS,
         dtype=(Operand.E4M3,),
         out=(Out.BF16, Out.FP16),
         softmax=(Softmax.EXP2, Softmax.LINEAR),
@@ -220,7 +242,7 @@ MATRICES = (
         tile=SM90A_FEW_TILES,
         stages=(2, 3, 4),
         scaling=(Scaling.BLOCK,),
-        mask=tuple(Mask),
+        mask=BANDS,
         dtype=(Operand.E4M3,),
         out=(Out.BF16, Out.FP16),
         softmax=(Softmax.EXP2,),

@@ -28,6 +28,7 @@ from codegen.render import (
     render_decode,
     render_kernel,
     render_pack,
+    render_pack_mask,
     render_plan,
     render_resident,
     render_route,
@@ -64,6 +65,8 @@ class Request:
 
 PLAN = "plan"  # the kernel that lists the row tiles of ragged batches
 PLAN_PATH = f"{PLAN}.cu"
+PACK_MASK = "pack_mask"  # the kernel that packs boolean masks into lists of tiles
+PACK_MASK_PATH = f"{PACK_MASK}.cu"
 CUT = "cut"  # the kernel that cuts the work of decode
 CUT_PATH = f"{CUT}.cu"
 APPEND = "append"  # the kernel that writes tokens to pages
@@ -84,6 +87,8 @@ def files(request: Request, selection: Selection) -> dict[str, str]:
     ragged = tuple(v for v in request.variants if v.walk.tables)
     if ragged:
         kernels[PLAN_PATH] = render_plan(env)
+    if any(v.listed for v in request.variants):
+        kernels[PACK_MASK_PATH] = render_pack_mask(env)
     kernels |= {d.path: render_decode(d, env) for d in request.decodes}
     if request.decodes:
         kernels[CUT_PATH] = render_cut(env)
@@ -183,6 +188,7 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
         CUT: decoding,
         APPEND: decoding,
         ROUTE: walking & decoding,
+        PACK_MASK: {t for v in request.variants if v.listed for t in targets_of(v, request.archs)},
     }
     plan_entries = [
         {

@@ -49,6 +49,10 @@ def render_plan(env: Environment) -> str:
     return env.get_template("plan.cu.j2").render()
 
 
+def render_pack_mask(env: Environment) -> str:
+    return env.get_template("pack_mask.cu.j2").render()
+
+
 def render_cut(env: Environment) -> str:
     return env.get_template("cut.cu.j2").render()
 

@@ -90,16 +90,24 @@ class Variant:
         return self.mask.windowed
 
     @property
+    def listed(self) -> bool:
+        """Whether lists in memory say which tiles rows visit."""
+        return self.mask.listed
+
+    @property
     def serves(self) -> str:
-        """What calls it is for, as the manifest says it: fwd, window, ragged, capped; or diag."""
+        """What calls it is for, as the manifest says it: fwd, window, ragged, capped, blocks; or diag."""
         if self.cap.capped:
             return "capped"
+        if self.listed:
+            return "blocks"
         return "ragged" if self.walk.tables else "window" if self.windowed else str(self.kind)
 
     @property
     def special(self) -> bool:
-        """Whether it serves a window, a ragged batch or a cap: a class has one kernel, and the table no cell."""
-        return self.windowed or self.walk.tables or self.cap.capped
+        """Whether it serves a window, lists of tiles, a ragged batch or a cap: a class has one kernel, and the table no
+        cell."""
+        return self.windowed or self.listed or self.walk.tables or self.cap.capped
 
     # What the template calls the tile's parts.
     @property

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "masks.h"
 #include "registry.h"
 
 namespace fp8cutlass {
@@ -33,6 +34,7 @@ struct AttendTensors {
   const std::optional<Tensor>& lse;          // (B, H, Sq)
   const std::optional<Tensor>& amax;         // (1,), zero
   const std::optional<Tensor>& sinks;        // (H,) float32: a logit of each head without a value
+  MaskTensors mask;
 };
 
 // Launches both kernels on the current stream and returns the result, (B, H, Sq, the variant's head_dim), dense.

@@ -23,6 +23,7 @@ struct Fp8Tensors {
   const std::optional<Tensor>& lse;          // (B, H, Sq)
   const std::optional<Tensor>& amax;         // (1,), zero
   const std::optional<Tensor>& sinks;        // (H,) float32
+  MaskTensors mask;
 };
 
 struct PackedTensors {
@@ -35,6 +36,7 @@ struct PackedTensors {
   const std::optional<Tensor>& lse;
   const std::optional<Tensor>& amax;
   const std::optional<Tensor>& sinks;  // (H,) float32
+  MaskTensors mask;
 };
 
 // Packs V, copies Q and K and spreads descales where the kernel cannot read them as they lie, in one launch; then

@@ -3,9 +3,9 @@
 // `forward` and `diagnose` launch one variant, `pack` the kernel that makes its operands or some of them, `attend`
 // both, `attend_fp8` and `attend_packed` the same where K and V are FP8, `forward_ragged`, `attend_ragged` and
 // `attend_ragged_fp8` the same of a ragged batch, `cut` and `decode` those of decode, `prefill` those of long chunks
-// over pages, `append` the one that writes to pages, on the current stream of the tensors' device. They return without
-// synchronising, so they can be captured into a CUDA graph. Outputs are written in place, but for the results of
-// `attend` and its sisters.
+// over pages, `append` the one that writes to pages, `pack_mask` the one that packs a boolean mask, on the current
+// stream of the tensors' device. They return without synchronising, so they can be captured into a CUDA graph. Outputs
+// are written in place, but for the results of `attend` and its sisters.
 #include <torch/csrc/stable/library.h>
 
 #include "append.h"
@@ -20,6 +20,7 @@
 #include "kernels.h"
 #include "launch.h"
 #include "launch_pack.h"
+#include "masks.h"
 #include "pack_arguments.h"
 #include "prefill.h"
 #include "ragged.h"
@@ -37,22 +38,23 @@ const VariantEntry& find_variant(int64_t variant, bool diagnostic) {
   return entry;
 }
 
-void launch_here(const VariantEntry& variant, ForwardParams& params, const Tensor& q) {
+void launch_here(const VariantEntry& variant, ForwardParams& params, const Tensor& q, const TileMask& mask = {}) {
   const int device = q.get_device_index();
   const DeviceGuard guard(device);
-  launch(variant, params, device, current_stream(device));
+  launch(variant, params, device, current_stream(device), mask);
 }
 
 void forward(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
              const Tensor& k_descale, const Tensor& v_descale, const std::optional<Tensor>& out_descale,
              const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& amax, double scale,
              int64_t causal_offset, int64_t window_offset, bool merge_lse, double softcap,
-             const std::optional<Tensor>& sinks) {
+             const std::optional<Tensor>& sinks, const std::optional<Tensor>& tiles,
+             const std::optional<Tensor>& counts, const std::optional<Tensor>& bits) {
   const VariantEntry& entry = find_variant(variant, false);
   ForwardParams params = forward_params({q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale,
                                          causal_offset, window_offset, std::nullopt, merge_lse, sinks, softcap},
                                         entry);
-  launch_here(entry, params, q);
+  launch_here(entry, params, q, tile_mask({tiles, counts, bits}, params, entry, q.get_device_index()));
 }
 
 void diagnose(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
@@ -182,26 +184,31 @@ void load_decode(int64_t decode, int64_t device) {
 Tensor attend_half(const Tensor& constants, const Tensor& q, const Tensor& k, const Tensor& v,
                    const std::optional<Tensor>& out_descale, const std::optional<Tensor>& lse,
                    const std::optional<Tensor>& amax, const std::optional<Tensor>& sinks,
-                   const std::optional<Tensor>& k_mean) {
+                   const std::optional<Tensor>& k_mean, const std::optional<Tensor>& tiles,
+                   const std::optional<Tensor>& counts, const std::optional<Tensor>& bits) {
   const AttendConstants c = attend_constants(constants);
-  return attend(c, {q, k, v, k_mean, out_descale, lse, amax, sinks}, find_variant(c.variant, false));
+  return attend(c, {q, k, v, k_mean, out_descale, lse, amax, sinks, {tiles, counts, bits}},
+                find_variant(c.variant, false));
 }
 
 Tensor attend_quantised(const Tensor& constants, const Tensor& q, const Tensor& k, const Tensor& v,
                         const std::optional<Tensor>& q_descale, const std::optional<Tensor>& k_descale,
                         const std::optional<Tensor>& v_descale, const std::optional<Tensor>& out_descale,
                         const std::optional<Tensor>& lse, const std::optional<Tensor>& amax,
-                        const std::optional<Tensor>& sinks) {
+                        const std::optional<Tensor>& sinks, const std::optional<Tensor>& tiles,
+                        const std::optional<Tensor>& counts, const std::optional<Tensor>& bits) {
   const AttendConstants c = attend_constants(constants);
-  return attend_fp8(c, {q, k, v, q_descale, k_descale, v_descale, out_descale, lse, amax, sinks},
+  return attend_fp8(c, {q, k, v, q_descale, k_descale, v_descale, out_descale, lse, amax, sinks, {tiles, counts, bits}},
                     find_variant(c.variant, false));
 }
 
 Tensor attend_kept(const Tensor& constants, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_descale,
                    const Tensor& v_descale, const std::optional<Tensor>& out_descale, const std::optional<Tensor>& lse,
-                   const std::optional<Tensor>& amax, const std::optional<Tensor>& sinks) {
+                   const std::optional<Tensor>& amax, const std::optional<Tensor>& sinks,
+                   const std::optional<Tensor>& tiles, const std::optional<Tensor>& counts,
+                   const std::optional<Tensor>& bits) {
   const AttendConstants c = attend_constants(constants);
-  return attend_packed(c, {q, k, v, k_descale, v_descale, out_descale, lse, amax, sinks},
+  return attend_packed(c, {q, k, v, k_descale, v_descale, out_descale, lse, amax, sinks, {tiles, counts, bits}},
                        find_variant(c.variant, false));
 }
 
@@ -232,6 +239,9 @@ Tensor attend_fp8_batch(int64_t variant, const Tensor& q, const Tensor& k, const
   "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, " \
   "Tensor? out_descale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? amax, float scale, int causal_offset"
 
+// Of a mask in lists of tiles.
+#define FP8CUTLASS_MASK ", Tensor? tiles=None, Tensor? counts=None, Tensor? bits=None"
+
 // The library's name is a macro (CMakeLists.txt), which torch's macros would paste as it is.
 #define FP8CUTLASS_DEF(library, m) STABLE_TORCH_LIBRARY(library, m)
 #define FP8CUTLASS_IMPL(library, key, m) STABLE_TORCH_LIBRARY_IMPL(library, key, m)
@@ -239,7 +249,7 @@ Tensor attend_fp8_batch(int64_t variant, const Tensor& q, const Tensor& k, const
 FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
   m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS
         ", int window_offset=0, bool merge_lse=False, float softcap=0.0, "
-        "Tensor? sinks=None) -> ()");
+        "Tensor? sinks=None" FP8CUTLASS_MASK ") -> ()");
   m.def("diagnose(" FP8CUTLASS_COMMON_ARGUMENTS
         ", Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o) -> ()");
   m.def(
@@ -270,6 +280,7 @@ FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
       "Tensor(d!)? v_page_descale, Tensor? k_descale, Tensor? v_descale, Tensor? slots, Tensor? positions, "
       "Tensor? cu_seqlens, Tensor? lengths, Tensor? page_table, Tensor(e!)? used, Tensor? rotary_cos, "
       "Tensor? rotary_sin, bool interleaved, Tensor? k_mean, bool hadamard) -> ()");
+  m.def("pack_mask(Tensor seen, int keys, Tensor(a!) tiles, Tensor(b!) counts, Tensor(c!) bits) -> ()");
   m.def("load_decode(int decode, int device) -> ()");
   m.def("load_resident(int resident, int device) -> ()");
   m.def("load(int variant, int device, int source=-1) -> ()");
@@ -286,15 +297,15 @@ FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
       "Tensor? sinks=None) -> Tensor");
   m.def(
       "attend(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? out_descale=None, Tensor(a!)? lse=None, "
-      "Tensor(b!)? amax=None, Tensor? sinks=None, Tensor(c!)? k_mean=None) -> Tensor");
+      "Tensor(b!)? amax=None, Tensor? sinks=None, Tensor(c!)? k_mean=None" FP8CUTLASS_MASK ") -> Tensor");
   m.def(
       "attend_fp8(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, "
       "Tensor? v_descale, Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None, "
-      "Tensor? sinks=None) -> Tensor");
+      "Tensor? sinks=None" FP8CUTLASS_MASK ") -> Tensor");
   m.def(
       "attend_packed(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor k_descale, Tensor v_descale, "
       "Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None, "
-      "Tensor? sinks=None) -> Tensor");
+      "Tensor? sinks=None" FP8CUTLASS_MASK ") -> Tensor");
 }
 
 FP8CUTLASS_IMPL(FP8CUTLASS_LIBRARY, CompositeExplicitAutograd, m) {
@@ -313,6 +324,7 @@ FP8CUTLASS_IMPL(FP8CUTLASS_LIBRARY, CUDA, m) {
   m.impl("forward", TORCH_BOX(&fp8cutlass::forward));
   m.impl("diagnose", TORCH_BOX(&fp8cutlass::diagnose));
   m.impl("pack", TORCH_BOX(&fp8cutlass::pack));
+  m.impl("pack_mask", TORCH_BOX(&fp8cutlass::pack_mask));
   m.impl("attend_ragged", TORCH_BOX(&fp8cutlass::attend_batch));
   m.impl("attend_ragged_fp8", TORCH_BOX(&fp8cutlass::attend_fp8_batch));
   m.impl("attend", TORCH_BOX(&fp8cutlass::attend_half));

@@ -23,10 +23,10 @@ namespace fp8cutlass {
 
 namespace {
 
-constexpr char kPlan[] = "plan", kCut[] = "cut", kAppend[] = "append", kRoute[] = "route";
+constexpr char kPlan[] = "plan", kCut[] = "cut", kAppend[] = "append", kRoute[] = "route", kPackMask[] = "pack_mask";
 
-// Sources are numbered: variants, packs, kernels of decode, the plan, the cut, the one that appends, the route, those
-// that keep K and V.
+// Sources are numbered: variants, packs, kernels of decode, the plan, the cut, the one that appends, the route, the
+// one that packs masks, those that keep K and V.
 int source_of(const VariantEntry& variant) { return static_cast<int>(&variant - kVariants); }
 int source_of(const PackEntry& pack) { return kVariantCount + static_cast<int>(&pack - kPacks); }
 int source_of(const DecodeEntry& decode) { return kVariantCount + kPackCount + static_cast<int>(&decode - kDecodes); }
@@ -34,20 +34,22 @@ int plan_source() { return kVariantCount + kPackCount + kDecodeCount; }
 int cut_source() { return plan_source() + 1; }
 int append_source() { return cut_source() + 1; }
 int route_source() { return append_source() + 1; }
-int first_resident() { return route_source() + 1; }
+int pack_mask_source() { return route_source() + 1; }
+int first_resident() { return pack_mask_source() + 1; }
 int source_of(const ResidentEntry& resident) { return first_resident() + static_cast<int>(&resident - kResidents); }
 int source_count() { return first_resident() + kResidentCount; }
 
 std::string id_of(int source) {
   const int pack = source - kVariantCount, decode = pack - kPackCount;
-  return pack < 0                    ? kVariants[source].id
-         : decode < 0                ? kPacks[pack].id
-         : decode < kDecodeCount     ? kDecodes[decode].id
-         : source == plan_source()   ? kPlan
-         : source == cut_source()    ? kCut
-         : source == append_source() ? kAppend
-         : source == route_source()  ? kRoute
-                                     : kResidents[source - first_resident()].id;
+  return pack < 0                       ? kVariants[source].id
+         : decode < 0                   ? kPacks[pack].id
+         : decode < kDecodeCount        ? kDecodes[decode].id
+         : source == plan_source()      ? kPlan
+         : source == cut_source()       ? kCut
+         : source == append_source()    ? kAppend
+         : source == route_source()     ? kRoute
+         : source == pack_mask_source() ? kPackMask
+                                        : kResidents[source - first_resident()].id;
 }
 
 // A function of this namespace as the compiler spells it. The names are those of C++, as nvcc makes other code of
@@ -63,6 +65,7 @@ std::string name_of(int source, int form) {
   if (source == cut_source()) return spelled(id, "ENS_6decode9CutParamsE");
   if (source == append_source()) return spelled(id, "ENS_9appending12AppendParamsE");
   if (source == route_source()) return spelled(id, "ENS_7prefill11RouteParamsE");
+  if (source == pack_mask_source()) return spelled(id, "ENS_7masking14PackMaskParamsE");
   if (source >= first_resident()) {
     return spelled(id + (form == kResidentCausal ? "_causal" : "_full"), "ENS_14ResidentParamsE");
   }
@@ -220,6 +223,8 @@ cudaKernel_t append_kernel(int device) { return find(append_source(), 0, device)
 
 cudaKernel_t route_kernel(int device) { return find(route_source(), 0, device); }
 
+cudaKernel_t pack_mask_kernel(int device) { return find(pack_mask_source(), 0, device); }
+
 cudaKernel_t plan_kernel(int device) { return find(plan_source(), 0, device); }
 
 bool has_kernel(int source, int form) {
@@ -242,6 +247,7 @@ std::string kernel_name(int source, int form) { return name_of(source, form); }
 void load_kernels(const VariantEntry& variant, int device) {
   load_forms(source_of(variant), device);
   if (variant.ragged) plan_kernel(device);
+  if (variant.mask == Mask::blocks) pack_mask_kernel(device);
 }
 
 void load_kernels(const DecodeEntry& decode, int device) {

@@ -31,15 +31,18 @@ cudaKernel_t plan_kernel(int device);
 cudaKernel_t cut_kernel(int device);
 cudaKernel_t append_kernel(int device);
 cudaKernel_t route_kernel(int device);
+cudaKernel_t pack_mask_kernel(int device);
 
-// Loads all forms of a variant, and of a ragged one the plan, so that no launch has to.
+// Loads all forms of a variant, of a ragged one the plan, and of lists of tiles the one that packs masks, so that no
+// launch has to.
 void load_kernels(const VariantEntry& variant, int device);
 void load_kernels(const PackEntry& pack, int device);
 void load_kernels(const DecodeEntry& decode, int device);  // and the one that cuts its work
 void load_kernels(const ResidentEntry& resident, int device);
 
 // Whether there is such a form of a source, and what the compiler calls it in its cubin. Sources are numbered:
-// variants, packs, kernels of decode, the plan, the cut, the one that appends, the route, those that keep K and V.
+// variants, packs, kernels of decode, the plan, the cut, the one that appends, the route, the one that packs masks,
+// those that keep K and V.
 bool has_kernel(int source, int form);
 std::string kernel_name(int source, int form);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "check.h"
 #include "counters.h"
 #include "device.h"
 #include "fp8cutlass/walk/item.h"
@@ -41,7 +42,8 @@ cudaError_t launch_plan(const VariantEntry& variant, const ForwardParams& p, int
 
 }  // namespace
 
-void launch(const VariantEntry& variant, ForwardParams& params, int device, cudaStream_t stream) {
+void launch(const VariantEntry& variant, ForwardParams& params, int device, cudaStream_t stream, const TileMask& mask) {
+  require(variant.mask != Mask::blocks || mask.tiles != nullptr, "variant ", variant.id, " needs a mask");
   params.sm_count = sm_count(device);
   // Only where there are more items than CTAs at a time is anything left to draw.
   const int64_t items =
@@ -49,7 +51,7 @@ void launch(const VariantEntry& variant, ForwardParams& params, int device, cuda
   if (params.counters == nullptr && variant.draws && items > params.sm_count)
     params.counters = work_counters(device, stream, false).words;
   if (variant.ragged) check_launch(launch_plan(variant, params, device, stream), "plan", device);
-  const cudaError_t status = variant.family == Family::sm90a ? launch_warpgroup(variant, params, device, stream)
+  const cudaError_t status = variant.family == Family::sm90a ? launch_warpgroup(variant, params, mask, device, stream)
                                                              : launch_warp(variant, params, device, stream);
   check_launch(status, variant.id, device);
 }

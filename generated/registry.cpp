@@ -225,6 +225,8 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m128n128w8_s2_block_causal_s8_fp16_codes_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 107520, 1, 1, 1, Mask::causal, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}, false},
     {"sm90a_fwd_d128_m128n128w8_s2_block_full_s8_bf16_codes_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 107520, 1, 1, 1, Mask::full, OutType::bf16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}, false},
     {"sm90a_fwd_d128_m128n128w8_s2_block_full_s8_fp16_codes_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 107520, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}, false},
+    {"sm90a_fwd_d128_m128n128w8_s3_block_blocks_e4m3_bf16_exp2_serial_solo", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::blocks, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false},
+    {"sm90a_fwd_d128_m128n128w8_s3_block_blocks_e4m3_fp16_exp2_serial_solo", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::blocks, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false},
     {"sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_bf16_exp2_serial_solo", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false},
     {"sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_bf16_exp2_serial_solo_capped", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, true},
     {"sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_bf16_exp2_serial_solo_ragged", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, true, {}, false},
@@ -255,6 +257,8 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m128n128w8_s3_token_causal_e4m3_fp16_exp2_serial_split4", Family::sm90a, 128, 128, 128, 128, 384, 126976, 1, 1, 4, Mask::causal, OutType::fp16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, false, false, false, {}, false},
     {"sm90a_fwd_d128_m128n128w8_s3_token_full_e4m3_bf16_exp2_serial_split4", Family::sm90a, 128, 128, 128, 128, 384, 126976, 1, 1, 4, Mask::full, OutType::bf16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, false, false, false, {}, false},
     {"sm90a_fwd_d128_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4", Family::sm90a, 128, 128, 128, 128, 384, 126976, 1, 1, 4, Mask::full, OutType::fp16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, false, false, false, {}, false},
+    {"sm90a_fwd_d128_m128n128w8_s4_block_blocks_e4m3_bf16_linear_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 207872, 1, 1, 1, Mask::blocks, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false},
+    {"sm90a_fwd_d128_m128n128w8_s4_block_blocks_e4m3_fp16_linear_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 207872, 1, 1, 1, Mask::blocks, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false},
     {"sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_bf16_linear_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 207872, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false},
     {"sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_e4m3_linear_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 207872, 1, 1, 1, Mask::causal, OutType::e4m3, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false},
     {"sm90a_fwd_d128_m128n128w8_s4_block_causal_e4m3_e4m3_quadratic_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 207872, 1, 1, 1, Mask::causal, OutType::e4m3, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false},
@@ -571,6 +575,10 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n128w8_s2_token_full_e4m3_fp16_exp2x2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 75776, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, true, true, false, {}, false},
     {"sm90a_fwd_d64_m128n128w8_s3_token_full_e4m3_bf16_exp2_serial_split4", Family::sm90a, 64, 128, 128, 128, 384, 69632, 1, 1, 4, Mask::full, OutType::bf16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, false, false, false, {}, false},
     {"sm90a_fwd_d64_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4", Family::sm90a, 64, 128, 128, 128, 384, 69632, 1, 1, 4, Mask::full, OutType::fp16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, false, false, false, {}, false},
+    {"sm90a_fwd_d64_m128n128w8_s4_block_blocks_e4m3_bf16_exp2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 109568, 1, 1, 1, Mask::blocks, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false},
+    {"sm90a_fwd_d64_m128n128w8_s4_block_blocks_e4m3_bf16_linear_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 109568, 1, 1, 1, Mask::blocks, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false},
+    {"sm90a_fwd_d64_m128n128w8_s4_block_blocks_e4m3_fp16_exp2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 109568, 1, 1, 1, Mask::blocks, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false},
+    {"sm90a_fwd_d64_m128n128w8_s4_block_blocks_e4m3_fp16_linear_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 109568, 1, 1, 1, Mask::blocks, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 109568, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo_capped", Family::sm90a, 64, 128, 128, 128, 384, 109568, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, true},
     {"sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo_ragged", Family::sm90a, 64, 128, 128, 128, 384, 109568, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, true, {}, false},
@@ -788,7 +796,7 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_linear_serial_solo", Family::sm90a, 96, 64, 256, 256, 256, 151552, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}, false},
     {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_quadratic_serial_solo", Family::sm90a, 96, 64, 256, 256, 256, 151552, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}, false},
 };
-const int kVariantCount = 781;
+const int kVariantCount = 789;
 
 // id, head_dim, key_block, source, rows, ctas, stage_bytes, delivery_threads, delivery_bytes, delivery_ctas_per_sm, ragged, integer
 const PackEntry kPacks[] = {
@@ -892,6 +900,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "b9dee17d684c02118091c818ae04d0a11eea1ef757ccad25635f898b9cc40531";
+const char kManifest[] = "e856438a9e63722fdc69013adc6742737871b48deab6d660d2933546a1f3d18c";
 
 }  // namespace fp8cutlass

@@ -37,7 +37,9 @@ from scripts.build_extension import PROFILES  # noqa: E402
 from scripts.sanitize_problems import launches  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-KERNELS = "kns=sm89_,kns=sm90a_,kns=pack_d,kns=planning,kns=decode_,kns=cut,kns=route"  # parts of their names
+KERNELS = (
+    "kns=sm89_,kns=sm90a_,kns=pack_d,kns=pack_mask,kns=planning,kns=decode_,kns=cut,kns=route"  # parts of their names
+)
 FOUND = 9  # exit status of compute-sanitizer when it has something to say
 PLANTED = ROOT / "tests" / "planted"
 PROGRAM_SECONDS = 120  # a planted barrier error may also hang
@@ -68,7 +70,7 @@ def chosen(profile: str, only: Sequence[str], each: bool) -> list[Any]:
     what time leaves out is more of the same."""
     gpu = importlib.import_module("gpu")
     profiles = PROFILES[: PROFILES.index(profile) + 1]
-    forward = [v for kind in ("fwd", "window", "ragged") for v in gpu.built_variants(kind)]
+    forward = [v for kind in ("fwd", "window", "blocks", "ragged") for v in gpu.built_variants(kind)]
     variants = [v for v in forward if v.profile in profiles and (not only or v.id in only)]
     built = [*gpu.built_packs(), *gpu.built_packs(fp8=True)]
     packs = [p for p in built if p["profile"] in profiles and (not only or p["id"] in only)]

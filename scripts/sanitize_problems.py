@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from scripts.sanitize_masks import run_blocks
+
 CLUSTERS = {"solo": 1, "split2": 2, "split4": 4}
 
 
@@ -267,4 +269,11 @@ def run_decode(kernel: Any) -> Iterator[None]:
         yield
 
 
-RUNS = {"fwd": run_variant, "window": run_window, "ragged": run_ragged, "pack": run_pack, "decode": run_decode}
+RUNS = {
+    "fwd": run_variant,
+    "window": run_window,
+    "blocks": run_blocks,
+    "ragged": run_ragged,
+    "pack": run_pack,
+    "decode": run_decode,
+}

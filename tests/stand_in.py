@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from fp8cutlass import BlockMask
 from fp8cutlass.call import launch
 from fp8cutlass.call.call import Call, Tensors
+from fp8cutlass.call.masks import for_emulator, packed
 from fp8cutlass.dtypes import OUT_DTYPES
 from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import generated_dir, load_manifest
+from fp8cutlass.masks.bits import pack as bits_of
 from fp8cutlass.native import extension
 from fp8cutlass.native.fused import Operands
 from fp8cutlass.quant.descale import accepted_shapes, to_canonical
@@ -49,12 +52,15 @@ class Numbers:
         hadamard = bool(self.of["hadamard"])
         return Call(kind, OUT_DTYPES[self.variant.out], self.scale, scaling=self.scaling, hadamard=hadamard, **more)
 
-    def attend(self, made: Operands, out_descale: Any, lse: Any, amax: Any, sinks: Any) -> torch.Tensor:
+    def attend(
+        self, made: Operands, out_descale: Any, lse: Any, amax: Any, sinks: Any, mask: BlockMask | None = None
+    ) -> torch.Tensor:
         """What the attention kernel makes of its operands, dense in the order that the numbers say. Its LSE is that of
         the keys alone."""
         variant = self.variant
         softcap = self.of["softcap"]
         assert (softcap > 0) == (variant.kind == "capped"), "a cap has kernels of its own"
+        assert (mask is not None) == (variant.mask == "blocks"), "lists of tiles have kernels of their own"
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
         assert made.q is not None and made.k is not None and made.v is not None and made.k_descale is not None
         keys, dtype = made.k.shape[2], torch.float8_e5m2 if variant.dtype == "e5m2" else torch.float8_e4m3fn
@@ -72,6 +78,7 @@ class Numbers:
             scaling=self.scaling,
             causal_offset=int(self.of["causal_offset"]),
             window_offset=int(self.of["window_offset"]) if variant.mask == "window" else None,
+            mask=for_emulator(mask),
             out_descale=out_descale,
             softcap=softcap,
             return_lse=lse is not None,
@@ -85,20 +92,37 @@ class Numbers:
         return out.transpose(1, 2).contiguous().transpose(1, 2) if self.of["seq_major"] else out.contiguous()
 
 
+def mask_of(q: Any, k: Any, tiles: Any = None, counts: Any = None, bits: Any = None) -> BlockMask | None:
+    """The mask that an operator gets for q and k, whose tensors must be contiguous."""
+    if tiles is None:
+        return None
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (tiles, counts, bits) if x is not None)
+    return packed(None, {"tiles": tiles, "counts": counts, "bits": bits}, q.shape[2], k.shape[2])
+
+
+def pack_mask(seen: Any, keys: int, tiles: Any, counts: Any, bits: Any) -> None:
+    """What the kernel writes, by torch operations."""
+    made = bits_of(seen, keys)
+    for room, x in ((tiles, made.tiles), (counts, made.counts), (bits, made.bits)):
+        assert room.shape == x.shape and room.dtype == x.dtype
+        room.copy_(x)
+
+
 def attend(
     constants: torch.Tensor, q: Any, k: Any, v: Any, out_descale: Any = None, lse: Any = None, amax: Any = None,
-    sinks: Any = None, k_mean: Any = None,
+    sinks: Any = None, k_mean: Any = None, **lists: Any,
 ) -> torch.Tensor:  # fmt: skip
     n = Numbers(constants)
     assert k_mean is None, "keys are not smoothed here"
     call = n.call("half")
     made = launch.quantised(call, n.variant, n.granularity, Tensors(q, k, v))
-    return n.attend(launch.fp8_operands(call, n.variant, made), out_descale, lse, amax, sinks)
+    made = launch.fp8_operands(call, n.variant, made)
+    return n.attend(made, out_descale, lse, amax, sinks, mask_of(q, k, **lists))
 
 
 def attend_fp8(
     constants: torch.Tensor, q: Any, k: Any, v: Any, q_descale: Any, k_descale: Any, v_descale: Any,
-    out_descale: Any = None, lse: Any = None, amax: Any = None, sinks: Any = None,
+    out_descale: Any = None, lse: Any = None, amax: Any = None, sinks: Any = None, **lists: Any,
 ) -> torch.Tensor:  # fmt: skip
     n = Numbers(constants)
     for x in (q, k, v):
@@ -120,18 +144,20 @@ def attend_fp8(
             value = torch.nn.functional.pad(value, (0, x.shape[3] - value.shape[2]), value=1.0)
         descales[name] = value
     tensors = Tensors(q, k, v, *descales.values())
-    return n.attend(launch.fp8_operands(n.call("fp8"), n.variant, tensors), out_descale, lse, amax, sinks)
+    made = launch.fp8_operands(n.call("fp8"), n.variant, tensors)
+    return n.attend(made, out_descale, lse, amax, sinks, mask_of(q, k, **lists))
 
 
 def attend_packed(
     constants: torch.Tensor, q: Any, k: Any, v: Any, k_descale: Any, v_descale: Any,
-    out_descale: Any = None, lse: Any = None, amax: Any = None, sinks: Any = None,
+    out_descale: Any = None, lse: Any = None, amax: Any = None, sinks: Any = None, **lists: Any,
 ) -> torch.Tensor:  # fmt: skip
     n = Numbers(constants)
     call = n.call("packed")
     fp8, q_descale = launch.quantised_query(call, n.variant, n.granularity, q)
     q8 = launch._query(fp8, n.variant, n.scale).view(torch.uint8)
-    return n.attend(Operands(q8, k, v, q_descale, k_descale, v_descale), out_descale, lse, amax, sinks)
+    made = Operands(q8, k, v, q_descale, k_descale, v_descale)
+    return n.attend(made, out_descale, lse, amax, sinks, mask_of(q, k, **lists))
 
 
 OPERATORS: dict[str, Operator] = {"attend": attend, "attend_fp8": attend_fp8, "attend_packed": attend_packed}
@@ -142,13 +168,13 @@ def card(monkeypatch: pytest.MonkeyPatch, operators: dict[str, Operator] = OPERA
     asked: list[str] = []
 
     def counted(name: str, run: Operator) -> Any:
-        def operator(*arguments: Any) -> torch.Tensor:
+        def operator(*arguments: Any, **lists: Any) -> torch.Tensor:
             asked.append(name)
-            return run(*arguments)
+            return run(*arguments, **lists)
 
         return SimpleNamespace(default=SimpleNamespace(_op=operator))
 
-    made = {name: counted(name, run) for name, run in operators.items()}
+    made: dict[str, Any] = {name: counted(name, run) for name, run in operators.items()} | {"pack_mask": pack_mask}
     monkeypatch.setattr(torch.ops, "fp8cutlass_C", SimpleNamespace(**made), raising=False)
     monkeypatch.setattr(extension, "load", lambda: None)
     monkeypatch.setattr(extension, "load_kernels", lambda *arguments: None)

@@ -32,6 +32,13 @@ __device__ __forceinline__ uint32_t hidden(uint32_t x) {
   return x;
 }
 
+// A byte of `a` and `b`, 0 to 7, for each hex digit of `which` from the lowest on; with 8 added, its sign in all bits.
+__device__ __forceinline__ uint32_t signs_of_bytes(uint32_t a, uint32_t b, uint32_t which) {
+  uint32_t x;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(which));
+  return x;
+}
+
 __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -43,7 +43,7 @@ class Variant:
 
     id: str
     family: str
-    kind: str  # "fwd", "diag", or what has no cell of the table: "window", "ragged" and "capped", of any mask and walk
+    kind: str  # "fwd", "diag", or what has no cell of the table: "window", "blocks"; "ragged", "capped" of any mask
     head_dim: int
     tile_m: int
     tile_n: int
@@ -52,7 +52,7 @@ class Variant:
     scaling: str
     scalings: tuple[str, ...]
     key_block: int
-    mask: str  # "full", "causal" or "window"
+    mask: str  # "full", "causal", "window" or "blocks"
     walk: str  # "dense" or "ragged"
     causal: bool
     dtype: str  # "e4m3" or "e5m2"

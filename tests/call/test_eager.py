@@ -77,12 +77,12 @@ def test_every_argument_is_in_the_signature_or_takes_the_long_way(monkeypatch: p
         value = object()
         with pytest.raises(UnsupportedError):
             fp8cutlass.attention(*given, **{name: value})
-        if name in ("attn_mask", "out", "out_descale"):
+        if name in ("out", "out_descale"):
             assert not seen, name
             continue
-        ((_, _, _, descales, options, sinks),) = seen
-        assert (sinks is value) == (name == "sinks")
-        if name == "sinks":
+        ((_, _, _, descales, options, sinks, mask),) = seen
+        assert (sinks is value) == (name == "sinks") and (mask is value) == (name == "attn_mask")
+        if name in ("sinks", "attn_mask"):
             continue
         if name.endswith("_descale"):
             assert [x is value for x in descales] == [name.startswith(x) for x in "qkv"]

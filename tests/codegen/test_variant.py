@@ -83,7 +83,8 @@ def test_mask_and_walk_in_an_id() -> None:
     assert (v.causal, v.windowed, v.shape) == (True, True, parse_id(HOPPER).shape)
     plain = replace(parse_id(GOOD), walk=Walk.RAGGED)
     assert plain.id == GOOD + "_ragged" and parse_id(plain.id) == plain
-    assert [(m.diagonal, m.windowed) for m in Mask] == [(False, False), (True, False), (True, True)]
+    assert [(m.diagonal, m.windowed) for m in Mask] == [(False, False), (True, False), (True, True), (False, False)]
+    assert [m for m in Mask if m.listed] == [Mask.BLOCKS]
 
 
 def test_every_product_of_values_parses_back() -> None:

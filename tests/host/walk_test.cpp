@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fp8cutlass/walk/dense.h"
+#include "fp8cutlass/walk/listed.h"
 #include "fp8cutlass/walk/ragged.h"
 #include "fp8cutlass/walk/ragged_sizes.h"
 
@@ -109,6 +110,62 @@ static bool items(int rounds) {
   return true;
 }
 
+// Items whose tiles lists name, with masks that batches, heads, rows or keys share: of each row tile of each head the
+// list that is its own, where its bits lie, and which tile is cut.
+static bool listed(int rounds) {
+  for (int round = 0; round < rounds; ++round) {
+    ForwardParams p{};
+    p.kv_heads = pick(1, 3), p.heads = p.kv_heads * pick(1, 4), p.batch = pick(1, 3);
+    p.seqlen_q = pick(1, 900), p.seqlen_k = pick(1, 900), p.sm_count = 132;
+    const int row_tiles = ceil_div(p.seqlen_q, kMaskTile), key_tiles = ceil_div(p.seqlen_k, kMaskTile);
+    const int batch = pick(0, 1) ? p.batch : 1, heads = pick(0, 1) ? p.heads : 1, rows = pick(0, 1) ? row_tiles : 1;
+    const int bit_tiles = pick(0, 1) ? key_tiles : 1, lists = batch * heads * rows;
+    std::vector<int> tiles(size_t(lists) * key_tiles), counts(lists);
+    for (int list = 0; list < lists; ++list)
+      for (int tile = 0; tile < key_tiles; ++tile)
+        if (pick(0, 2)) tiles[size_t(list) * key_tiles + counts[list]++] = 2 * tile + pick(0, 1);
+    const uint32_t bits = 0;
+    const bool with_bits = pick(0, 3) > 0;
+    const TileMask mask{tiles.data(),
+                        counts.data(),
+                        with_bits ? &bits : nullptr,
+                        batch > 1 ? heads * rows : 0,
+                        heads > 1 ? rows : 0,
+                        rows > 1 ? 1 : 0,
+                        key_tiles,
+                        bit_tiles};
+    const Order order = work_order(p, kMaskTile, 64, Mask::blocks);
+    std::set<std::tuple<int, int, int>> seen;
+    for (int n = 0; n < Listed::items(p, order); ++n) {
+      const Item item = Listed::item_at<kMaskTile, kMaskTile>(p, order, mask, n);
+      const int own_batch = batch > 1 ? item.batch : 0, own_head = heads > 1 ? item.head : 0;
+      const int own_row = rows > 1 ? item.row / kMaskTile : 0, list = (own_batch * heads + own_head) * rows + own_row;
+      if (item.row % kMaskTile || !seen.insert({item.batch, item.head, item.row}).second) return false;
+      if (counts[list] == 0) {
+        if (item.tiles != 1 || Listed::entry(mask, item, 0) != 0 || Listed::visit(p, mask, item, 0) != kHidden)
+          return false;
+        continue;
+      }
+      if (item.tiles != counts[list]) return false;
+      for (int i = 0; i < item.tiles; ++i) {
+        const int entry = tiles[size_t(list) * key_tiles + i], visit = Listed::visit(p, mask, item, entry);
+        const bool in_part = with_bits && entry % 2;
+        if (Listed::entry(mask, item, i) != entry || in_part != ((visit & kSeenInPart) != 0)) return false;
+        if (in_part && visit / kVisitFlags != list * bit_tiles + (bit_tiles > 1 ? entry / 2 : 0)) return false;
+        if (((visit & kCut) != 0) != ((entry / 2 + 1) * kMaskTile > p.seqlen_k)) return false;
+        if (!in_part && visit / kVisitFlags != 0) return false;
+      }
+      const Item first{1, 0, 0, 0, 0, 0, 0};
+      for (const int entry : {2 * key_tiles, -1, 1 << 30}) {
+        const TileMask of{&entry, counts.data(), nullptr, 0, 0, 0, key_tiles, key_tiles};
+        if (Listed::entry(of, first, 0) != 2 * key_tiles - 1) return false;
+      }
+    }
+    if (int64_t(seen.size()) != work_items(p, kMaskTile)) return false;
+  }
+  return true;
+}
+
 // The parts of an item that a cluster shares, laid side by side.
 static bool parts() {
   for (int round = 0; round < 300; ++round) {
@@ -192,6 +249,7 @@ int main() {
   report(ragged<Mask::full>(60), "ragged items cover every row tile of every sequence once");
   report(ragged<Mask::causal>(60), "ragged items with a diagonal, of either alignment, do");
   report(ragged<Mask::window>(120), "ragged items of a window do");
+  report(listed(400), "items whose tiles are listed cover every row tile once, each with its own list and bits");
   std::printf("%d failures\n", failures);
   return failures != 0;
 }

@@ -19,4 +19,4 @@ def test_items_and_tiles_are_those_of_plain_loops(tmp_path: Path) -> None:
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
-    assert lines[-1] == "0 failures" and len(lines) == 11 and all(line.startswith("ok ") for line in lines[:-1])
+    assert lines[-1] == "0 failures" and len(lines) == 12 and all(line.startswith("ok ") for line in lines[:-1])

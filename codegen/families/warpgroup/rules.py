@@ -95,6 +95,13 @@ RULES: tuple[Rule, ...] = (
         explain=lambda v, d: f"tile_n {v.tile_n} is no multiple of 64 up to 256",
     ),
     Rule(
+        name="LISTED-TILE",
+        why=f"lists of a mask have tiles of {KEY_BLOCK} rows and keys",
+        condition=TILE_M.equals(KEY_BLOCK) & TILE_N.equals(KEY_BLOCK),
+        among=lambda v: v.listed,
+        explain=lambda v, d: f"lists of a mask have tiles of {KEY_BLOCK} x {KEY_BLOCK}, not {v.tile_m} x {v.tile_n}",
+    ),
+    Rule(
         name="EXP2-KEYS",
         why=f"FP8 operands come with descales for {KEY_BLOCK} keys, and what takes them must not straddle two",
         condition=SCORE_REGS.equals(2) | (lift(KEY_BLOCK) % TILE_N).equals(0),

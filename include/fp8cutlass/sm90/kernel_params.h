@@ -4,7 +4,7 @@
 #include <cuda.h>
 
 #include "fp8cutlass/pack_params.h"
-#include "fp8cutlass/walk/order.h"
+#include "fp8cutlass/walk/listed.h"
 
 namespace fp8cutlass::sm90 {
 
@@ -15,8 +15,9 @@ struct KernelParams {
   ForwardParams p;
   Order order;
   int q_head_step, q_batch_step, k_head_step, k_batch_step;
-  int want_lse;  // of unquantised P: asked for every tile, and one word takes fewer instructions than a pointer
-  int extras;    // p.lse, p.amax or p.sinks is there: what an item's end seldom has to do
+  int want_lse;   // of unquantised P: asked for every tile, and one word takes fewer instructions than a pointer
+  int extras;     // p.lse, p.amax or p.sinks is there: what an item's end seldom has to do
+  TileMask mask;  // of kernels for lists of tiles
 };
 
 constexpr int kDelivered = 2;  // operands that are handed over: V and K, the first of PackOrder

@@ -18,8 +18,9 @@ CUTE_HOST_DEVICE int smaller(int a, int b) {
 #endif
 }
 
-// full: a row sees all keys. causal: those up to a diagonal. window: those between two diagonals.
-enum class Mask { full, causal, window };
+// full: a row sees all keys. causal: those up to a diagonal. window: those between two diagonals. blocks: what lists
+// of tiles and bits say (walk/listed.h).
+enum class Mask { full, causal, window, blocks };
 
 // Row i sees the keys i + first to i + last. `last` is read of masks with a diagonal, `first` of windows.
 struct Band {

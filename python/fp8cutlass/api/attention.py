@@ -247,10 +247,10 @@ def attention(
         causal_offset,
     )
     signed = None
-    if not torch.compiler.is_compiling() and attn_mask is None and out is None and out_descale is None:
+    if not torch.compiler.is_compiling() and out is None and out_descale is None:
         plain = q_descale is None and k_descale is None and v_descale is None
         descales = () if plain else (q_descale, k_descale, v_descale)
-        signed = memo.signature(query, key, value, descales, options, sinks)
+        signed = memo.signature(query, key, value, descales, options, sinks, attn_mask)
         known = None if signed is None else memo.look_up(signed)
         if known is not None:
             operands: tuple[Any, ...] = (query, key, value)
@@ -258,6 +258,7 @@ def attention(
                 operands = tuple(x.transpose(1, 2) if isinstance(x, torch.Tensor) else x for x in operands)
             try:
                 more = descales if sinks is None else (*descales, sinks)
+                more = more if attn_mask is None else (*more, attn_mask)
                 return deliver(known(*operands, *more), layout, out)
             except RuntimeError as error:
                 if not memo.refused(error, descales):

@@ -109,6 +109,8 @@ def tune(*args: Any, save: bool = True, **kwargs: Any) -> Tuning:
         raise UnsupportedError("tune takes tensors: a PackedKV was made for certain kernels already")
     if call.mask == "window":
         raise UnsupportedError("tune compares kernels, and windows have one for each class: leave window_size out")
+    if call.masked or call.biased:
+        raise UnsupportedError("tune compares kernels, and masks have one for each class: leave attn_mask out")
     if call.softcap:
         raise UnsupportedError("tune compares kernels, and caps have one for each class: leave softcap out")
     if not q.is_cuda:

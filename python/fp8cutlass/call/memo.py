@@ -2,7 +2,8 @@
 
 What ``attention`` checks and chooses depends on the operands' metadata and the options alone. A call whose metadata and
 options equal those of an earlier one skips the checks and launches. These calls are never cached: with ``out`` or
-``out_descale``, with bf16 and fp16 operands that are copied first, with tensor subclasses, and under torch.compile.
+``out_descale``, with bf16 and fp16 operands that are copied first, with additive masks, with masks of packed keys, with
+tensor subclasses, and under torch.compile.
 A cached call does not notice later changes of the environment variables that name libraries and tables.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from ..cache.packed import PackedKV
+from ..masks.block_mask import BlockMask
 from ..memory import ALIGNMENT
 from .call import Call, Tensors
 from .card import Known, known
@@ -34,13 +36,17 @@ _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorc
 
 
 def signature(
-    query: Any, key: Any, value: Any, descales: tuple[Any, ...], options: Options, sinks: Any = None
+    query: Any, key: Any, value: Any, descales: tuple[Any, ...], options: Options, sinks: Any = None, mask: Any = None
 ) -> Signature | None:
     """What the checks and choices of a call depend on, or None where it is never cached.
 
     ``descales`` are those of query, key and value, () where there is none. The arguments that are neither these nor
     ``options`` have their defaults.
     """
+    if mask is not None:
+        of_mask = _of_mask(mask)
+        plain = None if of_mask is None else signature(query, key, value, descales, options, sinks)
+        return None if plain is None else (*plain, of_mask)
     if sinks is not None:
         plain = signature(query, key, value, descales, options)
         fits = type(sinks) in SINKS and sinks.is_contiguous() and not (torch.is_grad_enabled() and sinks.requires_grad)
@@ -94,6 +100,19 @@ def signature(
     except (_Unknown, RuntimeError):  # a layout without strides or data
         return None
     return None
+
+
+def _of_mask(mask: Any) -> tuple[Any, ...] | None:
+    """The part of a boolean mask, or of a packed one that kernels read as it lies; None for others."""
+    if type(mask) is _Tensor:
+        return (mask.shape, mask.stride(), mask.get_device()) if mask.dtype == torch.bool and mask.is_cuda else None
+    if type(mask) is not BlockMask:
+        return None
+    tensors = (mask.tiles, mask.counts) if mask.bits is None else (mask.tiles, mask.counts, mask.bits)
+    if not all(type(x) is _Tensor and x.is_cuda and x.is_contiguous() for x in tensors):
+        return None
+    # The shapes, and the dtypes with them, are those that the long way has checked.
+    return (mask.extent.shape, mask.tiles.get_device(), *((x.shape, x.dtype) for x in tensors))
 
 
 class _Unknown(Exception):

@@ -11,11 +11,11 @@ from ..choose import resident, tuned
 from ..choose.dispatch import decide, refusal
 from ..choose.problem import Decision, Problem
 from ..choose.reuse import KVForm
-from ..choose.special import no_mask_kernel
+from ..choose.special import LISTED, NO_BIAS_KERNEL
 from ..choose.target import Target, target
 from ..dtypes import OPERANDS, OUT_NAMES, operand_name
 from ..errors import NoKernelError, UnsupportedError
-from ..manifest import INTEGER, SCORE_AMAX, Resident, Variant, load_manifest
+from ..manifest import INTEGER, SCORE_AMAX, Manifest, Resident, Variant, load_manifest
 from ..quant.quantize import LIMITS, V_AMAX
 from .call import Call
 
@@ -86,9 +86,8 @@ def resolve_for(
 ) -> Plan:
     """:func:`resolve` of sizes, and the name of the dtype that the kernel reads."""
     at = target(device, shipped=shipped)
-    if device.type == "cuda" and (call.masked or call.biased):
-        reason = no_mask_kernel("blocks" if call.masked else "bias")
-        raise NoKernelError(refusal(at.arch, load_manifest(at.directory).profile, reason))
+    if device.type == "cuda" and call.biased:
+        raise NoKernelError(refusal(at.arch, load_manifest(at.directory).profile, NO_BIAS_KERNEL))
     form = KVForm(k_shape[3], call.key_block, call.amax) if call.kind == "packed" else None
     problem = problem_of(call, at, device, q_shape, k_shape, dtype)
     variant, number, decision = decide(at.directory, problem, call.kernel, form)
@@ -105,8 +104,11 @@ def problem_of(
 ) -> Problem:
     """What the choice depends on."""
     batch, heads, seqlen_q, head_dim = q_shape
-    # On the CPU any kernel stands for a window, and one of exponentials for a cap: the emulator does what it is told.
-    on_kernel = device.type == "cuda" or bool(call.kernel)
+    # On the CPU the emulator does what it is told: any kernel stands for a window, one of exponentials for a cap, and a
+    # pinned one of no mask for a mask.
+    on_card = device.type == "cuda"
+    on_kernel = on_card or bool(call.kernel)
+    listed = call.masked and (on_card or _mask_of(load_manifest(at.directory), call.kernel) == LISTED)
     window = call.mask == "window" and on_kernel
     return Problem(
         arch=at.arch,
@@ -126,4 +128,10 @@ def problem_of(
         card=at.card,
         window=window,
         capped=bool(call.softcap) and on_kernel,
+        listed=listed,
     )
+
+
+def _mask_of(manifest: Manifest, kernel: str) -> str:
+    """The mask of a kernel; "" of one that is not there."""
+    return manifest.variants[manifest.index[kernel]].mask if kernel in manifest.index else ""

@@ -158,7 +158,7 @@ def _for_special(manifest: Manifest, problem: Problem, form: KVForm | None) -> D
         reading = [v for v in served if not misfits(v, form, problem.scaling)]
         if not reading:
             needs = f"{served[0].id} reads {', '.join(misfits(served[0], form, problem.scaling))}"
-            remedy = f"pack key and value with kernel={served[0].id!r}"
+            remedy = f"pack key and value with key_block={served[0].key_block}"
             raise NoKernelError(f"no kernel for this call reads the packed keys: {needs}", remedy)
         decision = for_special(problem, reading)
     return decision

@@ -33,6 +33,7 @@ class Problem:
     card: str = ""
     window: bool = False  # of keys: a kernel of its own, which the table has no cell for
     capped: bool = False  # of scores: the same
+    listed: bool = False  # a mask in lists of tiles: the same
 
     def __str__(self) -> str:
         """One line: (B, H, S, D), S as queries x keys where they differ, then the other axes."""
@@ -47,12 +48,12 @@ class Problem:
     @property
     def mask(self) -> str:
         """The kernels' word for it."""
-        return "window" if self.window else "causal" if self.causal else "full"
+        return "blocks" if self.listed else "window" if self.window else "causal" if self.causal else "full"
 
     @property
     def special(self) -> bool:
         """Whether the table has no cell for it."""
-        return self.window or self.capped
+        return self.window or self.capped or self.listed
 
 
 @dataclass(frozen=True)

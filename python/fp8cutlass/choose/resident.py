@@ -36,7 +36,7 @@ def serving(manifest: Manifest, head_dim: int, source: str, keys: int) -> Reside
 def chosen(manifest: Manifest, problem: Problem, source: str, table: Variant) -> tuple[Variant, Resident] | None:
     """The kernel that is faster than the table's choice for operands of type ``source``, and whose numbers it computes.
     None where that choice stays."""
-    if problem.arch != "sm90a" or problem.window or problem.quantised or problem.scaling != "block":
+    if problem.arch != "sm90a" or problem.special or problem.quantised or problem.scaling != "block":
         return None
     if table.softmax != "linear" or problem.out != source:
         return None

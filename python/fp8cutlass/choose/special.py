@@ -1,5 +1,5 @@
-"""Kernels that have no cell of the table: those of windows and of caps. A class has one or two, and the first that
-serves is it."""
+"""Kernels that have no cell of the table: those of windows, of lists of tiles and of caps. A class has one or two, and
+the first that serves is it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import NamedTuple
 from ..manifest import Manifest, Variant
 from .problem import Decision, Problem
 
-NEW_MASKS = ("blocks", "bias")  # which no kernel has yet
+LISTED = "blocks"  # the mask of boolean masks, packed or not
+BIAS = "bias"  # that of additive ones, which no kernel has
+NEW_MASKS = (LISTED, BIAS)  # of ``attn_mask``
 
 # The softmaxes that a precision is content with, the fastest first.
 PRECISE_ENOUGH = {
@@ -37,28 +39,33 @@ class Asked(NamedTuple):
     @property
     def kind(self) -> str:
         """The manifest's word for it."""
-        return "capped" if self.capped else "window"
+        return "capped" if self.capped else self.mask
 
 
 def special_kernels(manifest: Manifest, arch: str, head_dim: int, asked: Asked) -> list[Variant]:
-    """Those that serve such a call, the fastest softmax first; ``head_dim`` is a kernel's."""
+    """Those that serve such a call, the fastest softmax first; ``head_dim`` is a kernel's. Lists of tiles have kernels
+    for some head_dims, to the next of which others are padded."""
     softmaxes = PRECISE_ENOUGH[asked.precision]
-    wanted = (asked.kind, "dense", asked.mask, head_dim, asked.dtype, asked.out)
+    wanted = (asked.kind, "dense", asked.mask, asked.dtype, asked.out)
     found = [
         v
         for v in manifest.variants
-        if (v.kind, v.walk, v.mask, v.head_dim, v.dtype, v.out) == wanted
+        if (v.kind, v.walk, v.mask, v.dtype, v.out) == wanted
+        and (v.head_dim == head_dim or (asked.mask == LISTED and v.head_dim > head_dim))
         and arch in v.targets
         and asked.scaling in v.scalings
         and v.softmax in softmaxes
     ]
-    return sorted(found, key=lambda v: softmaxes.index(v.softmax))
+    narrowest = min((v.head_dim for v in found), default=0)
+    return sorted((v for v in found if v.head_dim == narrowest), key=lambda v: softmaxes.index(v.softmax))
 
 
 def no_special_kernel(asked: Asked) -> str:
     """The reason where there is none."""
     what, where = ("windows", "sm90a")
-    if asked.capped:
+    if asked.mask == LISTED:
+        what, where = ("boolean masks and BlockMask", "sm90a, head_dim up to 128, without softcap")
+    elif asked.capped:
         what, where = ("softcap", "sm90a, on sm89 without a window")
     return (
         f"kernels for {what} take e4m3, bf16 and fp16 operands, give bf16 and fp16, and are there for scaling tensor, "
@@ -67,10 +74,7 @@ def no_special_kernel(asked: Asked) -> str:
     )
 
 
-def no_mask_kernel(mask: str) -> str:
-    """The reason why a call with one of NEW_MASKS has no kernel on a card."""
-    kind = "an additive one" if mask == "bias" else "boolean ones and BlockMask"
-    return f"attn_mask has no kernel yet, only the emulator of CPU tensors serves {kind}"
+NO_BIAS_KERNEL = "attn_mask has no kernel where it is additive: only the emulator of CPU tensors adds it to scores"
 
 
 def for_special(problem: Problem, served: list[Variant]) -> Decision:
@@ -78,5 +82,5 @@ def for_special(problem: Problem, served: list[Variant]) -> Decision:
     asked = Asked.by(problem)
     if not served:
         return Decision(None, no_special_kernel(asked))
-    what = f"softcap, mask {asked.mask}," if asked.capped else "windows"
+    what = f"softcap, mask {asked.mask}," if asked.capped else "lists of tiles" if asked.mask == LISTED else "windows"
     return Decision(served[0].id, criterion=f"the kernel for {what} of its class", evidence="no other was measured")

@@ -20,6 +20,7 @@ from ..quant.quantize import GRANULARITIES, V_AMAX
 from ..quant.sinks import join_lse
 from ..quant.smooth import restore_lse
 from . import extension
+from .masks import NO_LISTS, Lists
 from .numbers import constants
 
 # There is no backward, and `attention` says so: the dispatcher passes over autograd, whose fallback would look at every
@@ -60,12 +61,13 @@ class Attend:
         v: torch.Tensor,
         out_descale: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
+        mask: Lists = NO_LISTS,
     ) -> Result:
         """Run a call of kind "half" on q (B, H, Sq, D), k and v (B, Hkv, Sk, D); :meth:`run` says more."""
         if not self.smooth_k:
-            return self.run((q, k, v), out_descale, sinks)
+            return self.run((q, k, v), out_descale, sinks, mask)
         mean = k.new_empty((*k.shape[:2], self.kernel_head_dim), dtype=torch.float32)
-        result = self.run((q, k, v), out_descale, sinks, mean)
+        result = self.run((q, k, v), out_descale, sinks, mask, mean)
         if result[1] is not None:
             restore_lse(result[1], q[..., : self.head_dim], mean[..., : self.head_dim], self.scale)
         return result
@@ -75,23 +77,27 @@ class Attend:
         inputs: Sequence[Any],
         out_descale: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
-        *more: torch.Tensor,
+        mask: Lists = NO_LISTS,
+        k_mean: torch.Tensor | None = None,
     ) -> Result:
         """Give the operator its inputs: q, k and v that are ``fused.readable``, no dimension empty, and descales.
 
-        ``sinks`` are (H,) float32, contiguous.
+        ``sinks`` are (H,) float32, contiguous; ``mask`` is for kernels of lists of tiles. ``k_mean`` is written.
 
         Returns out (B, H, Sq, D), dense in q's memory order; lse (B, H, Sq) and amax (1,), float32, or None.
         """
         lse = amax = None
         try:
-            if self.bare and out_descale is None and sinks is None:  # an argument costs more to pass than to leave out
+            # An argument costs more to pass than to leave out.
+            if self.bare and out_descale is None and sinks is None and mask is NO_LISTS:
                 out = self.operator(self.constants, *inputs)
             else:
                 q = inputs[0]
                 lse = q.new_empty(q.shape[:3], dtype=torch.float32) if self.return_lse else None
                 amax = q.new_zeros((1,), dtype=torch.float32) if self.return_amax else None
-                out = self.operator(self.constants, *inputs, out_descale, lse, amax, sinks, *more)
+                more = () if k_mean is None else (k_mean,)
+                named = {} if mask is NO_LISTS else mask._asdict()
+                out = self.operator(self.constants, *inputs, out_descale, lse, amax, sinks, *more, **named)
         except RuntimeError as error:
             if "out of memory" in str(error):  # the stable ABI has no type for it
                 raise torch.OutOfMemoryError(str(error)) from error

@@ -204,12 +204,11 @@ def _together(measured: Sequence[Measurement]) -> Measurement:
 
 def _spoken_for(v: Variant) -> bool:
     """Whether rows may speak for a kernel."""
-    return not (v.family != FAMILY or v.kind.diagnostic or v.scaling.per_key or v.windowed or v.cap.capped)
+    return not (v.family != FAMILY or v.kind.diagnostic or v.scaling.per_key or v.windowed or v.listed or v.cap.capped)
 
 
 def measured(v: Variant, seqlen: int, load: str) -> Measurement | None:
     """What was measured of a kernel for a cell of its class. seqlen: a position among the buckets."""
-<<<<<<< HEAD
     return _rows((v.head_dim, v.causal, v.softmax), seqlen, load).get(v.shape) if _spoken_for(v) else None
 
 
@@ -219,12 +218,3 @@ def measured_of(v: Variant, cells: Iterable[tuple[int, str]]) -> dict[tuple[int,
         return {}
     found = ((cell, _rows(of, *cell).get(v.shape)) for cell in cells)
     return {cell: m for cell, m in found if m is not None}
-||||||| c801dfb
-    if v.family != FAMILY or v.kind.diagnostic or v.scaling.per_key or v.windowed or v.cap.capped:
-        return None
-    return _rows((v.head_dim, v.causal, v.softmax), seqlen, load).get(v.shape)
-=======
-    if v.family != FAMILY or v.kind.diagnostic or v.scaling.per_key or v.windowed or v.listed or v.cap.capped:
-        return None
-    return _rows((v.head_dim, v.causal, v.softmax), seqlen, load).get(v.shape)
->>>>>>> masks2

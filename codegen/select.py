@@ -187,8 +187,7 @@ def _winners(candidates: tuple[Variant, ...], most: int) -> tuple[tuple[Variant,
 def _modelled(v: Variant) -> Variant:
     """The variant with what neither model nor measurement reads set to one value, so that equal classes rank once."""
     scaling = v.scaling if v.scaling.per_key else Scaling.TENSOR
-<<<<<<< HEAD
-    mask = Mask.CAUSAL if v.mask.windowed else v.mask
+    mask = Mask.CAUSAL if v.windowed else Mask.FULL if v.listed else v.mask
     read = (v.family, v.kind, v.head_dim, v.tile, v.stages, v.softmax, v.schedule, v.cluster, scaling, mask)
     if (stand_in := _STAND_INS.get(read)) is None:
         plain = replace(v, scaling=scaling, mask=mask, dtype=Operand.E4M3, out=Out.BF16, walk=Walk.DENSE, cap=Cap.NONE)
@@ -197,15 +196,6 @@ def _modelled(v: Variant) -> Variant:
 
 
 _STAND_INS: dict[tuple[object, ...], Variant] = {}  # with their ids, which are asked for often
-||||||| c801dfb
-    mask = Mask.CAUSAL if v.mask.windowed else v.mask
-    v = replace(v, walk=Walk.DENSE, cap=Cap.NONE)
-    return replace(v, scaling=scaling, mask=mask, dtype=Operand.E4M3, out=Out.BF16)
-=======
-    mask = Mask.CAUSAL if v.windowed else Mask.FULL if v.listed else v.mask
-    v = replace(v, walk=Walk.DENSE, cap=Cap.NONE)
-    return replace(v, scaling=scaling, mask=mask, dtype=Operand.E4M3, out=Out.BF16)
->>>>>>> masks2
 
 
 def _most(v: Variant) -> int:

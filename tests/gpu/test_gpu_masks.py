@@ -33,6 +33,7 @@ B, H, HKV = 2, 4, 2
 LARGEST = 12.0  # logit of such operands
 LISTED = built_variants("blocks")
 SIZES = ((300, 300), (129, 1000), (1, 400), (700, 200), (128, 128), (257, 4500))
+FEW = 64  # rows of a head: of fewer several draws are held to the limit together, which is that of many rows
 
 
 def operands(v: Variant, rows: int, keys: int, seed: int = 5) -> list[torch.Tensor]:
@@ -67,7 +68,17 @@ def straight(v: Variant, tensors: list[torch.Tensor], mask: BlockMask) -> tuple[
 
 def check(v: Variant, rows: int, keys: int, mask: BlockMask, what: object = "") -> None:
     """One kernel, straight, against its emulation."""
-    tensors = operands(v, rows, keys)
+    pairs = [checked(v, rows, keys, mask, seed, what) for seed in range(5, 6 if rows >= FEW else 5 + FEW // 4)]
+    out, wanted = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    if bool(wanted.any()):
+        assert far(out, wanted) <= emulator_limit(v), what
+
+
+def checked(
+    v: Variant, rows: int, keys: int, mask: BlockMask, seed: int, what: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel's result and the emulator's, whose rows without keys and whose LSE are compared here."""
+    tensors = operands(v, rows, keys, seed)
     out, lse = straight(v, tensors, mask)
     call, granularity = Call("half", tensors[0].dtype, v.head_dim**-0.5), built_manifest().scaling[v.scaling]
     one = quantised(call, v, granularity, Tensors(*tensors))
@@ -78,10 +89,9 @@ def check(v: Variant, rows: int, keys: int, mask: BlockMask, what: object = "") 
     dead = wanted.lse.isneginf()
     assert not out.isnan().any() and torch.equal(lse.cpu().isneginf(), dead), what
     assert not out.cpu()[dead].any(), what
-    if bool(dead.all()):
-        return
-    assert far(out, wanted.out) <= emulator_limit(v), what
-    assert float((lse.cpu() - wanted.lse)[~dead].abs().max()) < lse_limit(v, LARGEST, emulated=False), what
+    if not bool(dead.all()):
+        assert float((lse.cpu() - wanted.lse)[~dead].abs().max()) < lse_limit(v, LARGEST, emulated=False), what
+    return out.cpu(), wanted.out
 
 
 @pytest.mark.parametrize("density", [0.0, 0.001, 0.1, 0.5, 0.9, 0.999, 1.0])
@@ -159,11 +169,11 @@ SHAPES = [(), (500,), (1,), (300, 1), (300, 500), (H, 1, 1), (H, 300, 500), (B, 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes_that_broadcast_give_the_bits_of_the_expanded_mask(shape: tuple[int, ...]) -> None:
     tensors, seen = call(), random_mask(0.6, *shape).cuda()
-    whole = seen.expand(B, H, 300, 500)
+    whole, held = seen.expand(B, H, 300, 500), seen.reshape(shape or (1,))
     needs(*tensors, seen, enable_gqa=True)
     results = [
         attention(*tensors, mask, enable_gqa=True, return_lse=True)
-        for mask in (seen, whole, whole.contiguous(), BlockMask.from_dense(seen, 500), BlockMask.from_dense(whole))
+        for mask in (seen, whole, whole.contiguous(), BlockMask.from_dense(held, 500), BlockMask.from_dense(whole))
     ]
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))

@@ -76,7 +76,8 @@ def _words(seen: torch.Tensor) -> torch.Tensor:
     # batch, head, row tile, warp, half, group, key tile, block of 8 keys, lane of 4, key of 2
     cells = seen.reshape(batch, heads, row_tiles, 8, 2, 8, key_tiles, 16, 4, 2)
     cells = cells.permute(0, 1, 2, 6, 3, 5, 8, 4, 7, 9).reshape(batch, heads, row_tiles, key_tiles, WORDS, 4, 8)
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=seen.device)
+    # Made on the device: a capture takes no copy from the host.
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=seen.device)
     return (cells.to(torch.uint8) * weights).sum(-1, dtype=torch.uint8).view(torch.int32).squeeze(-1)
 
 

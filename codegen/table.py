@@ -221,13 +221,13 @@ def built(variants: tuple[Variant, ...], archs: tuple[str, ...], emulated: bool)
 
 def whole(variants: tuple[Variant, ...]) -> Table:
     """The table of all targets."""
-    return _whole(variants, digest())
+    return _whole(variants, tuple(TARGETS), digest())
 
 
 @cache
-def _whole(variants: tuple[Variant, ...], measured: str) -> Table:
+def _whole(variants: tuple[Variant, ...], archs: tuple[str, ...], measured: str) -> Table:
     """measured: digest of the measurements, which decide with the variants."""
-    return build(variants, tuple(TARGETS))
+    return build(variants, archs)
 
 
 def chosen_by(variants: tuple[Variant, ...], archs: tuple[str, ...]) -> dict[str, frozenset[str]]:

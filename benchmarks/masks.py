@@ -18,6 +18,8 @@ import torch
 
 from fp8cutlass import BlockMask, attention, explain
 from fp8cutlass.errors import UnsupportedError
+from fp8cutlass.masks.bits import pack as bits_of
+from fp8cutlass.native.masks import pack_mask
 
 from . import turns
 from .grid import Settings
@@ -26,9 +28,11 @@ from .results import OK, UNAVAILABLE, Timed, first_line
 from .turns import ErrorOf, Launch, all_timed
 
 OURS, DENSE, SEEN, FLEX = "fp8cutlass", "fp8cutlass_no_mask", "fp8cutlass_tensor", "flex_attention"
-CONTENDERS = (OURS, DENSE, SEEN, FLEX)
+PACK = "pack_mask"  # a boolean tensor to lists and bits, without attention
+CONTENDERS = (OURS, DENSE, SEEN, PACK, FLEX)
 MOST_CELLS = 1 << 30  # of a boolean tensor that is made to be packed in a call
 SAMPLED_ROWS = 64  # of the first and the last head, of the first and the last batch
+BYTES_PACKED = 1.125  # of a pair: a byte is read, a bit written
 CHUNK = 1024  # rows whose keys are counted at a time
 
 
@@ -109,6 +113,7 @@ class MaskTime(Timed):
     visited: float | None = None
     seen: float | None = None
     tflops: float | None = None
+    gbytes_s: float | None = None  # of packing
 
 
 def row_of(p: Problem, contender: str, precision: str, status: str, reason: str = "", **more: Any) -> MaskTime:
@@ -125,6 +130,19 @@ def _ours(data: Data, mask: BlockMask | torch.Tensor | None) -> tuple[Launch, st
         lambda: cast(torch.Tensor, attention(data.q, data.k, data.v, mask, enable_gqa=True)),
         text.split()[1],
     )
+
+
+def _packing(seen: torch.Tensor) -> tuple[Launch, ErrorOf]:
+    """The packing of a boolean tensor alone: by the kernel on a card, by torch operations elsewhere."""
+    keys, (wanted, *_) = seen.shape[3], bits_of(seen, seen.shape[3])
+
+    def launch() -> torch.Tensor:
+        bits = pack_mask(seen, keys).bits if seen.is_cuda else bits_of(seen, keys).bits
+        if bits is None:
+            raise RuntimeError("a packed tensor has bits")
+        return bits
+
+    return launch, lambda bits: 0.0 if wanted is not None and torch.equal(bits, wanted) else math.inf
 
 
 def _flex(data: Data) -> Launch:
@@ -152,10 +170,14 @@ def contenders(data: Data, wanted: Sequence[str]) -> tuple[list[MaskTime], list[
         try:
             if name == FLEX:
                 launch = _flex(data)
-            elif name == SEEN:
+            elif name in (SEEN, PACK):
                 if p.rows * p.keys > MOST_CELLS:
                     continue
-                launch, kernel = _ours(data, data.mask.dense())
+                seen = data.mask.dense()
+                if name == PACK:
+                    there.append((row_of(p, name, precision, OK), *_packing(seen)))
+                    continue
+                launch, kernel = _ours(data, seen)
             else:
                 launch, kernel = _ours(data, data.mask if name == OURS else None)
         except Exception as refusal:  # a contender that is not there must not end the run
@@ -181,8 +203,12 @@ def measure(problem: Problem, device: torch.device, settings: Settings, wanted: 
     rows = []
     for row in all_timed(there, device, settings):
         mine = flops if row.contender != DENSE else flops / seen
-        tflops = None if row.median_us is None else mine / row.median_us * 1e-6
-        rows.append(replace(row, visited=visited, seen=seen, tflops=tflops))
+        us = row.median_us
+        packs = row.contender == PACK
+        held = math.prod(data.mask.shape[:2]) * data.mask.rows * problem.keys
+        tflops = None if us is None or packs else mine / us * 1e-6
+        gbytes_s = held * BYTES_PACKED / us * 1e-3 if us and packs else None
+        rows.append(replace(row, visited=visited, seen=seen, tflops=tflops, gbytes_s=gbytes_s))
     return missing + rows
 
 

@@ -31,7 +31,7 @@ def _ratio(one: MaskTime | None, other: MaskTime | None, share: float | None = 1
 
 def markdown(stamp: Mapping[str, str], rows: Sequence[MaskTime]) -> str:
     """A row for each problem: whole calls from bf16 beside those without a mask and beside FlexAttention."""
-    from .masks import DENSE, FLEX, OURS, SEEN
+    from .masks import DENSE, FLEX, OURS, PACK, SEEN
 
     by_problem: dict[tuple[object, ...], dict[str, MaskTime]] = {}
     for row in rows:
@@ -41,19 +41,20 @@ def markdown(stamp: Mapping[str, str], rows: Sequence[MaskTime]) -> str:
     lines += [
         f"`{OURS}`: the whole of `attention` from bf16 with a `BlockMask`; `{SEEN}`: with a boolean tensor, packed in",
         f"the call; `{DENSE}`: without a mask. `of its share`: the time over that without a mask times the share of",
-        f"visited tiles. `{FLEX}`: compiled, bf16; above 1 ours is faster.",
+        f"visited tiles. `{PACK}`: a boolean tensor to lists and bits. `{FLEX}`: compiled, bf16; ours wins above 1.",
         "",
     ]
     header = ["head_dim", "mask", "rows x keys", "visited", f"{OURS}, us", "useful TFLOPS", f"{DENSE}, us"]
-    header += ["of its share", f"{SEEN}, us", f"{FLEX}, us", f"{FLEX} / ours"]
+    header += ["of its share", f"{SEEN}, us", f"{PACK}, GB/s", f"{FLEX}, us", f"{FLEX} / ours"]
     body = []
     for (head_dim, mask, batch, of_rows, keys), cell in by_problem.items():
-        ours = cell.get(OURS)
+        ours, packing = cell.get(OURS), cell.get(PACK)
+        speed = "" if packing is None or packing.gbytes_s is None else f"{packing.gbytes_s:.0f}"
         visited, tflops = (None, None) if ours is None else (ours.visited, ours.tflops)
         body.append([
             str(head_dim), str(mask), f"{batch} x {of_rows} x {keys}", "" if visited is None else f"{visited:.1%}",
             _us(ours), "" if tflops is None else f"{tflops:.0f}", _us(cell.get(DENSE)),
-            _ratio(ours, cell.get(DENSE), visited), _us(cell.get(SEEN)), _us(cell.get(FLEX)),
+            _ratio(ours, cell.get(DENSE), visited), _us(cell.get(SEEN)), speed, _us(cell.get(FLEX)),
             _ratio(cell.get(FLEX), ours),
         ])  # fmt: skip
     lines += table(header, body)

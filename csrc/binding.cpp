@@ -240,7 +240,7 @@ Tensor attend_fp8_batch(int64_t variant, const Tensor& q, const Tensor& k, const
   "Tensor? out_descale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? amax, float scale, int causal_offset"
 
 // Of a mask in lists of tiles.
-#define FP8CUTLASS_MASK ", Tensor? tiles=None, Tensor? counts=None, Tensor? bits=None"
+#define FP8CUTLASS_MASK_ARGUMENTS ", Tensor? tiles=None, Tensor? counts=None, Tensor? bits=None"
 
 // The library's name is a macro (CMakeLists.txt), which torch's macros would paste as it is.
 #define FP8CUTLASS_DEF(library, m) STABLE_TORCH_LIBRARY(library, m)
@@ -249,7 +249,7 @@ Tensor attend_fp8_batch(int64_t variant, const Tensor& q, const Tensor& k, const
 FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
   m.def("forward(" FP8CUTLASS_COMMON_ARGUMENTS
         ", int window_offset=0, bool merge_lse=False, float softcap=0.0, "
-        "Tensor? sinks=None" FP8CUTLASS_MASK ") -> ()");
+        "Tensor? sinks=None" FP8CUTLASS_MASK_ARGUMENTS ") -> ()");
   m.def("diagnose(" FP8CUTLASS_COMMON_ARGUMENTS
         ", Tensor(d!) scores, Tensor(e!) p, Tensor(f!) weight, Tensor(g!) tile_o) -> ()");
   m.def(
@@ -297,15 +297,15 @@ FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
       "Tensor? sinks=None) -> Tensor");
   m.def(
       "attend(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? out_descale=None, Tensor(a!)? lse=None, "
-      "Tensor(b!)? amax=None, Tensor? sinks=None, Tensor(c!)? k_mean=None" FP8CUTLASS_MASK ") -> Tensor");
+      "Tensor(b!)? amax=None, Tensor? sinks=None, Tensor(c!)? k_mean=None" FP8CUTLASS_MASK_ARGUMENTS ") -> Tensor");
   m.def(
       "attend_fp8(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, "
       "Tensor? v_descale, Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None, "
-      "Tensor? sinks=None" FP8CUTLASS_MASK ") -> Tensor");
+      "Tensor? sinks=None" FP8CUTLASS_MASK_ARGUMENTS ") -> Tensor");
   m.def(
       "attend_packed(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor k_descale, Tensor v_descale, "
       "Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None, "
-      "Tensor? sinks=None" FP8CUTLASS_MASK ") -> Tensor");
+      "Tensor? sinks=None" FP8CUTLASS_MASK_ARGUMENTS ") -> Tensor");
 }
 
 FP8CUTLASS_IMPL(FP8CUTLASS_LIBRARY, CompositeExplicitAutograd, m) {

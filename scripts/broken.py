@@ -101,6 +101,20 @@ FAULTS = (
         "tests",
     ),
     Fault(
+        "a mask: the entries of a list behind the first 32 are those again",
+        "sm90a_fwd_d64_m128n128w8_s4_block_blocks_e4m3_bf16_exp2_pingpong_solo",
+        "if (j % 32 == 31) entries = later, descales =",
+        "if (j % 32 == 31) descales =",
+        "tests",
+    ),
+    Fault(
+        "a mask: what rows see is that of another tile",
+        "sm90a_fwd_d64_m128n128w8_s4_block_blocks_e4m3_bf16_linear_pingpong_solo",
+        "control.visits[stage.slot]",
+        "control.visits[stage.next().slot]",
+        "tests",
+    ),
+    Fault(
         "a cap: the one of scores left out",
         "sm90a_fwd_d64_m128n128w8_s4_block_causal_e4m3_bf16_exp2_pingpong_solo_capped",
         "    cap_scores(s, slope);\n",
@@ -220,6 +234,8 @@ def _by_tests(fault: Fault, environment: dict[str, str]) -> tuple[bool, str]:
     file, test = ("test_gpu_varlen", "is_its_emulation") if of_the_walk else ("test_gpu_variants", "test_variant")
     if fault.name.startswith(("a cap", "sinks")):
         file, test = "test_gpu_scores", "is_its_emulation"
+    if fault.name.startswith("a mask"):
+        file, test = "test_gpu_masks", "test_every_kernel"
     if fault.kernel.startswith("decode_"):
         file, test = "test_gpu_decode", "(exact or thousand)"
     tests = [f"tests/gpu/{file}.py", "-k", f"{test} and {fault.kernel}"]

@@ -71,13 +71,14 @@ PREFILL = (
     "int most, int capacity"
 )
 
+MASK = "Tensor? tiles=None, Tensor? counts=None, Tensor? bits=None"
 SCHEMAS = {
-    "forward": f"({COMMON}, {SCORES}) -> ()",
+    "forward": f"({COMMON}, {SCORES}, {MASK}) -> ()",
     "diagnose": f"({COMMON}, {DIAGNOSTIC}) -> ()",
     "pack": f"({PACK}) -> ()",
-    "attend": f"({ATTEND}) -> Tensor",
-    "attend_fp8": f"({ATTEND_FP8}) -> Tensor",
-    "attend_packed": f"({ATTEND_PACKED}) -> Tensor",
+    "attend": f"({ATTEND}, {MASK}) -> Tensor",
+    "attend_fp8": f"({ATTEND_FP8}, {MASK}) -> Tensor",
+    "attend_packed": f"({ATTEND_PACKED}, {MASK}) -> Tensor",
     "forward_ragged": f"({RAGGED}) -> ()",
     "ragged_plan_words": "(int variant, int tokens, int sequences) -> int",
     "attend_ragged": f"({ATTEND_RAGGED}) -> Tensor",
@@ -87,6 +88,7 @@ SCHEMAS = {
     "decode": f"({DECODE}) -> Tensor",
     "prefill": f"({PREFILL}) -> ()",
     "load": "(int variant, int device, int source=-1) -> ()",
+    "pack_mask": "(Tensor seen, int keys, Tensor(a!) tiles, Tensor(b!) counts, Tensor(c!) bits) -> ()",
     "load_decode": "(int decode, int device) -> ()",
     "load_resident": "(int resident, int device) -> ()",
 }

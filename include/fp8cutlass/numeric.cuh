@@ -32,6 +32,11 @@ __device__ __forceinline__ uint32_t hidden(uint32_t x) {
   return x;
 }
 
+constexpr uint32_t kHalf2NegInf = 0xFC00FC00u;  // -inf, -inf
+
+// Two halves, -inf where the bits of `where` are set.
+__device__ __forceinline__ uint32_t hide(uint32_t s, uint32_t where) { return (s & ~where) | (kHalf2NegInf & where); }
+
 // A byte of `a` and `b`, 0 to 7, for each hex digit of `which` from the lowest on; with 8 added, its sign in all bits.
 __device__ __forceinline__ uint32_t signs_of_bytes(uint32_t a, uint32_t b, uint32_t which) {
   uint32_t x;

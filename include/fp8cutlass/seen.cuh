@@ -2,8 +2,10 @@
 // tile. A lane has one word for each of its two rows.
 #pragma once
 
-#include "fp8cutlass/softmax.cuh"
-#include "fp8cutlass/walk/listed.h"
+#include <cmath>
+
+#include "fp8cutlass/numeric.cuh"
+#include "fp8cutlass/walk/tile_mask.h"
 
 namespace fp8cutlass {
 

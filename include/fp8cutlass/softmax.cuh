@@ -132,7 +132,6 @@ __device__ __forceinline__ void pack_p(uint32_t (&p)[kBlocks / 2][4], const floa
 // with ReLU turns two scores into two codes u in [0, kTop]; adding 1024 (where f16 has an ulp of 1) leaves round(u) in
 // the low byte.
 
-constexpr uint32_t kHalf2NegInf = 0xFC00FC00u;  // -inf, -inf
 constexpr uint32_t kHalf2MinusEight = half2_of(8) | 0x80008000u;
 constexpr uint32_t kHalf2Integer = 0x64006400u;  // 1024, 1024
 constexpr float kHalfMax = 65504.f;
@@ -189,8 +188,6 @@ __device__ __forceinline__ void mask_columns(uint32_t (&s)[kBlocks][2], const in
 
 // The ends of a window, see above. What holds of a pair of row 0 holds of the next block's of row 1, so that one
 // comparison serves both. Columns are compared with those of block -1 on.
-__device__ __forceinline__ uint32_t hide(uint32_t s, uint32_t where) { return (s & ~where) | (kHalf2NegInf & where); }
-
 template <int kBlocks>
 __device__ __forceinline__ void mask_after(uint32_t (&s)[kBlocks][2], int last) {
   const int first = min(max(last, -9), 8 * kBlocks) - 2 * int(threadIdx.x % 4);  // 8 n is seen up to here

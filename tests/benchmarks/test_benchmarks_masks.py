@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from benchmarks import masks, masks_commands
 from benchmarks.__main__ import cli
 from benchmarks.mask_problems import Problem, problems
-from benchmarks.masks import DENSE, FLEX, OURS, SEEN, make_data, measure
+from benchmarks.masks import DENSE, FLEX, OURS, PACK, SEEN, make_data, measure
 from benchmarks.results import OK, UNAVAILABLE, WRONG
 
 CPU = torch.device("cpu")
@@ -35,8 +35,10 @@ def test_both_forms_are_the_same_mask(problem: Problem) -> None:
 
 def test_a_problem_is_timed_and_a_wrong_result_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = next(p for p in TINY if p.name.startswith("window"))
-    rows = {r.contender: r for r in measure(problem, CPU, masks.Settings(), (OURS, DENSE, SEEN))}
-    assert all(r.status == OK and r.median_us for r in rows.values()) and set(rows) == {OURS, DENSE, SEEN}
+    rows = {r.contender: r for r in measure(problem, CPU, masks.Settings(), (OURS, DENSE, SEEN, PACK))}
+    assert all(r.status == OK and r.median_us for r in rows.values()) and set(rows) == {OURS, DENSE, SEEN, PACK}
+    packing = rows[PACK]
+    assert packing.tflops is None and packing.gbytes_s == pytest.approx(512**2 * 1.125 / packing.median_us * 1e-3)
     counted = make_data(problem, CPU).mask.counted()
     assert rows[OURS].visited == (counted.part + counted.whole) / sum(counted) < 1
     assert rows[OURS].seen == pytest.approx((32 * 512 - 31 * 16) / 512**2)

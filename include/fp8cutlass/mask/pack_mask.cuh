@@ -77,7 +77,7 @@ __device__ __forceinline__ Flag pack_tile(const PackMaskParams& p, const uint8_t
   const uint32_t past = p.columns == 1 ? 0 : bits_from(min(p.columns - tile * kMaskTile, kMaskTile), quad);
   const uint8_t* const first_row = mask + int64_t(row_tile) * kMaskTile * p.stride_row;
   bool some = false, all = true;
-#pragma unroll 2
+#pragma unroll(kWord == 1 ? 1 : 2)
   for (int warp = 0; warp < kMaskTile / 16; ++warp) {
     uint4 keys[4];  // rows 0, 8, 4 and 12 of the warp's 16, and the next ones
 #pragma unroll

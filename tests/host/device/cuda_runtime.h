@@ -71,6 +71,7 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.f / x; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 
 template <class T>
@@ -90,6 +91,11 @@ inline int __any_sync(unsigned, bool x) {
   for (const bool y : device::gathered(x))
     if (y) return 1;
   return 0;
+}
+inline int __all_sync(unsigned, bool x) {
+  for (const bool y : device::gathered(x))
+    if (!y) return 0;
+  return 1;
 }
 inline unsigned __ballot_sync(unsigned, bool x) {
   const auto all = device::gathered(x);

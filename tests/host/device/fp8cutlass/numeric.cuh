@@ -32,6 +32,18 @@ inline uint32_t bf16x2(float low, float high) { return uint32_t(bf16_bits(high))
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float reciprocal_approx(float x) { return 1.f / x; }
 
+constexpr uint32_t kHalf2NegInf = 0xFC00FC00u;
+inline uint32_t hide(uint32_t s, uint32_t where) { return (s & ~where) | (kHalf2NegInf & where); }
+inline uint32_t signs_of_bytes(uint32_t a, uint32_t b, uint32_t which) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t x = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t digit = which >> 4 * i & 15, byte = bytes >> 8 * (digit & 7) & 255;
+    x |= (digit & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;
+  }
+  return x;
+}
+
 // A float as an e4m3 byte: round to nearest even, saturating, NaN positive.
 inline uint8_t e4m3_byte(float x) {
   if (x != x) return 0x7f;

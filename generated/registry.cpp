@@ -900,6 +900,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "e856438a9e63722fdc69013adc6742737871b48deab6d660d2933546a1f3d18c";
+const char kManifest[] = "640d2c088463f9d800b1a25db789ec7cd82b0f3ce44dc7d4b191289d8b734103";
 
 }  // namespace fp8cutlass

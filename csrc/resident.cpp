@@ -23,7 +23,7 @@ const ResidentEntry& entry_of(const AttendConstants& c, const View& q, int64_t k
           " for ", variant.head_dim);
   require(keys <= entry.keys, "k has ", keys, " keys, ", entry.id, " takes at most ", entry.keys);
   const bool same = variant.tile_n == kKeyBlock && variant.key_block == kKeyBlock && !variant.ragged &&
-                    variant.mask != Mask::window && variant.split == 1 &&
+                    (variant.mask == Mask::full || variant.mask == Mask::causal) && variant.split == 1 &&
                     variant.out == (entry.source == SourceType::fp16 ? OutType::fp16 : OutType::bf16);
   require(same, entry.id, " does not compute what variant ", variant.id, " does");
   const auto is = [](int64_t granularity, Granularity shared_by) {
@@ -91,8 +91,8 @@ Tensor attend_resident(const AttendConstants& c, const AttendTensors& tensors, c
   const View q(tensors.q), k(tensors.k), v(tensors.v);
   require(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must have 4 dimensions");
   require(q.is_cuda(), "q is not on a card");
-  require(!tensors.k_mean && !c.hadamard && !tensors.out_descale,
-          "smoothing, rotation and FP8 output have no kernel that keeps K and V");
+  require(!tensors.k_mean && !c.hadamard && !tensors.out_descale && !tensors.mask.tiles,
+          "smoothing, rotation, FP8 output and masks in lists have no kernel that keeps K and V");
   const ResidentEntry& entry = entry_of(c, q, k.size(2), variant);
   ResidentParams params{};
   ForwardParams& p = params.p;

@@ -130,7 +130,6 @@ constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NOR
 struct Ahead {
   Item item;
   int entries;  // of its list, the first 32, a lane each
-  float2 descales;  // of K and V in the first 32 tiles, a lane each
 };
 
 // Of this lane's entry of the item's list, counted from entry `first` on; past the last one it has the last one's.
@@ -160,7 +159,6 @@ __device__ __forceinline__ Ahead look_ahead(const sm90::KernelParams& params, co
   Ahead ahead;
   ahead.item = item;
   ahead.entries = list_entry(params.mask, item, 0);
-  ahead.descales = tile_descales(params.p, item, item.kv_head, ahead.entries);
   return ahead;
 }
 
@@ -209,8 +207,9 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
     const int k_head = sm90::uniform((item.kv_head - Walk::batch(item) * p.kv_heads) * params.k_head_step);
     constexpr int k_row = 0, v_column = 0;  // where the sequence begins
     bool seen = true;  // K and V of the next item
-    float2 descales = ahead.descales;
     int entries = ahead.entries, later = 0;  // of the list: 32 of them, and the next ones
+    // Asked for now, as to look ahead for them would be to wait for the entries. They come while K does.
+    float2 descales = tile_descales(p, item, kv_head, entries);
     // For one lane. The arrival for K, with the number of bytes, is left to the caller, as descales come with it.
     const auto copy_keys = [&](int slot, int key) {
 #pragma unroll

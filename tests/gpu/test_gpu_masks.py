@@ -126,25 +126,30 @@ def test_every_kernel_where_much_is_hidden(v: Variant, name: str) -> None:
     check(v, 300, 1000, BlockMask.from_dense(seen))
 
 
+ROWS, KEYS = 2200, 4500  # 18 tiles of rows, and 36 of keys: more than the loader reads of a list at once
 MADE: dict[str, Callable[[], BlockMask]] = {
-    "documents": lambda: BlockMask.documents(torch.arange(5000) // 700) & BlockMask.window(5000, 5000, right=0),
-    "window": lambda: BlockMask.window(5000, 5000, 300, 20),
-    "padding": lambda: BlockMask.padding(torch.tensor([4999, 130]), 5000),
-    "prefix": lambda: BlockMask.prefix(torch.tensor([1000, 0]), 5000, 5000),
-    "tree": lambda: BlockMask.tree(torch.tensor([-1, 0, 0, 1, 1, 2, -1, 6]), 5000),
-    "blocks": lambda: BlockMask.blocks(random_mask(0.3, B, H, 40, 40), 5000, 5000),
-    "nothing is hidden": lambda: BlockMask.from_dense(torch.ones((1, 1, 1, 1), dtype=torch.bool), 5000),
-    "everything is": lambda: BlockMask.from_dense(torch.zeros((1, 1, 1, 1), dtype=torch.bool), 5000),
-    "some rows see nothing": lambda: BlockMask.from_dense(random_mask(0.5, 1, H, 5000, 1), 5000),
+    "documents": lambda: (
+        BlockMask.documents(torch.arange(ROWS) // 300, torch.arange(KEYS) // 650)
+        & BlockMask.window(ROWS, KEYS, right=0, bottom_right=True)
+    ),
+    "window": lambda: BlockMask.window(ROWS, KEYS, 300, 20, bottom_right=True),
+    "causal": lambda: BlockMask.window(ROWS, KEYS, right=0, bottom_right=True),
+    "padding": lambda: BlockMask.padding(torch.tensor([KEYS - 1, 130]), KEYS),
+    "prefix": lambda: BlockMask.prefix(torch.tensor([1000, 0]), ROWS, KEYS),
+    "tree": lambda: BlockMask.tree(torch.tensor([-1, 0, 0, 1, 1, 2, -1, 6]), KEYS),
+    "blocks": lambda: BlockMask.blocks(random_mask(0.3, B, H, 18, 36), ROWS, KEYS),
+    "nothing is hidden": lambda: BlockMask.from_dense(torch.ones((1, 1, 1, 1), dtype=torch.bool), KEYS),
+    "everything is": lambda: BlockMask.from_dense(torch.zeros((1, 1, 1, 1), dtype=torch.bool), KEYS),
+    "some rows see nothing": lambda: BlockMask.from_dense(random_mask(0.5, 1, H, ROWS, 1), KEYS),
 }
 
 
 @pytest.mark.parametrize("name", MADE)
-@pytest.mark.parametrize("v", LISTED, ids=lambda v: v.id)
+@pytest.mark.parametrize("v", [v for v in LISTED if v.out == "bf16"], ids=lambda v: v.id)
 def test_every_kernel_on_lists_of_many_tiles(v: Variant, name: str) -> None:
-    """40 tiles of keys, and more items than multiprocessors."""
+    """And more items than multiprocessors."""
     mask = MADE[name]()
-    check(v, 5000 if mask.rows == 1 else mask.rows, 5000, mask)
+    check(v, ROWS if mask.rows == 1 else mask.rows, KEYS, mask)
 
 
 @pytest.mark.parametrize("number", range(120))

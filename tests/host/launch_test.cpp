@@ -429,6 +429,25 @@ static void check_maps() {
   report(!run(half, "other").empty(), "Q in 16 bits goes to kernels alone that take it");
 }
 
+static void check_masks() {
+  ForwardParams p = problem();
+  int words[2] = {};
+  TileMask mask{};
+  mask.tiles = words, mask.counts = words + 1, mask.key_tiles = 7;
+  launch(variant("plain"), p, 0, nullptr, mask);
+  const TileMask& got = last().params<sm90::KernelParams>().mask;
+  report(got.tiles == words && got.counts == words + 1 && got.key_tiles == 7, "lists of a mask come to the kernel");
+  VariantEntry listed = variant("plain");
+  listed.mask = Mask::blocks;
+  std::string refused;
+  try {
+    launch(listed, p, 0, nullptr);
+  } catch (const std::exception& error) {
+    refused = error.what();
+  }
+  report(says(refused, "needs a mask"), "a kernel of lists without them is refused");
+}
+
 static void check_windows() {
   const ForwardParams base = problem();
   run(base, "window");
@@ -542,6 +561,7 @@ static void check_shapes() {
   report(last().ctas == 132 && counted == counted_before + 1, "where more items than CTAs are left, they are drawn");
   check_residents();
   check_windows();
+  check_masks();
 
   const int opted_before = runtime::opted_in;
   run(base, "warp");

@@ -59,9 +59,10 @@ def describe(request: Request) -> str:
 def _mask(call: Call, t: Tensors) -> list[str]:
     lines = []
     if call.masked and not t.empty:
-        mask = packed(t.seen, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, t.q.shape[2], t.k.shape[2])
-        text = "known when it runs"
-        if mask is not None and type(mask.tiles) is torch.Tensor and not mask.tiles.is_meta:
+        text, given, mask = "known when it runs", t.seen if t.tiles is None else t.tiles, None
+        if type(given) is torch.Tensor and not given.is_meta:  # the others have no values
+            mask = packed(t.seen, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, t.q.shape[2], t.k.shape[2])
+        if mask is not None:
             skipped, part, whole = mask.counted()
             text = f"{skipped} skipped, {part} seen in part, {whole} whole"
             shared = "" if mask.rows == t.q.shape[2] else " for all rows"

@@ -222,6 +222,7 @@ def test_the_kernel_packs_as_torch_does(shape: tuple[int, ...], density: float) 
             assert got is not None and want is not None and torch.equal(got.cpu(), want), x.stride()
     on_card = BlockMask.from_dense(seen.cuda(), keys).to("cpu")
     assert torch.equal(on_card.tiles, wanted.tiles) and torch.equal(on_card.counts, wanted.counts)
+    assert on_card.bits is not None and torch.equal(on_card.bits, wanted.bits)
 
 
 def test_large_calls_take_the_overlap_of_packing() -> None:

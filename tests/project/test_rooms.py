@@ -10,7 +10,7 @@ BASE = "base"  # modules beside the rooms: errors, log, manifest, memory, timing
 # Of each room, the rooms whose modules it may import; its own and the base are open to all.
 MAY_IMPORT: dict[str, set[str]] = {
     BASE: set(),
-    "masks": set(),
+    "masks": {"native"},
     "quant": set(),
     "emulator": set(),
     "native": {"quant"},

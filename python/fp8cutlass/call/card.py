@@ -78,7 +78,7 @@ def run_on_card(plan: Plan, t: Tensors) -> Outputs:
 def lists_of(t: Tensors) -> Lists:
     """The mask of a call as kernels read it. A boolean one is packed; nothing is waited for."""
     if t.seen is not None:
-        return pack_mask(t.seen, t.k.shape[2])
+        return Lists(*pack_mask(t.seen, t.k.shape[2]))
     mask = packed(None, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, t.q.shape[2], t.k.shape[2])
     if mask is None:
         return NO_LISTS
@@ -165,7 +165,7 @@ def _with_mask(plan: Plan, t: Tensors, descales: Sequence[Any]) -> Known:
 def _lists(mask: Any, keys: int) -> Lists:
     """Of a mask whose form is known to fit."""
     if isinstance(mask, torch.Tensor):
-        return pack_mask(parts(mask)["seen"], keys)  # type: ignore[arg-type]  # it is boolean
+        return Lists(*pack_mask(parts(mask)["seen"], keys))  # type: ignore[arg-type]  # it is boolean
     return Lists(mask.tiles, mask.counts, mask.bits)
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-TILE = 128  # rows, and keys
-WORDS = TILE * TILE // 32  # of a tile
+from ..native.masks import TILE, WORDS, pack_mask, packs
+
 MOST_CELLS = 1 << 26  # of a boolean mask that are looked at together: a byte each, and as many again of temporaries
 
 # Which of the rows `first` to `last` - 1 see which keys: (Bm, Hm, last - first, keys) bool, sizes of 1 for whatever is
@@ -41,6 +41,8 @@ def pack(seen: torch.Tensor, keys: int) -> Packed:
     No value is waited for.
     """
     batch, heads, rows, columns = seen.shape
+    if packs(seen):
+        return _by_kernel(seen, keys)
     return pack_rows(lambda first, last: seen[:, :, first:last], rows, keys, batch * heads * columns)
 
 
@@ -57,11 +59,22 @@ def pack_rows(seen: RowsOf, rows: int, keys: int, cells: int) -> Packed:
     step = rows
     if not torch.compiler.is_compiling():
         step = max(1, MOST_CELLS // (TILE * max(1, cells))) * TILE
-    if rows <= step:
-        bits = _words(seen(0, rows))
-    else:
-        bits = torch.cat([_words(seen(start, min(start + step, rows))) for start in range(0, rows, step)], 2)
+    made, words = [], []
+    for start in range(0, max(rows, 1), step):
+        part = seen(start, min(start + step, rows))
+        if packs(part):
+            made.append(_by_kernel(part, keys))
+        else:
+            words.append(_words(part))
+    if made:
+        return made[0] if len(made) == 1 else Packed(*(torch.cat(same, 2) for same in zip(*made, strict=True)))
+    bits = words[0] if len(words) == 1 else torch.cat(words, 2)
     return Packed(bits, *listed(bits, rows, keys))
+
+
+def _by_kernel(seen: torch.Tensor, keys: int) -> Packed:
+    tiles, counts, bits = pack_mask(seen, keys)
+    return Packed(bits, tiles, counts)
 
 
 def _words(seen: torch.Tensor) -> torch.Tensor:

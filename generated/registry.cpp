@@ -892,6 +892,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "1f8e43cf02b32078ea950be58425a6ee3157e6ec24f8e85d418028238e2b8628";
+const char kManifest[] = "c2add73ebc61d92522f089726aae779c4ce99690fab0330c48960cead8051088";
 
 }  // namespace fp8cutlass

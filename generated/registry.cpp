@@ -892,6 +892,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "c2add73ebc61d92522f089726aae779c4ce99690fab0330c48960cead8051088";
+const char kManifest[] = "2ed685167f67db0b8618c32f6d0fe8bbaec3b91e01e9b7175e717550d4670bcc";
 
 }  // namespace fp8cutlass

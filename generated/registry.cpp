@@ -892,6 +892,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "2ed685167f67db0b8618c32f6d0fe8bbaec3b91e01e9b7175e717550d4670bcc";
+const char kManifest[] = "db84601d2ab96e224bbed6f388294be3cd56a10b102036011b89eb2e50782356";
 
 }  // namespace fp8cutlass

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from codegen.keys import PRECISIONS
 
@@ -248,6 +249,19 @@ def _quality_table(rows: Sequence[Row]) -> list[str]:
         where = group[0].shape.label if len(group) == 1 else f"{len(group)} shapes"
         lines += ["", f"{name}{' ' + kernel if kernel else ''}: {status} on {where}: {reason}"]
     return lines
+
+
+def not_timed(rows: Iterable[Any], place: Callable[[Any], str]) -> list[str]:
+    """A line for each row without a time, and each reason once for contenders that are not there at all; after an
+    empty one, if there are any. ``place`` says where a row was measured."""
+    lines = dict.fromkeys(
+        f"* {row.contender}: {row.reason}"
+        if row.status == UNAVAILABLE
+        else f"* {row.contender} on {place(row)}: {row.status}: {row.reason}"
+        for row in rows
+        if row.median_us is None
+    )
+    return ["", *lines] if lines else []
 
 
 def heading(title: str, stamp: Mapping[str, str]) -> list[str]:

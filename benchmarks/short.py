@@ -16,8 +16,8 @@ from .peers import Own
 from .peers.base import Contender
 from .peers.own import whole_call
 from .plot import COLOURS, PlotError, _title, open_pyplot
-from .report import BF16_PEERS, CALL, best_peer, cells, geometric_mean, heading, table
-from .results import OK, UNAVAILABLE, Row
+from .report import BF16_PEERS, CALL, best_peer, cells, geometric_mean, heading, not_timed, table
+from .results import Row
 from .shapes import TOKENS, WIDTH, Shape, square
 
 SEQLENS = (64, 128, 197, 256, 384, 512, 768, 1024)
@@ -94,8 +94,9 @@ def ratios(rows: Iterable[Row]) -> dict[Shape, float]:
 def verdict(stamp: Mapping[str, str], rows: Sequence[Row]) -> list[tuple[str, float, float, bool]]:
     """Each target of the tables' cells: what it is, what was seen, what is wanted, whether it is met. A target whose
     cells were not all measured is not met, and seen as NaN."""
-    of = {shape: ratio for shape, ratio in ratios(rows).items() if shape in batches()}
-    whole = len(of) == len(batches())
+    grid = batches()
+    of = {shape: ratio for shape, ratio in ratios(rows).items() if shape in grid}
+    whole = len(of) == len(grid)
     near = [shape for shape in of if shape.seqlen_k <= FLOOR_KEYS]
     times = {shape: cell[CALL].median_us or math.nan for shape, cell in cells(rows).items() if CALL in cell}
     least = min(of.values()) if whole else math.nan
@@ -135,20 +136,15 @@ def markdown(stamp: Mapping[str, str], rows: Sequence[Row]) -> str:
         ratio = f"{of[shape]:.2f}" if shape in of else ""
         times.append([shape.label, *texts, f"{floor_us(shape, stamp):.1f}", ratio])
     lines += table(["batch, heads, seqlen, head_dim", *names, "floor", "best bf16 / ours"], times)
-    wrong = dict.fromkeys(
-        f"* {row.contender}: {row.reason}"
-        if row.status == UNAVAILABLE
-        else f"* {row.contender} on {row.shape.label}: {row.status}: {row.reason}"
-        for row in rows
-        if row.status != OK
-    )
-    return "\n".join([*lines, *(["", *wrong] if wrong else [])]) + "\n"
+    lines += not_timed(rows, lambda row: row.shape.label)
+    return "\n".join(lines) + "\n"
 
 
 def draw(stamp: Mapping[str, str], rows: Sequence[Row], path: Path) -> None:
     """Write the times of the cells over the floor of memory; the suffix of ``path`` is the format. PlotError without
     matplotlib or without cells."""
-    by_shape = {shape: cell for shape, cell in cells(rows).items() if shape in batches()}
+    grid = batches()
+    by_shape = {shape: cell for shape, cell in cells(rows).items() if shape in grid}
     if not by_shape:
         raise PlotError("no cell of the tables was measured: nothing to plot")
     pyplot = open_pyplot()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .plot import COLOURS, PlotError, _title, open_pyplot
-from .report import OWN, geometric_mean, heading, table
+from .report import OWN, geometric_mean, heading, not_timed, table
 from .walk import EQUAL, WalkTime
 
 CALLER, CALL, DENSE = f"{OWN}_e4m3", f"{OWN}_call", f"{OWN}_dense"
@@ -46,15 +46,7 @@ def _us(cell: Cell, name: str) -> str:
 
 
 def _not_timed(rows: Sequence[WalkTime]) -> list[str]:
-    """A line for each contender without a time, and each reason once for those that are not there at all."""
-    lines = dict.fromkeys(
-        f"* {row.contender}: {row.reason}"
-        if row.status == "unavailable"
-        else f"* {row.contender} on {row.mix}, head_dim {row.head_dim}, {row.mask}: {row.status}: {row.reason}"
-        for row in rows
-        if row.median_us is None
-    )
-    return ["", *lines] if lines else []
+    return not_timed(rows, lambda row: f"{row.mix}, head_dim {row.head_dim}, {row.mask}")
 
 
 def varlen_markdown(stamp: Mapping[str, str], rows: Sequence[WalkTime]) -> str:

@@ -188,7 +188,7 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
         CUT: decoding,
         APPEND: decoding,
         ROUTE: walking & decoding,
-        PACK_MASK: {t for v in request.variants if v.listed for t in targets_of(v, request.archs)},
+        PACK_MASK: {t for v in request.variants if v.listed for t in request.targets_of(v)},
     }
     plan_entries = [
         {

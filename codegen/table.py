@@ -215,8 +215,8 @@ def built(variants: tuple[Variant, ...], archs: tuple[str, ...], emulated: bool)
     kept = {v.id for v in variants if v.family in families}
     if len(kept) == len(variants):
         return variants
-    chosen = chosen_by(variants, archs)
-    return tuple(v for v in variants if v.id in kept.union(*chosen.values()))
+    kept = kept.union(*chosen_by(variants, archs).values())
+    return tuple(v for v in variants if v.id in kept)
 
 
 def whole(variants: tuple[Variant, ...]) -> Table:

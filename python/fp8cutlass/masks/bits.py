@@ -42,7 +42,7 @@ def pack(seen: torch.Tensor, keys: int) -> Packed:
     """
     batch, heads, rows, columns = seen.shape
     if packs(seen):
-        return _by_kernel(seen, keys)
+        return _packed(seen, rows, keys)
     return pack_rows(lambda first, last: seen[:, :, first:last], rows, keys, batch * heads * columns)
 
 
@@ -59,21 +59,20 @@ def pack_rows(seen: RowsOf, rows: int, keys: int, cells: int) -> Packed:
     step = rows
     if not torch.compiler.is_compiling():
         step = max(1, MOST_CELLS // (TILE * max(1, cells))) * TILE
-    made, words = [], []
-    for start in range(0, max(rows, 1), step):
-        part = seen(start, min(start + step, rows))
-        if packs(part):
-            made.append(_by_kernel(part, keys))
-        else:
-            words.append(_words(part))
-    if made:
-        return made[0] if len(made) == 1 else Packed(*(torch.cat(same, 2) for same in zip(*made, strict=True)))
-    bits = words[0] if len(words) == 1 else torch.cat(words, 2)
-    return Packed(bits, *listed(bits, rows, keys))
+    if rows <= step:
+        return _packed(seen(0, rows), rows, keys)
+    ends = ((start, min(start + step, rows)) for start in range(0, rows, step))
+    made = [_packed(seen(start, end), end - start, keys) for start, end in ends]
+    return Packed(*(torch.cat(parts, 2) for parts in zip(*made, strict=True)))
 
 
-def _by_kernel(seen: torch.Tensor, keys: int) -> Packed:
-    tiles, counts, bits = pack_mask(seen, keys)
+def _packed(seen: torch.Tensor, rows: int, keys: int) -> Packed:
+    """A mask of so many rows, in one piece."""
+    if packs(seen):
+        tiles, counts, bits = pack_mask(seen, keys)
+    else:
+        bits = _words(seen)
+        tiles, counts = listed(bits, rows, keys)
     return Packed(bits, tiles, counts)
 
 

@@ -900,6 +900,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "fb9299413b22cadfa9a872e81fac56c732ea6ad4ac4cfa97f4ea6b18435e435a";
+const char kManifest[] = "57fa58066fcbd139c39667897b905f14bfa7429b99e482b43f87af911200d9e2";
 
 }  // namespace fp8cutlass

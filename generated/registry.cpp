@@ -900,6 +900,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "fb9299413b22cadfa9a872e81fac56c732ea6ad4ac4cfa97f4ea6b18435e435a";
+const char kManifest[] = "f08a3664b37ce7a7181d8418a80cada14be1ffef6d726507f89b9e5b9268942e";
 
 }  // namespace fp8cutlass

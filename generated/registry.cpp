@@ -900,6 +900,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "f08a3664b37ce7a7181d8418a80cada14be1ffef6d726507f89b9e5b9268942e";
+const char kManifest[] = "29ee9985b37d873f4721f90b59e1ac210d446d562d06811f4bad1f14465e4980";
 
 }  // namespace fp8cutlass

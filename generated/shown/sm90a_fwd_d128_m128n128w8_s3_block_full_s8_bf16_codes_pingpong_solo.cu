@@ -98,6 +98,7 @@ struct SharedStorage {
   struct alignas(1024) {
     Item next[2];  // of the loader: the item that it loads and the one after, for the warps that fetch Q
     Item items[kItemSlots];  // this item, the one before (its epilogue may still run) and those that are loaded ahead
+    alignas(16) uint32_t raised[4];  // what sums of integers begin at
     alignas(16) float k_descale[kKeySlots][4];  // of the keys in the columns of one lane of four, copied with K
     float descales[2 * kKeySlots];  // of V, read until after the slots are loaded again, so twice as many
     sm90::Barrier q_full[kQBuffers], q_empty[kQBuffers];
@@ -413,7 +414,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   int end = control.items[0].tiles;             // of the item's last tile, and one
   sm90::wait(control.k_full[0], 0);
   if (warpgroup == kWarpgroups - 1) sm90::pass_turn(0);
-  raise(s);
+  raise(s, control.raised);
   cute::warpgroup_arrive();
   issue_scores(s, 0, 0);
   cute::warpgroup_commit_batch();
@@ -433,6 +434,8 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     sm90::wait(control.v_full[stage.slot], stage.parity);
     pack_p(prob, s);
     sm90::fence(prob);
+    raise(s, control.raised);  // ahead of the turn, so that its two products follow each other
+    sm90::fence(s);
 
     // This warpgroup's turn on the tensor cores: P V of this tile and Q K^T of the next, which is waited for when the
     // tensor cores have something to do.
@@ -440,7 +443,6 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     cute::warpgroup_arrive();
     issue_values(t, prob, stage.slot);
     cute::warpgroup_commit_batch();
-    raise(s);
     ++tile;
     if (last) {
       ++turn;
@@ -509,6 +511,7 @@ __device__ __forceinline__ void attention(const sm90::KernelParams& params) {
     uint8_t* block = shared.v[i / (VTile::kBlocks * kOnesWords)] + i / kOnesWords % VTile::kBlocks * VTile::kBlockBytes;
     reinterpret_cast<uint32_t*>(block + kPartColumns * VTile::kWidth)[i % kOnesWords] = kOnes;
   }
+  if (threadIdx.x < 4) control.raised[threadIdx.x] = kRaise;
   sm90::fence_async();
   __syncthreads();
   work(params, shared, warpgroup);

@@ -23,13 +23,16 @@ constexpr float kMaxIntegerSlope = 1.f;
 
 __device__ __forceinline__ float score_of(uint32_t raised) { return __uint_as_float(raised) - kRaiseValue; }
 
-// What products are added to.
+// What products are added to, from shared memory: an instruction sets four sums, where constants would take one each.
+// Volatile, or the compiler would load once and copy.
 template <int kBlocks>
-__device__ __forceinline__ void raise(uint32_t (&s)[kBlocks][4]) {
+__device__ __forceinline__ void raise(uint32_t (&s)[kBlocks][4], const uint32_t (&four)[4]) {
+  const auto from = uint32_t(__cvta_generic_to_shared(four));
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s[n][i] = kRaise;
+    asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(s[n][0]), "=r"(s[n][1]), "=r"(s[n][2]), "=r"(s[n][3])
+                 : "r"(from));
 }
 
 // Maximum and minimum that are NaN where an argument is.

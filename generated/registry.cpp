@@ -900,6 +900,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "29ee9985b37d873f4721f90b59e1ac210d446d562d06811f4bad1f14465e4980";
+const char kManifest[] = "3105b1e5d57845d06fde4724693a9a41c2f8ba0c1a5db7092600dc1c4e4f0952";
 
 }  // namespace fp8cutlass

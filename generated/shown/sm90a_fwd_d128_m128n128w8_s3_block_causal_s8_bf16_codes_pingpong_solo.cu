@@ -309,12 +309,21 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   };
   const auto issue_values = [&](Product& t, const auto& prob, int stage) { sm90::issue_values<GmmaValues, VTile>(t, prob, {v_tiles + stage * (kVBytes / 16)}); };
 
-  const auto k_descale = [&](const Stage& stage) { return control.k_descale[stage.slot][thread_index() % 4]; };
+  const auto k_descale = [&](const Stage& stage) { return control.k_descale[stage.slot][unsigned(thread_index()) % 4]; };
   const auto v_descale = [&](const Stage& stage) { return control.descales[stage.ring()]; };
 
   // Whether a row of this warpgroup does not see all keys of a tile. Asked before the scores are there.
   const auto is_masked = [&](const Item& item, int tile) {
     return fp8cutlass::is_masked<kTileN, 64, kMask>(item.row + 64 * warpgroup, Walk::keys(p, item), Walk::band(p, item), tile);
+  };
+  // Of the item whose scores come next: slopes of the lane's two rows, the last key that all rows of the warpgroup see.
+  float row_slope[2];
+  int seen_by_all;
+  const auto read_item = [&](unsigned turn) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) row_slope[r] = shared.slope[turn % kItemSlots][row_in_tile() + 8 * r];
+    const Item& item = control.items[turn % kItemSlots];
+    seen_by_all = last_seen<kMask>(item.row + 64 * warpgroup, Walk::keys(p, item), Walk::band(p, item));
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
   const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
@@ -332,7 +341,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     float slope[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      slope[r] = least_or_nan(most_or_nan(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinSlope), kMaxSlope);
+      slope[r] = least_or_nan(most_or_nan(row_slope[r] * k_descale, kMinSlope), kMaxSlope);
     softmax_of_integers(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
   };
 
@@ -412,6 +421,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   sm90::wait(control.q_full[0], 0);
   int tile = 0;                                 // the number of the tile in s, in its sequence
   int end = control.items[0].tiles;             // of the item's last tile, and one
+  read_item(0);
   sm90::wait(control.k_full[0], 0);
   if (warpgroup == kWarpgroups - 1) sm90::pass_turn(0);
   raise(s, control.raised);
@@ -420,7 +430,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   cute::warpgroup_commit_batch();
 #pragma unroll 1
   while (true) {
-    const bool masked = is_masked(control.items[turn % kItemSlots], tile);
+    const bool masked = seen_by_all < (tile + 1) * kTileN - 1;
     const float k_scale = k_descale(stage);
     const bool first = tile == 0, last = tile + 1 == end, finishes = first && turn > 0;
     const Stage next = stage.next();
@@ -449,6 +459,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       sm90::wait(control.q_full[turn % kQBuffers], turn / kQBuffers & 1);
       tile = 0;
       end = control.items[turn % kItemSlots].tiles;
+      read_item(turn);
     }
     sm90::wait_unless(k_ready || end == 0, control.k_full[next.slot], next.parity);
     cute::warpgroup_arrive();

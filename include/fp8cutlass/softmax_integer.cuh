@@ -66,19 +66,18 @@ __device__ __forceinline__ void softmax_of_integers(uint32_t (&s)[kBlocks][4], c
   float used[2], offset[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    int largest = max(int(s[0][2 * r]), int(s[0][2 * r + 1]));
+    int largest = kLeastScore;
 #pragma unroll
-    for (int n = 1; n < kBlocks; ++n) largest = __vimax3_s32(largest, int(s[n][2 * r]), int(s[n][2 * r + 1]));
-    const bool none = largest < kLeastScore;
-    const float own = __int_as_float(max(largest, kLeastScore));
-    const float logit = none ? -INFINITY : __fmul_rn(own - kRaiseValue, slope[r]);
+    for (int n = 0; n < kBlocks; ++n) largest = __vimax3_s32(largest, int(s[n][2 * r]), int(s[n][2 * r + 1]));
+    const float own = __int_as_float(largest);
+    const float logit = largest == kLeastScore ? -INFINITY : __fmul_rn(own - kRaiseValue, slope[r]);
     float top = most_or_nan(logit, __shfl_xor_sync(~0u, logit, 1));
     top = most_or_nan(top, __shfl_xor_sync(~0u, top, 2));
-    const float gap = none ? 0.f : logit - top;
     used[r] = fminf(slope[r], kMaxIntegerSlope);
-    offset[r] = fmaf(-own, used[r], kTop<Code::linear> + gap);
-    // code c stands for 2^(c / 8 - 7)
-    weight[r] = top == -INFINITY ? kDeadWeight : fmaf(top, 0.125f, 7.f - kTop<Code::linear> / 8);
+    // -inf for a lane that sees no key, NaN where nobody sees one: both make code 0 of its scores, -inf.
+    offset[r] = fmaf(-own, used[r], kTop<Code::linear> + (logit - top));
+    // Code c stands for 2^(c / 8 - 7). -inf becomes the weight of a dead row, a NaN remains.
+    weight[r] = most_or_nan(fmaf(top, 0.125f, 7.f - kTop<Code::linear> / 8), kDeadWeight);
   }
   for (int turn = unpredicated(want_exact); turn > 0; --turn) {
     // A sum, masked with this zero, ties one step to the next: see softmax_by_code.
@@ -101,7 +100,7 @@ __device__ __forceinline__ void softmax_of_integers(uint32_t (&s)[kBlocks][4], c
     for (int i = 0; i < 4; ++i) s[n][i] = __float_as_uint(fmaf(__uint_as_float(s[n][i]), used[i / 2], offset[i / 2]));
 }
 
-// Four floats rounded to even and held in [0, 255]; a in the lowest byte.
+// Four floats rounded to even and held in [0, 255], NaN as 0; a in the lowest byte.
 __device__ __forceinline__ uint32_t u8x4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   uint32_t r;
   asm("{\n.reg .s32 a, b, c, d;\n"

@@ -900,6 +900,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "57fa58066fcbd139c39667897b905f14bfa7429b99e482b43f87af911200d9e2";
+const char kManifest[] = "fb936d84219b8ac7f34d0009c532bc26cac4fe707575530f1b47ccc6ff690f18";
 
 }  // namespace fp8cutlass

@@ -900,6 +900,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "fb936d84219b8ac7f34d0009c532bc26cac4fe707575530f1b47ccc6ff690f18";
+const char kManifest[] = "02b629ef31e7ab54a6caa02b78320f5883099b1c6dc139dfd9b1e5c26dc1828b";
 
 }  // namespace fp8cutlass

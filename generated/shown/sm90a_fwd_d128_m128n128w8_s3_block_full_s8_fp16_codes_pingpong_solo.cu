@@ -325,11 +325,23 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     const Item& item = control.items[turn % kItemSlots];
     seen_by_all = last_seen<kMask>(item.row + 64 * warpgroup, Walk::keys(p, item), Walk::band(p, item));
   };
+  const auto slope_of = [](float row, float key) { return least_or_nan(most_or_nan(row * key, kMinSlope), kMaxSlope); };
+  // Of the tile whose scores come next: the slopes of the lane's two rows, whether a row does not see all of its keys,
+  // whether its softmax may need what is seldom needed. The products of the tile before hide this, while all that comes
+  // after the scores is time in which the tensor cores may wait for P.
+  float slope[2];
+  int masked;
+  const auto prepare = [&](unsigned turn, int tile, const Stage& stage) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      slope[r] = slope_of(row_slope[r], k_descale(stage));
+    masked = unpredicated(seen_by_all < (tile + 1) * kTileN - 1);
+  };
   // Scores to P, in place and then packed; the tile's weight against the others.
-  const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
+  const auto softmax = [&](auto& s, unsigned turn, int tile) {
     const Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
-    if (masked) {
+    if (masked > 0) {
       int last[2];  // the last key, relative to the tile, that each of the two rows sees
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -338,10 +350,6 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       }
       mask_columns(s, last);
     }
-    float slope[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      slope[r] = least_or_nan(most_or_nan(row_slope[r] * k_descale, kMinSlope), kMaxSlope);
     softmax_of_integers(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
   };
 
@@ -423,6 +431,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   int end = control.items[0].tiles;             // of the item's last tile, and one
   read_item(0);
   sm90::wait(control.k_full[0], 0);
+  prepare(0, tile, stage);
   if (warpgroup == kWarpgroups - 1) sm90::pass_turn(0);
   raise(s, control.raised);
   cute::warpgroup_arrive();
@@ -430,8 +439,6 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   cute::warpgroup_commit_batch();
 #pragma unroll 1
   while (true) {
-    const bool masked = seen_by_all < (tile + 1) * kTileN - 1;
-    const float k_scale = k_descale(stage);
     const bool first = tile == 0, last = tile + 1 == end, finishes = first && turn > 0;
     const Stage next = stage.next();
     cute::warpgroup_wait<0>();
@@ -440,7 +447,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     const bool k_ready = sm90::poll(control.k_full[next.slot], next.parity);
     sm90::arrive(control.k_empty[stage.slot]);
     if (last) sm90::arrive(control.q_empty[turn % kQBuffers]);
-    softmax(s, turn, tile, stage, k_scale, masked);
+    softmax(s, turn, tile);
     sm90::wait(control.v_full[stage.slot], stage.parity);
     pack_p(prob, s);
     sm90::fence(prob);
@@ -478,6 +485,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     promote(t, 0, v_descale(stage));
     if (end == 0) break;
     stage = next;
+    prepare(turn, tile, stage);
   }
   cute::warpgroup_wait<0>();
   epilogue(control.items[(turn - 1) % kItemSlots]);

@@ -900,6 +900,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "02b629ef31e7ab54a6caa02b78320f5883099b1c6dc139dfd9b1e5c26dc1828b";
+const char kManifest[] = "fb9299413b22cadfa9a872e81fac56c732ea6ad4ac4cfa97f4ea6b18435e435a";
 
 }  // namespace fp8cutlass

@@ -900,6 +900,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "fb9299413b22cadfa9a872e81fac56c732ea6ad4ac4cfa97f4ea6b18435e435a";
+const char kManifest[] = "11761bc3a6cb643feb4846cb3425cc2233cb07153ee55e76dcc50da407ef2f35";
 
 }  // namespace fp8cutlass

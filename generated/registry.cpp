@@ -900,6 +900,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "11761bc3a6cb643feb4846cb3425cc2233cb07153ee55e76dcc50da407ef2f35";
+const char kManifest[] = "bbdce410caa80582b1cf3b0d33a9cf85876af3d5a8d7f45e918119a31f880a84";
 
 }  // namespace fp8cutlass

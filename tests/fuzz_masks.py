@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from fuzz_cases import Case, arguments, draw, inputs_of, sinks_of
 from fuzz_check import operands_for
 from fuzz_judge import Verdict, raised
 from gpu import is_emulated
 from kernel_gates import lse_limit
 from layouts import on_card
-from reference import Reference
+from reference import Operands, Reference
+from tensor_core import STEP, scores
 
 import fp8cutlass
 from fp8cutlass import BlockMask, UnsupportedError
@@ -118,12 +120,13 @@ def masked_reference(
     bias: torch.Tensor | None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    products: torch.Tensor | None = None,
 ) -> Reference:
-    """``attention64`` with the scores of a case."""
+    """``attention64`` with the scores of a case; ``products`` in the place of Q K^T."""
     q, k, v = operands
     k64, v64 = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     q64 = scale * q.double()
-    logits = q64 @ k64.transpose(-1, -2)
+    logits = q64 @ k64.transpose(-1, -2) if products is None else scale * products
     if softcap:  # before the bias
         logits = softcap * torch.tanh(logits / softcap)
     if bias is not None:
@@ -138,6 +141,21 @@ def masked_reference(
     return Reference(
         probabilities @ v64, lse, probabilities, v64, float(finite.max()) if finite.numel() else 0.0, q64, k64
     )
+
+
+def products_on_card(operands: Operands, score: str, device: str) -> torch.Tensor:
+    """Q K^T (B, H, Sq, Sk) in float64, its sums as the tensor core makes them."""
+    heads = operands.fp8[0].shape[1]
+
+    def of_heads(fp8: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values = F.pad(fp8.to(device).float(), (0, -fp8.shape[3] % STEP))
+        largest = values.abs().amax(-1)  # a row has one descale
+        descale = torch.where(largest == 0, 0.0, real.to(device).abs().amax(-1) / largest.double())
+        return tuple(x.repeat_interleave(heads // fp8.shape[1], 1).flatten(0, 1) for x in (values, descale))  # type: ignore[return-value]
+
+    (q, q_descale), (k, k_descale) = (of_heads(operands.fp8[i], operands.real[i]) for i in (0, 1))
+    products = scores(q, k, score, emulated_mma=False).double() * q_descale[:, :, None] * k_descale[:, None]
+    return products.unflatten(0, (-1, heads))
 
 
 def run_masked_case(case: MaskedCase, device: str) -> Verdict:
@@ -172,7 +190,9 @@ def _run(case: MaskedCase, device: str) -> Verdict:
     operands, mean = operands_for(call, inputs, variant)
     real = tuple(x.to(device) for x in operands.real)
     on = tuple(None if x is None else x.to(device) for x in (seen, bias))
-    reference = masked_reference(real, call.softmax_scale, *on, call.softcap, sinks_of(call))
+    emulated = device == "cpu" or is_emulated(variant)
+    products = None if emulated else products_on_card(operands, variant.score, device)
+    reference = masked_reference(real, call.softmax_scale, *on, call.softcap, sinks_of(call), products=products)
     out, lse, amax = results[0]
     out = (out if call.layout == "bhsd" else out.transpose(1, 2)).double()
     if mean is not None:  # the LSE is that of the keys as they were given
@@ -181,7 +201,6 @@ def _run(case: MaskedCase, device: str) -> Verdict:
         shift = (call.softmax_scale * (q.double() * shared).sum(-1)).to(device)
         lse = lse - shift
         reference.max_score = max(reference.max_score, float(shift.abs().max()))
-    emulated = device == "cpu" or is_emulated(variant)
     missed += judge_masked(reference, variant, out, lse.double(), results[0][0].dtype, emulated=emulated)
     largest = float(out.abs().max()) if out.numel() else 0.0
     if abs(float(amax) - largest) > torch.finfo(results[0][0].dtype).eps * largest:
@@ -199,7 +218,7 @@ def judge_masked(
     emulated: bool = True,
 ) -> list[str]:
     """The gates that a result misses: each element within what the rounding of P and of scores allows. ``emulated``: no
-    tensor core cut its scores."""
+    tensor core made its scores; else the reference has ``products_on_card``."""
     missed = []
     dead = reference.lse == -torch.inf
     if not torch.equal(lse == -torch.inf, dead):

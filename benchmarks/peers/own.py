@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from fp8cutlass.call.plan import Plan, problem_of, score_amax
 from fp8cutlass.choose.dispatch import decide
 from fp8cutlass.choose.problem import Decision
 from fp8cutlass.choose.target import Target, target
+from fp8cutlass.dtypes import OPERANDS, operand_name
 from fp8cutlass.errors import UnsupportedError
 from fp8cutlass.manifest import Variant, load_manifest
 from fp8cutlass.native import extension
@@ -34,9 +36,11 @@ def half_call(data: Data, scaling: str, precision: str = "fast", kernel: str = "
 
 def half_plan(data: Data, variant: Variant, at: Target, scaling: str) -> tuple[Plan, Tensors]:
     """A call on bf16 tensors by one kernel, which a precision has no say in."""
-    manifest = load_manifest(at.directory)
-    call, why = half_call(data, scaling, kernel=variant.id), Decision(variant.id)
-    plan = Plan(call, variant, manifest.index[variant.id], why, manifest.scaling[scaling])
+    manifest, operand = load_manifest(at.directory), OPERANDS[variant.dtype]
+    integers = operand.qk == torch.int8
+    call = replace(half_call(data, scaling, kernel=variant.id), smooth_k=integers, hadamard=integers)  # as by default
+    granularity = operand.granularity(manifest.scaling[scaling])
+    plan = Plan(call, variant, manifest.index[variant.id], Decision(variant.id), granularity)
     return plan, Tensors(data.q, data.k, data.v)
 
 
@@ -140,7 +144,8 @@ class Own:
     def choose(self, data: Data, at: Target, kernel: str = "") -> tuple[Variant, int]:
         """The table's choice, or the pinned kernel, and its number; UnsupportedError where it does not serve."""
         call = half_call(data, self._scaling, self._asked, kernel)
-        problem = problem_of(call, at, data.q.device, data.q.shape, data.k.shape, "e4m3")
+        dtype = operand_name(data.q.dtype, self._asked)
+        problem = problem_of(call, at, data.q.device, data.q.shape, data.k.shape, dtype)
         variant, number, _ = decide(at.directory, problem, kernel)
         if at.arch not in variant.targets:  # only a pinned one
             raise UnsupportedError(f"{variant.id} is built for {', '.join(variant.targets)}, not {at.arch}")

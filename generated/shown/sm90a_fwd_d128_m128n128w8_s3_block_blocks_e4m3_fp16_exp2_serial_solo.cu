@@ -352,12 +352,11 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 
   // What this thread's rows see of a tile. Asked before the scores are there.
   const auto is_masked = [&](const Stage& stage) {
-    return seen_bits(params.mask, control.visits[stage.slot], p.seqlen_k, thread_index() - 128);
+    return seen_of(params.mask, control.visits[stage.slot], p.seqlen_k, thread_index() - 128);
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
-  const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, const uint2& seen) {
-    // The vote keeps the branch uniform.
-    if (__any_sync(~0u, !sees_all(seen))) mask_unseen(s, seen);
+  const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, const Seen& seen) {
+    if (seen.in_part) mask_unseen(s, seen.bits);
     float slope[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
@@ -430,7 +429,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       Scores s;
       sm90::wait(control.k_full[stage.slot], stage.parity);
       const float k_scale = k_descale(stage);
-      const uint2 masked = is_masked(stage);
+      const Seen masked = is_masked(stage);
       cute::warpgroup_arrive();
       issue_scores(s, slot, stage.slot);
       cute::warpgroup_commit_batch();

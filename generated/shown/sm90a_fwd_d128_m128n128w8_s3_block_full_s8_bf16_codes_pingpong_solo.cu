@@ -17,7 +17,7 @@
 //   warpgroups 1 to 2 O, LSE                                                            global memory
 //
 // Pingpong: warpgroups take turns on the tensor cores; while one multiplies, the others do their softmax.
-//   tile j: free V of j - 1, free K | softmax | wait V | add P V of j - 1 to O | turn: P V of j, Q K^T of j + 1
+//   tile j: free K | softmax | wait V | turn: P V of j, Q K^T of j + 1 | under that Q K^T add P V of j to O, free V
 // A phase: use u of a ring of n slots waits in slot u % n for parity u / n & 1 to read, for the other one to write.
 // `full` comes with the bytes of a copy, or from each thread that wrote, `empty` from each thread that read.
 
@@ -67,7 +67,7 @@ using Gmma = cute::SM90::GMMA::MMA_64x128x32_S32S8S8_SS_TN;  // S = Q K^T
 using GmmaValues = cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>;  // P V and, by 8 rows of ones in V^T, the row sums of P
 constexpr uint32_t kOnes = 0x38383838;  // four times 1.0 in s8
 constexpr float kTruncation = 1.f;  // given back to O: the tensor core cuts P V more than the row sums (docs/lab/sm90a.md, the bias)
-using Score = uint32_t;  // one s32 score
+using Score = uint32_t;  // one s32 score, raised (softmax_integer.cuh)
 constexpr int kScoreRegs = 4;  // per n8 block
 using Out = OutBf16;
 
@@ -96,6 +96,7 @@ struct SharedStorage {
   struct alignas(1024) {
     Item next[2];  // of the loader: the item that it loads and the one after, for the warps that fetch Q
     Item items[kItemSlots];  // this item, the one before (its epilogue may still run) and those that are loaded ahead
+    alignas(16) uint32_t raised[4];  // what sums of integers begin at
     alignas(16) float k_descale[kKeySlots][4];  // of the keys in the columns of one lane of four, copied with K
     float descales[2 * kKeySlots];  // of V, read until after the slots are loaded again, so twice as many
     sm90::Barrier q_full[kQBuffers], q_empty[kQBuffers];
@@ -302,22 +303,43 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   float weight[2], beta[2] = {};   // of a tile, see softmax.cuh
 
   const auto issue_scores = [&](Scores& s, unsigned slot, int stage) {
-    sm90::issue_scores<Gmma, QTile, KTile>(s, q_rows + slot * (QTile::kBytes / 16), k_tiles + stage * (KTile::kBytes / 16));
+    sm90::issue_scores<Gmma, QTile, KTile, true>(s, q_rows + slot * (QTile::kBytes / 16), k_tiles + stage * (KTile::kBytes / 16));
   };
   const auto issue_values = [&](Product& t, const auto& prob, int stage) { sm90::issue_values<GmmaValues, VTile>(t, prob, {v_tiles + stage * (kVBytes / 16)}); };
 
-  const auto k_descale = [&](const Stage& stage) { return control.k_descale[stage.slot][thread_index() % 4]; };
+  const auto k_descale = [&](const Stage& stage) { return control.k_descale[stage.slot][unsigned(thread_index()) % 4]; };
   const auto v_descale = [&](const Stage& stage) { return control.descales[stage.ring()]; };
 
   // Whether a row of this warpgroup does not see all keys of a tile. Asked before the scores are there.
   const auto is_masked = [&](const Item& item, int tile) {
     return fp8cutlass::is_masked<kTileN, 64, kMask>(item.row + 64 * warpgroup, Walk::keys(p, item), Walk::band(p, item), tile);
   };
+  // Of the item whose scores come next: slopes of the lane's two rows, the last key that all rows of the warpgroup see.
+  float row_slope[2];
+  int seen_by_all;
+  const auto read_item = [&](unsigned turn) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) row_slope[r] = shared.slope[turn % kItemSlots][row_in_tile() + 8 * r];
+    const Item& item = control.items[turn % kItemSlots];
+    seen_by_all = last_seen<kMask>(item.row + 64 * warpgroup, Walk::keys(p, item), Walk::band(p, item));
+  };
+  const auto slope_of = [](float row, float key) { return least_or_nan(most_or_nan(row * key, kMinSlope), kMaxSlope); };
+  // Of the tile whose scores come next: the slopes of the lane's two rows, whether a row does not see all of its keys,
+  // whether its softmax may need what is seldom needed. The products of the tile before hide this, while all that comes
+  // after the scores is time in which the tensor cores may wait for P.
+  float slope[2];
+  int masked;
+  const auto prepare = [&](unsigned turn, int tile, const Stage& stage) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      slope[r] = slope_of(row_slope[r], k_descale(stage));
+    masked = unpredicated(seen_by_all < (tile + 1) * kTileN - 1);
+  };
   // Scores to P, in place and then packed; the tile's weight against the others.
-  const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
+  const auto softmax = [&](auto& s, unsigned turn, int tile) {
     const Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
-    if (masked) {
+    if (masked > 0) {
       int last[2];  // the last key, relative to the tile, that each of the two rows sees
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -326,10 +348,6 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       }
       mask_columns(s, last);
     }
-    float slope[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      slope[r] = least_or_nan(most_or_nan(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinSlope), kMaxSlope);
     softmax_of_integers(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
   };
 
@@ -409,52 +427,44 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   sm90::wait(control.q_full[0], 0);
   int tile = 0;                                 // the number of the tile in s, in its sequence
   int end = control.items[0].tiles;             // of the item's last tile, and one
-  bool very_first = true;   // there is no tile in t yet
-  Stage previous;           // of the tile in t
-#pragma unroll
-  for (int n = 0; n <= kPartBlocks; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) t[n][i] = 0.f;
-  sm90::fence(t);  // zero before the first product is in flight
+  read_item(0);
   sm90::wait(control.k_full[0], 0);
+  prepare(0, tile, stage);
   if (warpgroup == kWarpgroups - 1) sm90::pass_turn(0);
+  raise(s, control.raised);
   cute::warpgroup_arrive();
   issue_scores(s, 0, 0);
   cute::warpgroup_commit_batch();
 #pragma unroll 1
   while (true) {
-    const bool masked = is_masked(control.items[turn % kItemSlots], tile);
-    const float k_scale = k_descale(stage);
     const bool first = tile == 0, last = tile + 1 == end, finishes = first && turn > 0;
     const Stage next = stage.next();
     cute::warpgroup_wait<0>();
     sm90::fence(s);  // scores of this tile
-    sm90::fence(t);  // P V of the tile before
     // Asked early, so that the answer is there when it is needed.
     const bool k_ready = sm90::poll(control.k_full[next.slot], next.parity);
     sm90::arrive(control.k_empty[stage.slot]);
-    sm90::arrive_if(control.v_empty[previous.slot], !very_first);
     if (last) sm90::arrive(control.q_empty[turn % kQBuffers]);
-    very_first = false;
-    softmax(s, turn, tile, stage, k_scale, masked);
-    // The wait is a jump, across which the assembler moves nothing: it would mix the additions to O among the
-    // instructions that make P, which costs up to 10% of the time (docs/lab/sm90a.md, rows 39 and 40).
+    softmax(s, turn, tile);
     sm90::wait(control.v_full[stage.slot], stage.parity);
-    promote(t, 0, v_descale(previous));
     pack_p(prob, s);
     sm90::fence(prob);
+    raise(s, control.raised);  // ahead of the turn, so that its two products follow each other
+    sm90::fence(s);
 
     // This warpgroup's turn on the tensor cores: P V of this tile and Q K^T of the next, which is waited for when the
     // tensor cores have something to do.
     sm90::wait_turn(warpgroup);
     cute::warpgroup_arrive();
     issue_values(t, prob, stage.slot);
+    cute::warpgroup_commit_batch();
     ++tile;
     if (last) {
       ++turn;
       sm90::wait(control.q_full[turn % kQBuffers], turn / kQBuffers & 1);
       tile = 0;
       end = control.items[turn % kItemSlots].tiles;
+      read_item(turn);
     }
     sm90::wait_unless(k_ready || end == 0, control.k_full[next.slot], next.parity);
     cute::warpgroup_arrive();
@@ -467,13 +477,15 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     weigh_tile(first, [&] {
       if (finishes) epilogue(control.items[(turn - 1 - last) % kItemSlots]);  // the item before this tile's
     });
+    cute::warpgroup_wait<1>();  // for P V: while Q K^T runs there is time to add it to O
+    sm90::fence(t);
+    sm90::arrive(control.v_empty[stage.slot]);
+    promote(t, 0, v_descale(stage));
     if (end == 0) break;
-    previous = stage;
     stage = next;
+    prepare(turn, tile, stage);
   }
   cute::warpgroup_wait<0>();
-  sm90::fence(t);
-  promote(t, 0, v_descale(stage));
   epilogue(control.items[(turn - 1) % kItemSlots]);
 }
 
@@ -516,6 +528,7 @@ __device__ __forceinline__ void attention(const sm90::KernelParams& params) {
     uint8_t* block = shared.v[i / (VTile::kBlocks * kOnesWords)] + i / kOnesWords % VTile::kBlocks * VTile::kBlockBytes;
     reinterpret_cast<uint32_t*>(block + kPartColumns * VTile::kWidth)[i % kOnesWords] = kOnes;
   }
+  if (threadIdx.x < 4) control.raised[threadIdx.x] = kRaise;
   sm90::fence_async();
   __syncthreads();
   work(params, shared, warpgroup);

@@ -353,17 +353,27 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 
   // What this thread's rows see of a tile. Asked before the scores are there.
   const auto is_masked = [&](const Stage& stage) {
-    return seen_bits(params.mask, control.visits[stage.slot], p.seqlen_k, thread_index() - 128);
+    return seen_of(params.mask, control.visits[stage.slot], p.seqlen_k, thread_index() - 128);
   };
-  // Scores to P, in place and then packed; the tile's weight against the others.
-  const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, const uint2& seen) {
-    // The vote keeps the branch uniform.
-    if (__any_sync(~0u, !sees_all(seen))) mask_unseen(s, seen);
-    float slope[2];
+  // Of the tile whose scores come next: the slopes of the lane's two rows, whether a row does not see all of its keys,
+  // whether its softmax may need what is seldom needed. The products of the tile before hide this, while all that comes
+  // after the scores is time in which the tensor cores may wait for P.
+  float slope[2];
+  int masked, seldom;
+  Seen seen;
+  const auto prepare = [&](unsigned turn, int tile, const Stage& stage) {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinCodeSlope), kMaxSlope);
-    softmax_by_code<Code::linear>(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
+      slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale(stage), kMinCodeSlope), kMaxSlope);
+    seldom = unpredicated(want_lse || __any_sync(~0u, fmaxf(slope[0], slope[1]) > safe_slope(kHeadDim)));
+    seen = is_masked(stage);
+    masked = unpredicated(seen.in_part);
+  };
+  // Scores to P, in place and then packed; the tile's weight against the others.
+  const auto softmax = [&](auto& s, unsigned turn, int tile) {
+    if (masked > 0) mask_unseen(s, seen.bits);
+    const auto store = [&](float x, float y) { exact_sums().tile = make_float2(x, y); };
+    softmax_by_code<Code::linear>(s, slope, weight, want_lse, [&](bool) { return seldom; }, store);
   };
 
   // O += beta * descale * T for the columns of a part.
@@ -450,14 +460,13 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     for (int i = 0; i < 4; ++i) t[n][i] = 0.f;
   sm90::fence(t);  // zero before the first product is in flight
   sm90::wait(control.k_full[0], 0);
+  prepare(0, tile, stage);
   if (warpgroup == kWarpgroups - 1) sm90::pass_turn(0);
   cute::warpgroup_arrive();
   issue_scores(s, 0, 0);
   cute::warpgroup_commit_batch();
 #pragma unroll 1
   while (true) {
-    const uint2 masked = is_masked(stage);
-    const float k_scale = k_descale(stage);
     const bool first = tile == 0, last = tile + 1 == end, finishes = first && turn > 0;
     const Stage next = stage.next();
     cute::warpgroup_wait<0>();
@@ -469,7 +478,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     sm90::arrive_if(control.v_empty[previous.slot], !very_first);
     if (last) sm90::arrive(control.q_empty[turn % kQBuffers]);
     very_first = false;
-    softmax(s, turn, tile, stage, k_scale, masked);
+    softmax(s, turn, tile);
     // The wait is a jump, across which the assembler moves nothing: it would mix the additions to O among the
     // instructions that make P, which costs up to 10% of the time (docs/lab/sm90a.md, rows 39 and 40).
     sm90::wait(control.v_full[stage.slot], stage.parity);
@@ -503,6 +512,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     if (end == 0) break;
     previous = stage;
     stage = next;
+    prepare(turn, tile, stage);
   }
   cute::warpgroup_wait<0>();
   sm90::fence(t);

@@ -16,6 +16,12 @@ __device__ __forceinline__ uint32_t bits_before(int keys) {
   return (blocks(from_here / 8) & 0x55555555u) | (blocks((from_here - 1) / 8) & 0xAAAAAAAAu);
 }
 
+// Of a tile: the words of a lane's two rows, and whether the warp has to look at them.
+struct Seen {
+  uint2 bits;
+  bool in_part;
+};
+
 // Of a visit (walk/listed.h), for thread `thread` of two warpgroups.
 __device__ __forceinline__ uint2 seen_bits(const TileMask& mask, int visit, int keys, int thread) {
   uint2 seen = make_uint2(~0u, ~0u);
@@ -32,7 +38,10 @@ __device__ __forceinline__ uint2 seen_bits(const TileMask& mask, int visit, int 
   return seen;
 }
 
-__device__ __forceinline__ bool sees_all(const uint2& seen) { return (seen.x & seen.y) == ~0u; }
+// The same, all lanes together. The vote knows a visit is one of the warp's, which keeps branches uniform.
+__device__ __forceinline__ Seen seen_of(const TileMask& mask, int visit, int keys, int thread) {
+  return {seen_bits(mask, visit, keys, thread), bool(__any_sync(~0u, visit != kSeenWhole))};
+}
 
 // Scores of keys that are not seen become -inf.
 template <int kBlocks>

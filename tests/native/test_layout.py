@@ -15,6 +15,8 @@ from compilers import ROOT, nvcc
 from codegen.families.warp.derive import row_pitch
 from codegen.matrix import SM89_HEAD_DIMS, SM89_TILES
 
+pytestmark = pytest.mark.xdist_group("layout")  # one process compiles the program
+
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:

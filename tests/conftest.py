@@ -79,6 +79,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """pytest collects garbage five times at its end: of what the last module left, not of all that the process has."""
+    gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """A line for what was left out, and one for the mutants that ran; `-q` shows them too."""
     if files := left_out(config):

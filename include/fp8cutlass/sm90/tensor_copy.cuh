@@ -1,5 +1,6 @@
 // The copy engine: boxes of tensors that a tensor map describes, and plain bytes. One lane calls each of these.
-// (CuTe's header of them takes 0.5 s to compile, a third of a kernel.)
+// (CuTe's header of them takes 0.5 s to compile, a third of a kernel.) Operands are converted in CuTe's order: in
+// another one the assembler would allot other registers.
 #pragma once
 
 #include <cuda.h>

@@ -13,7 +13,8 @@ import fuzz_check
 import fuzz_judge
 import pytest
 import torch
-from fuzz_cases import CELLS, arguments, draw, inputs_of
+from fuzz_cases import CELLS, arguments, draw, inputs_of, sinks_of
+from fuzz_masks import draw_masked, mask_of, masked_reference, products_on_card
 from kernel_gates import L2_EMULATOR, beyond_rounding
 from reference import Reference, attention64
 from tensor_core import cut_products, scores, values
@@ -66,6 +67,30 @@ def test_errors_that_a_card_had(number: int, kernel: str, seen: float, monkeypat
         cut = emulated()
     assert float((cut.lse - reference.lse).abs().max()) == pytest.approx(seen, abs=1e-5)
     assert float((plain.lse - reference.lse).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("number", "kernel", "seen"),
+    [
+        (114, "sm90a_fwd_d64_m128n128w8_s4_block_blocks_e4m3_fp16_exp2_pingpong_solo", 0.02842),
+        (139, "sm90a_fwd_d128_m128n128w8_s3_block_blocks_e4m3_bf16_exp2_serial_solo", 0.02075),
+        (2145, "sm90a_fwd_d128_m128n128w8_s3_block_blocks_e4m3_fp16_exp2_serial_solo", 0.1001),
+    ],
+)
+def test_errors_that_masked_calls_had(number: int, kernel: str, seen: float) -> None:
+    """As above, of calls with a mask: seed 1, printed on an H100."""
+    case = draw_masked(1, number, CELLS["cuda"])
+    call, variant = case.call, load_manifest(generated_dir()).find(kernel)
+    operands, _ = fuzz_check.operands_for(call, inputs_of(call), variant)
+    _, visible, bias = mask_of(case, "cpu")
+    exact, cut = (
+        masked_reference(
+            operands.real, call.softmax_scale, visible, bias, call.softcap, sinks_of(call), products=products
+        ).lse
+        for products in (None, products_on_card(operands, variant.score, "cpu"))
+    )
+    alive = exact != -torch.inf
+    assert float((cut - exact)[alive].abs().max()) == pytest.approx(seen, abs=5e-5)  # four digits were printed
 
 
 def test_a_row_that_a_card_had(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -900,6 +900,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "fb9299413b22cadfa9a872e81fac56c732ea6ad4ac4cfa97f4ea6b18435e435a";
+const char kManifest[] = "6aedb23c88ebf0cc988e87f95bd709e7ada1b5ba20b26b316eb563e97b48aa83";
 
 }  // namespace fp8cutlass

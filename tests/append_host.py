@@ -83,7 +83,7 @@ class Kernel:
         kernel.write_text(render_append(environment()))
         for file, old, new in edits:
             planted(headers / "append" / file, old, new)
-        flags = ["-O1", "-ffp-contract=off", f'-DKERNEL_FILE="{kernel}"']
+        flags = [f'-DKERNEL_FILE="{kernel}"']
         self.library = host_library("append_host.cpp", folder, folder / "include", *flags)
         self.library.run.restype = ctypes.c_char_p
         self.library.params_bytes.restype = ctypes.c_size_t

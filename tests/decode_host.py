@@ -128,7 +128,7 @@ class Kernel:
         cut.write_text(render_cut(env))
         for file, old, new in edits:
             planted(source if file == "kernel.cu" else headers / "fp8cutlass" / "decode" / file, old, new)
-        flags = ["-O2", f"-DKERNEL={name}", f'-DKERNEL_FILE="{source}"', f'-DCUT_FILE="{cut}"']
+        flags = [f"-DKERNEL={name}", f'-DKERNEL_FILE="{source}"', f'-DCUT_FILE="{cut}"']
         self.library = host_library("decode_host.cpp", folder, headers, *flags)
         self.library.run.restype = ctypes.c_char_p
 

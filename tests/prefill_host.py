@@ -80,7 +80,7 @@ class Kernels:
         for file, old, new in edits:
             planted(kernel if file == "kernel.cu" else headers / file, old, new)
         files = [f'-DKERNEL_FILE="{kernel}"', f'-DROUTE_FILE="{route}"', f"-DKERNEL={pack.id}_gather"]
-        flags = ["-O1", "-ffp-contract=off", *files, "-I", str(folder / "include")]
+        flags = [*files, "-I", str(folder / "include")]
         self.library = host_library("prefill_host.cpp", folder, ROOT / "include", *flags)
         self.library.run_route.restype = self.library.run_gather.restype = ctypes.c_char_p
         sizes = self.library.route_bytes(), self.library.gather_bytes()

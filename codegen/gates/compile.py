@@ -55,7 +55,7 @@ def parse_resources(text: str, entry: str = "") -> Resources:
 
 
 def _disassemble(tools: Toolbox, cubin: Path) -> str:
-    result = subprocess.run([str(tools.nvdisasm), "-c", str(cubin)], capture_output=True, text=True)
+    result = subprocess.run([str(tools.nvdisasm), "-c", "-ndf", str(cubin)], capture_output=True, text=True)
     if result.returncode != 0:
         raise CompileError(f"nvdisasm failed with status {result.returncode}: {result.stderr.strip()}")
     return result.stdout

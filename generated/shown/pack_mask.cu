@@ -7,9 +7,8 @@
 
 namespace fp8cutlass {
 
-// Two CTAs an SM, so that loads are on their way while others exchange bits.
-__global__ void __launch_bounds__(masking::kMaskThreads, 2)
-    pack_mask(const __grid_constant__ masking::PackMaskParams p) {
+// A CTA fills an SM, so that loads are on their way while other warps exchange bits, also where lists are fewer than SMs.
+__global__ void __launch_bounds__(masking::kMaskThreads, 1) pack_mask(const __grid_constant__ masking::PackMaskParams p) {
   extern __shared__ uint8_t flags[];
   masking::pack_list(p, flags);
 }

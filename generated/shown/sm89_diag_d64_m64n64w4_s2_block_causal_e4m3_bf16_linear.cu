@@ -52,9 +52,9 @@ constexpr int kDimBlocks = 8;   // n8 blocks of O
 constexpr int kDimSteps = 2;    // k32 steps of Q K^T
 
 // 34 of these a warp and KV tile
-using MmaScores = cute::SM89_16x8x32_F16E4M3E4M3F16_TN;
-using MmaValues = cute::SM89_16x8x32_F32E4M3E4M3F32_TN;
-using MmaSums = cute::SM89_16x8x32_F32E4M3E4M3F32_TN;
+using MmaScores = sm89::SM89_16x8x32_F16E4M3E4M3F16_TN;
+using MmaValues = sm89::SM89_16x8x32_F32E4M3E4M3F32_TN;
+using MmaSums = sm89::SM89_16x8x32_F32E4M3E4M3F32_TN;
 using Score = uint32_t;  // two packed f16 scores
 constexpr int kScoreRegs = 2;  // per n8 block
 using Out = OutBf16;
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_diag_d64_m64n64w4_s
 #pragma unroll
     for (int tile = 0; tile < kStages - 1; ++tile) {
       if (tile < work.tiles) load_k(work, tile), load_v(work, tile);
-      cute::cp_async_fence();
+      sm89::commit_copies();
     }
   };
 
@@ -154,10 +154,10 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_diag_d64_m64n64w4_s
       const float k_descale = p.k_descale[work.kv_head * p.k_descale_head + key_block * p.k_descale_block];
       const float v_descale = p.v_descale_block ? p.v_descale[work.kv_head * p.v_descale_head + key_block * p.v_descale_block] : 1.f;
 
-      cute::cp_async_wait<kStages - 2>();  // this tile is here
+      sm89::wait_copies<kStages - 2>();  // this tile is here
       __syncthreads();                     // for all threads; and everybody is done with the slot that is loaded next
       if (tile + kStages - 1 < work.tiles) load_k(work, tile + kStages - 1), load_v(work, tile + kStages - 1);
-      cute::cp_async_fence();
+      sm89::commit_copies();
 
       // S = Q K^T
       Score s[kFrags][kKeyBlocks][kScoreRegs];
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_diag_d64_m64n64w4_s
     }
 
     // The next item's loads run under this item's stores.
-    cute::cp_async_wait<0>();
+    sm89::wait_copies<0>();
     __syncthreads();  // everybody is done with Q and all slots
     const int next = work.item + gridDim.x;
     if (next < items) begin(next, turn ^ 1);

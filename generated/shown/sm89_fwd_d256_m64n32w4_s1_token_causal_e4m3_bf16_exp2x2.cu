@@ -52,9 +52,9 @@ constexpr int kDimBlocks = 32;   // n8 blocks of O
 constexpr int kDimSteps = 8;    // k32 steps of Q K^T
 
 // 98 of these a warp and KV tile
-using MmaScores = cute::SM89_16x8x32_F32E4M3E4M3F32_TN;
-using MmaValues = cute::SM89_16x8x32_F32E4M3E4M3F32_TN;
-using MmaSums = cute::SM89_16x8x32_F32E4M3E4M3F32_TN;
+using MmaScores = sm89::SM89_16x8x32_F32E4M3E4M3F32_TN;
+using MmaValues = sm89::SM89_16x8x32_F32E4M3E4M3F32_TN;
+using MmaSums = sm89::SM89_16x8x32_F32E4M3E4M3F32_TN;
 using Score = float;  // one float32 score
 constexpr int kScoreRegs = 4;  // per n8 block
 using Out = OutBf16;
@@ -124,9 +124,9 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_fwd_d256_m64n32w4_s
     __syncthreads();
     sm89::load_tile<QTile, kThreads>(shared.q, work.q, p.q_stride_row, p.seqlen_q - work.row);
     if (work.tiles > 0) load_k(work, 0);
-    cute::cp_async_fence();
+    sm89::commit_copies();
     if (work.tiles > 0) load_v(work, 0);
-    cute::cp_async_fence();
+    sm89::commit_copies();
   };
 
   begin(blockIdx.x, 0);  // the grid is no larger than the number of items
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_fwd_d256_m64n32w4_s
     for (int tile = 0; tile < work.tiles; ++tile) {
       const int key = tile * kTileN, slot = tile % kStages;  // first key, and where the tile lies
 
-      cute::cp_async_wait<1>();  // K of this tile is here, V may be on its way
+      sm89::wait_copies<1>();  // K of this tile is here, V may be on its way
       __syncthreads();
 
       // S = Q K^T
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_fwd_d256_m64n32w4_s
       sm89::scores_from_smem<MmaScores, 4, QTile, KTile, kDimSteps>(s, shared.q, warp_row, shared.k[slot]);
       __syncthreads();  // everybody is done with K
       if (tile + 1 < work.tiles) load_k(work, tile + 1);
-      cute::cp_async_fence();
+      sm89::commit_copies();
 
       // Softmax of the tile: P in FP8, its row sums, and its weight against the tiles before
       uint32_t prob[kFrags][kKeySteps][4];
@@ -204,18 +204,18 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_fwd_d256_m64n32w4_s
         }
       }
 
-      cute::cp_async_wait<1>();  // V of this tile is here, the next K may be on its way
+      sm89::wait_copies<1>();  // V of this tile is here, the next K may be on its way
       __syncthreads();
       // O += factor * (P V)
       sm89::accumulate_values<MmaValues, VTile>(o, prob, shared.v[slot], factor,
                                                 [](int, int, const float (&)[4]) {});
       __syncthreads();  // everybody is done with V
       if (tile + 1 < work.tiles) load_v(work, tile + 1);
-      cute::cp_async_fence();
+      sm89::commit_copies();
     }
 
     // The next item's loads run under this item's stores.
-    cute::cp_async_wait<0>();
+    sm89::wait_copies<0>();
     __syncthreads();  // everybody is done with Q and all slots
     const int next = work.item + gridDim.x;
     if (next < items) begin(next, turn ^ 1);

@@ -17,14 +17,11 @@
 //   warpgroups 1 to 2 O, LSE                                                            global memory
 //
 // Pingpong: warpgroups take turns on the tensor cores; while one multiplies, the others do their softmax.
-//   tile j: free V of j - 1, free K | softmax | wait V | add P V of j - 1 to O | turn: P V of j, Q K^T of j + 1
+//   tile j: free K | softmax | wait V | turn: P V of j, Q K^T of j + 1 | under that Q K^T add P V of j to O, free V
 // A phase: use u of a ring of n slots waits in slot u % n for parity u / n & 1 to read, for the other one to write.
 // `full` comes with the bytes of a copy, or from each thread that wrote, `empty` from each thread that read.
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "fp8cutlass/epilogue.cuh"
 #include "fp8cutlass/params.h"
 #include "fp8cutlass/sm90/barrier.cuh"
@@ -32,6 +29,7 @@
 #include "fp8cutlass/sm90/kernel_params.h"
 #include "fp8cutlass/sm90/operand.h"
 #include "fp8cutlass/sm90/query.cuh"
+#include "fp8cutlass/sm90/tensor_copy.cuh"
 #include "fp8cutlass/sm90/wgmma.cuh"
 #include "fp8cutlass/softmax_integer.cuh"
 #include "fp8cutlass/walk/dense.h"
@@ -69,7 +67,7 @@ using Gmma = cute::SM90::GMMA::MMA_64x128x32_S32S8S8_SS_TN;  // S = Q K^T
 using GmmaValues = cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>;  // P V and, by 8 rows of ones in V^T, the row sums of P
 constexpr uint32_t kOnes = 0x38383838;  // four times 1.0 in s8
 constexpr float kTruncation = 1.f;  // given back to O: the tensor core cuts P V more than the row sums (docs/lab/sm90a.md, the bias)
-using Score = uint32_t;  // one s32 score
+using Score = uint32_t;  // one s32 score, raised (softmax_integer.cuh)
 constexpr int kScoreRegs = 4;  // per n8 block
 using Out = OutFp16;
 
@@ -98,6 +96,7 @@ struct SharedStorage {
   struct alignas(1024) {
     Item next[2];  // of the loader: the item that it loads and the one after, for the warps that fetch Q
     Item items[kItemSlots];  // this item, the one before (its epilogue may still run) and those that are loaded ahead
+    alignas(16) uint32_t raised[4];  // what sums of integers begin at
     alignas(16) float k_descale[kKeySlots][4];  // of the keys in the columns of one lane of four, copied with K
     float descales[2 * kKeySlots];  // of V, read until after the slots are loaded again, so twice as many
     sm90::Barrier q_full[kQBuffers], q_empty[kQBuffers];
@@ -118,8 +117,8 @@ using Stage = sm90::Stage<kKeySlots>;  // of K and of V: a tile has the same one
 
 // ---- the loader: one warp, of which one lane drives the copy engine for K and V ------------------------------------------------------------------
 
-using Copy = cute::SM90_TMA_LOAD;
-constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+using Copy = sm90::BoxCopy;
+constexpr auto kHint = sm90::kEvictNormal;
 
 // An item and what its first copies go with, fetched while the item before is loaded.
 struct Ahead {
@@ -173,7 +172,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   auto& control = shared.control;
   const int lane = threadIdx.x;
   if (lane == 0)
-    for (const CUtensorMap* map : {&params.q, &params.k, &params.v}) cute::prefetch_tma_descriptor(map);
+    for (const CUtensorMap* map : {&params.q, &params.k, &params.v}) sm90::prefetch_map(map);
   Stage stage;
   int number = blockIdx.x;
   const int items = Walk::items(p, params.order);
@@ -213,9 +212,9 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
       {
         const int s = stage.slot, key = tile * kTileN + half * kSlotKeys;
         sm90::wait(control.k_empty[s], stage.parity ^ 1);
-        if (cute::elect_one_sync()) {
+        if (sm90::elect_one_sync()) {
           copy_keys(s, key);
-          cute::SM90_BULK_COPY_G2S::copy(p.k_descale + Walk::key_descale(p, item, kv_head) + 4 * (key / kKeyBlock), &control.k_full[s],
+          sm90::copy_bytes(p.k_descale + Walk::key_descale(p, item, kv_head) + 4 * (key / kKeyBlock), &control.k_full[s],
                                          control.k_descale[s], 16);
         }
         if (lane == j % 32) {
@@ -227,7 +226,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
       {
         const int s = stage.slot, parity = stage.parity;
         sm90::wait(control.v_empty[s], parity ^ 1);
-        if (cute::elect_one_sync()) copy_values(s, tile * kTileN + half * kSlotKeys);
+        if (sm90::elect_one_sync()) copy_values(s, tile * kTileN + half * kSlotKeys);
       }
       if (j == 0) {
         number = sm90::next_item(p, number, drawn);
@@ -291,9 +290,9 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   sm90::wait_for_operands();  // what this kernel writes, the one before may read
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
   const bool want_lse = params.want_lse != 0;
-  const uint32_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
-  const uint32_t k_tiles = KTile::descriptor(cute::cast_smem_ptr_to_uint(shared.k[0]));
-  const uint32_t v_tiles = VTile::descriptor(cute::cast_smem_ptr_to_uint(shared.v[0]));
+  const uint32_t q_rows = QTile::descriptor(shared_address(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
+  const uint32_t k_tiles = KTile::descriptor(shared_address(shared.k[0]));
+  const uint32_t v_tiles = VTile::descriptor(shared_address(shared.v[0]));
 
   float o[kDimBlocks][4] = {};     // of the item
   using Scores = Score[kKeyBlocks][kScoreRegs];
@@ -304,16 +303,25 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   float weight[2], beta[2] = {};   // of a tile, see softmax.cuh
 
   const auto issue_scores = [&](Scores& s, unsigned slot, int stage) {
-    sm90::issue_scores<Gmma, QTile, KTile>(s, q_rows + slot * (QTile::kBytes / 16), k_tiles + stage * (KTile::kBytes / 16));
+    sm90::issue_scores<Gmma, QTile, KTile, true>(s, q_rows + slot * (QTile::kBytes / 16), k_tiles + stage * (KTile::kBytes / 16));
   };
   const auto issue_values = [&](Product& t, const auto& prob, int stage) { sm90::issue_values<GmmaValues, VTile>(t, prob, {v_tiles + stage * (kVBytes / 16)}); };
 
-  const auto k_descale = [&](const Stage& stage) { return control.k_descale[stage.slot][thread_index() % 4]; };
+  const auto k_descale = [&](const Stage& stage) { return control.k_descale[stage.slot][unsigned(thread_index()) % 4]; };
   const auto v_descale = [&](const Stage& stage) { return control.descales[stage.ring()]; };
 
   // Whether a row of this warpgroup does not see all keys of a tile. Asked before the scores are there.
   const auto is_masked = [&](const Item& item, int tile) {
     return fp8cutlass::is_masked<kTileN, 64, kMask>(item.row + 64 * warpgroup, Walk::keys(p, item), Walk::band(p, item), tile);
+  };
+  // Of the item whose scores come next: slopes of the lane's two rows, the last key that all rows of the warpgroup see.
+  float row_slope[2];
+  int seen_by_all;
+  const auto read_item = [&](unsigned turn) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) row_slope[r] = shared.slope[turn % kItemSlots][row_in_tile() + 8 * r];
+    const Item& item = control.items[turn % kItemSlots];
+    seen_by_all = last_seen<kMask>(item.row + 64 * warpgroup, Walk::keys(p, item), Walk::band(p, item));
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
   const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {
@@ -331,7 +339,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     float slope[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      slope[r] = least_or_nan(most_or_nan(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinSlope), kMaxSlope);
+      slope[r] = least_or_nan(most_or_nan(row_slope[r] * k_descale, kMinSlope), kMaxSlope);
     softmax_of_integers(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
   };
 
@@ -411,52 +419,45 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   sm90::wait(control.q_full[0], 0);
   int tile = 0;                                 // the number of the tile in s, in its sequence
   int end = control.items[0].tiles;             // of the item's last tile, and one
-  bool very_first = true;   // there is no tile in t yet
-  Stage previous;           // of the tile in t
-#pragma unroll
-  for (int n = 0; n <= kPartBlocks; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) t[n][i] = 0.f;
-  sm90::fence(t);  // zero before the first product is in flight
+  read_item(0);
   sm90::wait(control.k_full[0], 0);
   if (warpgroup == kWarpgroups - 1) sm90::pass_turn(0);
+  raise(s, control.raised);
   cute::warpgroup_arrive();
   issue_scores(s, 0, 0);
   cute::warpgroup_commit_batch();
 #pragma unroll 1
   while (true) {
-    const bool masked = is_masked(control.items[turn % kItemSlots], tile);
+    const bool masked = seen_by_all < (tile + 1) * kTileN - 1;
     const float k_scale = k_descale(stage);
     const bool first = tile == 0, last = tile + 1 == end, finishes = first && turn > 0;
     const Stage next = stage.next();
     cute::warpgroup_wait<0>();
     sm90::fence(s);  // scores of this tile
-    sm90::fence(t);  // P V of the tile before
     // Asked early, so that the answer is there when it is needed.
     const bool k_ready = sm90::poll(control.k_full[next.slot], next.parity);
     sm90::arrive(control.k_empty[stage.slot]);
-    sm90::arrive_if(control.v_empty[previous.slot], !very_first);
     if (last) sm90::arrive(control.q_empty[turn % kQBuffers]);
-    very_first = false;
     softmax(s, turn, tile, stage, k_scale, masked);
-    // The wait is a jump, across which the assembler moves nothing: it would mix the additions to O among the
-    // instructions that make P, which costs up to 10% of the time (docs/lab/sm90a.md, rows 39 and 40).
     sm90::wait(control.v_full[stage.slot], stage.parity);
-    promote(t, 0, v_descale(previous));
     pack_p(prob, s);
     sm90::fence(prob);
+    raise(s, control.raised);  // ahead of the turn, so that its two products follow each other
+    sm90::fence(s);
 
     // This warpgroup's turn on the tensor cores: P V of this tile and Q K^T of the next, which is waited for when the
     // tensor cores have something to do.
     sm90::wait_turn(warpgroup);
     cute::warpgroup_arrive();
     issue_values(t, prob, stage.slot);
+    cute::warpgroup_commit_batch();
     ++tile;
     if (last) {
       ++turn;
       sm90::wait(control.q_full[turn % kQBuffers], turn / kQBuffers & 1);
       tile = 0;
       end = control.items[turn % kItemSlots].tiles;
+      read_item(turn);
     }
     sm90::wait_unless(k_ready || end == 0, control.k_full[next.slot], next.parity);
     cute::warpgroup_arrive();
@@ -469,13 +470,14 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     weigh_tile(first, [&] {
       if (finishes) epilogue(control.items[(turn - 1 - last) % kItemSlots]);  // the item before this tile's
     });
+    cute::warpgroup_wait<1>();  // for P V: while Q K^T runs there is time to add it to O
+    sm90::fence(t);
+    sm90::arrive(control.v_empty[stage.slot]);
+    promote(t, 0, v_descale(stage));
     if (end == 0) break;
-    previous = stage;
     stage = next;
   }
   cute::warpgroup_wait<0>();
-  sm90::fence(t);
-  promote(t, 0, v_descale(stage));
   epilogue(control.items[(turn - 1) % kItemSlots]);
 }
 
@@ -518,6 +520,7 @@ __device__ __forceinline__ void attention(const sm90::KernelParams& params) {
     uint8_t* block = shared.v[i / (VTile::kBlocks * kOnesWords)] + i / kOnesWords % VTile::kBlocks * VTile::kBlockBytes;
     reinterpret_cast<uint32_t*>(block + kPartColumns * VTile::kWidth)[i % kOnesWords] = kOnes;
   }
+  if (threadIdx.x < 4) control.raised[threadIdx.x] = kRaise;
   sm90::fence_async();
   __syncthreads();
   work(params, shared, warpgroup);

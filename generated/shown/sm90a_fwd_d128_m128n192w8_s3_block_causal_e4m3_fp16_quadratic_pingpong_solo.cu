@@ -23,9 +23,6 @@
 // `full` comes with the bytes of a copy, or from each thread that wrote, `empty` from each thread that read.
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "fp8cutlass/epilogue.cuh"
 #include "fp8cutlass/params.h"
 #include "fp8cutlass/sm90/barrier.cuh"
@@ -33,6 +30,7 @@
 #include "fp8cutlass/sm90/kernel_params.h"
 #include "fp8cutlass/sm90/operand.h"
 #include "fp8cutlass/sm90/query.cuh"
+#include "fp8cutlass/sm90/tensor_copy.cuh"
 #include "fp8cutlass/sm90/wgmma.cuh"
 #include "fp8cutlass/softmax.cuh"
 #include "fp8cutlass/walk/dense.h"
@@ -122,8 +120,8 @@ using Stage = sm90::Stage<kKeySlots>;  // of K and of V: a tile has the same one
 
 // ---- the loader: one warp, of which one lane drives the copy engine for K and V ------------------------------------------------------------------
 
-using Copy = cute::SM90_TMA_LOAD;
-constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+using Copy = sm90::BoxCopy;
+constexpr auto kHint = sm90::kEvictNormal;
 
 // An item and what its first copies go with, fetched while the item before is loaded.
 struct Ahead {
@@ -178,7 +176,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   auto& control = shared.control;
   const int lane = threadIdx.x;
   if (lane == 0)
-    for (const CUtensorMap* map : {&params.q, &params.k, &params.v}) cute::prefetch_tma_descriptor(map);
+    for (const CUtensorMap* map : {&params.q, &params.k, &params.v}) sm90::prefetch_map(map);
   Stage stage;
   int number = control.first;
   const int items = Walk::items(p, params.order);
@@ -223,7 +221,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
       {
         const int s = stage.slot, key = tile * kTileN + half * kSlotKeys;
         sm90::wait(control.k_empty[s], stage.parity ^ 1);
-        if (cute::elect_one_sync()) copy_keys(s, key);
+        if (sm90::elect_one_sync()) copy_keys(s, key);
         if (lane == j % 32) {
           if (half == 0) control.descales[stage.ring()] = descales;
           sm90::arrive_expect(control.k_full[s], KTile::kBytes);
@@ -233,7 +231,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
       {
         const int s = stage.slot, parity = stage.parity;
         sm90::wait(control.v_empty[s], parity ^ 1);
-        if (cute::elect_one_sync()) copy_values(s, tile * kTileN + half * kSlotKeys);
+        if (sm90::elect_one_sync()) copy_values(s, tile * kTileN + half * kSlotKeys);
       }
       if (j == 0) {
         number = sm90::next_item(p, number, drawn);
@@ -321,9 +319,9 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   if (p.ready == nullptr) sm90::wait_for_operands();  // what this kernel writes, the one before may read
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
   const bool want_lse = params.want_lse != 0;
-  const uint32_t q_rows = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
-  const uint32_t k_tiles = KTile::descriptor(cute::cast_smem_ptr_to_uint(shared.k[0]));
-  const uint32_t v_tiles = VTile::descriptor(cute::cast_smem_ptr_to_uint(shared.v[0]));
+  const uint32_t q_rows = QTile::descriptor(shared_address(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
+  const uint32_t k_tiles = KTile::descriptor(shared_address(shared.k[0]));
+  const uint32_t v_tiles = VTile::descriptor(shared_address(shared.v[0]));
 
   float o[kDimBlocks][4] = {};     // of the item
   using Scores = Score[kKeyBlocks][kScoreRegs];

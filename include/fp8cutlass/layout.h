@@ -1,10 +1,9 @@
 // Where a byte of a tile lies in shared memory, and in which order packed V keeps its keys and columns.
-// CuTe layouts only, usable on the host: tests/host proves them bijective and free of bank conflicts.
+// Usable on the host: tests/host proves that it is what CuTe makes of its swizzles, bijective and free of bank
+// conflicts.
 #pragma once
 
-#include <cute/layout.hpp>
-#include <cute/swizzle.hpp>
-#include <cute/swizzle_layout.hpp>
+#include <cute/config.hpp>
 
 namespace fp8cutlass {
 
@@ -20,13 +19,17 @@ struct SmemTile {
   static constexpr int kBytes = kRows * kPitch;
   static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes == 96 || kRowBytes == 128 || kRowBytes == 256);
 
-  // Swizzle<B, 4, S>: B chunk bits are XORed with the B bits above the 128-byte line (above the row, if longer).
+  // CuTe's Swizzle<B, 4, S>: B chunk bits are XORed with the B bits above the 128-byte line (above the row, if longer).
   static constexpr int kBits = !kSwizzled ? 0 : kRowBytes == 32 ? 1 : kRowBytes == 64 ? 2 : 3;
   static constexpr int kShift = kRowBytes == 256 ? 4 : 3;
-  using Swizzle = cute::Swizzle<kBits, 4, kShift>;
+
+  // By reference, as CuTe's: by value the compiler would add in another order, and the machine code of sm89 change.
+  CUTE_HOST_DEVICE static constexpr int swizzled(const int& byte) {
+    return byte ^ ((byte & (((1 << kBits) - 1) << (4 + kShift))) >> kShift);
+  }
 
   // Byte offset of 16-byte chunk `chunk` of row `row`.
-  CUTE_HOST_DEVICE static constexpr int offset(int row, int chunk) { return Swizzle::apply(row * kPitch + chunk * 16); }
+  CUTE_HOST_DEVICE static constexpr int offset(int row, int chunk) { return swizzled(row * kPitch + chunk * 16); }
 
   // offset(row + rows, chunk + 2 * step) from from = offset(row, chunk), for rows a multiple of 8 and chunk 0 or 1. The
   // XOR pattern repeats every 8 rows and chunk pairs only flip bits, so a lane keeps one offset and the rest are

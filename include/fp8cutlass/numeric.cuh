@@ -17,6 +17,11 @@ __device__ __forceinline__ int thread_index() {
   return x;
 }
 
+// Where a place in shared memory is, as instructions name it.
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
 // `for (int turn = unpredicated(condition); turn > 0; --turn)` is an if that stays a branch: the assembler cannot know
 // that the loop turns once at most. As an if, it would predicate the block, and a hundred instructions would be issued
 // for nothing.

@@ -9,18 +9,31 @@
 
 namespace fp8cutlass {
 
-// For |s| < 2^22 the bits of s added to those of 1.5 * 2^23 are the float 1.5 * 2^23 + s: an integer addition in the
-// place of a conversion. 127 * 127 * 256, the largest |s|, is 0.98 of 2^22.
-constexpr uint32_t kMagic = 0x4B400000u;
-constexpr float kMagicValue = 12582912.f;
-constexpr uint32_t kHiddenScore = 0xFF800000u - kMagic;  // becomes -inf, and is less than any score
-constexpr int kLeastScore = -(1 << 22);                  // stands for the maximum of a lane that sees no key
+// A sum of products begins at the bits of 1.5 * 2^23 instead of 0. For |s| < 2^22 what comes out is the float 1.5 *
+// 2^23
+// + s, without a conversion or an addition. 127 * 127 * 256, the largest |s|, is 0.98 of 2^22. As integers these bits
+// are in the order of s.
+constexpr uint32_t kRaise = 0x4B400000u;
+constexpr float kRaiseValue = 12582912.f;
+constexpr uint32_t kHiddenScore = 0xFF800000u;        // -inf, as an integer less than any score
+constexpr int kLeastScore = int(kRaise) - (1 << 22);  // stands for the maximum of a lane that sees no key
 
 // Above one code a score unit, a unit is more than the rounding of an offset may lose.
 constexpr float kMaxIntegerSlope = 1.f;
 
-__device__ __forceinline__ float raised(uint32_t score) { return __uint_as_float(score + kMagic); }
-__device__ __forceinline__ float score_of(uint32_t score) { return raised(score) - kMagicValue; }
+__device__ __forceinline__ float score_of(uint32_t raised) { return __uint_as_float(raised) - kRaiseValue; }
+
+// What products are added to, from shared memory: an instruction sets four sums, where constants would take one each.
+// Volatile, or the compiler would load once and copy.
+template <int kBlocks>
+__device__ __forceinline__ void raise(uint32_t (&s)[kBlocks][4], const uint32_t (&four)[4]) {
+  const auto from = uint32_t(__cvta_generic_to_shared(four));
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n)
+    asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(s[n][0]), "=r"(s[n][1]), "=r"(s[n][2]), "=r"(s[n][3])
+                 : "r"(from));
+}
 
 // Maximum and minimum that are NaN where an argument is.
 __device__ __forceinline__ float most_or_nan(float a, float b) {
@@ -53,19 +66,18 @@ __device__ __forceinline__ void softmax_of_integers(uint32_t (&s)[kBlocks][4], c
   float used[2], offset[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    int largest = max(int(s[0][2 * r]), int(s[0][2 * r + 1]));
+    int largest = kLeastScore;
 #pragma unroll
-    for (int n = 1; n < kBlocks; ++n) largest = __vimax3_s32(largest, int(s[n][2 * r]), int(s[n][2 * r + 1]));
-    const bool none = largest < kLeastScore;
-    const float own = raised(uint32_t(max(largest, kLeastScore)));
-    const float logit = none ? -INFINITY : __fmul_rn(own - kMagicValue, slope[r]);
+    for (int n = 0; n < kBlocks; ++n) largest = __vimax3_s32(largest, int(s[n][2 * r]), int(s[n][2 * r + 1]));
+    const float own = __int_as_float(largest);
+    const float logit = largest == kLeastScore ? -INFINITY : __fmul_rn(own - kRaiseValue, slope[r]);
     float top = most_or_nan(logit, __shfl_xor_sync(~0u, logit, 1));
     top = most_or_nan(top, __shfl_xor_sync(~0u, top, 2));
-    const float gap = none ? 0.f : logit - top;
     used[r] = fminf(slope[r], kMaxIntegerSlope);
-    offset[r] = fmaf(-own, used[r], kTop<Code::linear> + gap);
-    // code c stands for 2^(c / 8 - 7)
-    weight[r] = top == -INFINITY ? kDeadWeight : fmaf(top, 0.125f, 7.f - kTop<Code::linear> / 8);
+    // -inf for a lane that sees no key, NaN where nobody sees one: both make code 0 of its scores, -inf.
+    offset[r] = fmaf(-own, used[r], kTop<Code::linear> + (logit - top));
+    // Code c stands for 2^(c / 8 - 7). -inf becomes the weight of a dead row, a NaN remains.
+    weight[r] = most_or_nan(fmaf(top, 0.125f, 7.f - kTop<Code::linear> / 8), kDeadWeight);
   }
   for (int turn = unpredicated(want_exact); turn > 0; --turn) {
     // A sum, masked with this zero, ties one step to the next: see softmax_by_code.
@@ -85,10 +97,10 @@ __device__ __forceinline__ void softmax_of_integers(uint32_t (&s)[kBlocks][4], c
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[n][i] = __float_as_uint(fmaf(raised(s[n][i]), used[i / 2], offset[i / 2]));
+    for (int i = 0; i < 4; ++i) s[n][i] = __float_as_uint(fmaf(__uint_as_float(s[n][i]), used[i / 2], offset[i / 2]));
 }
 
-// Four floats rounded to even and held in [0, 255]; a in the lowest byte.
+// Four floats rounded to even and held in [0, 255], NaN as 0; a in the lowest byte.
 __device__ __forceinline__ uint32_t u8x4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   uint32_t r;
   asm("{\n.reg .s32 a, b, c, d;\n"

@@ -36,7 +36,7 @@ __device__ __forceinline__ float4 read_again(const float* from) {
   float4 x;
   asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from)))
+               : "r"(shared_address(from))
                : "memory");
   return x;
 }

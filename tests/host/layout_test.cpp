@@ -67,14 +67,17 @@ template <int kRows, int kRowBytes>
 void check_tile() {
   using Tile = SmemTile<kRows, kRowBytes>;
   std::set<int> seen;
-  bool inside = true, reads = true, writes = true, advances = true;
+  bool inside = true, reads = true, writes = true, advances = true, cute_says = true;
+  const cute::Swizzle<Tile::kBits, 4, Tile::kShift> swizzle;
   for (int row = 0; row < kRows; ++row)
     for (int chunk = 0; chunk < Tile::kRowChunks; ++chunk) {
       const int o = Tile::offset(row, chunk);
       inside = inside && o >= 0 && o % 16 == 0 && o + 16 <= Tile::kBytes;
+      cute_says = cute_says && o == int(swizzle(row * Tile::kPitch + chunk * 16));
       seen.insert(o);
     }
   report(inside && int(seen.size()) == kRows * Tile::kRowChunks, "bijective", kRows, kRowBytes);
+  report(cute_says, "where CuTe's swizzle says", kRows, kRowBytes);
   for (int row = 0; row < kRows; row += 8)
     for (int chunk = 0; chunk < Tile::kRowChunks; ++chunk) {
       std::vector<int> phase;
@@ -116,6 +119,33 @@ static void check_key_order() {
           ok = ok && packed_key(key) == position;
         }
   report(ok, "packed keys are the A operand's order, all lanes", 128);
+}
+
+// Quotients by product and shift, of numbers around each multiple of a divisor that is tried, and of the largest.
+static void check_divisors() {
+  bool ok = true;
+  std::vector<int> divisors;
+  for (int i = 1; i <= 3000; ++i) divisors.push_back(i);
+  for (int bit = 12; bit < 31; ++bit)
+    for (int near = -1; near <= 1; ++near) divisors.push_back((1 << bit) + near);
+  divisors.push_back(INT32_MAX - 1);
+  divisors.push_back(INT32_MAX);
+  for (const int d : divisors) {
+    const Divisor by(d);
+    const int64_t most = INT32_MAX / d;
+    std::set<int64_t> numbers = {0, 1, INT32_MAX - 1, INT32_MAX};
+    for (int64_t multiple = 1; multiple <= most; multiple += 1 + multiple / 2)
+      for (const int64_t m : {multiple, most - multiple + 1})
+        for (int near = -1; near <= 1; ++near)
+          if (const int64_t n = m * d + near; n <= INT32_MAX) numbers.insert(n);
+    for (const int64_t number : numbers) {
+      const int n = int(number);
+      int quotient, rest;
+      by(quotient, rest, n);
+      ok = ok && quotient == n / d && rest == n % d && by.div(n) == n / d;
+    }
+  }
+  report(ok && Divisor().div(INT32_MAX) == INT32_MAX, "divisors divide", int(divisors.size()));
 }
 
 // Output block n, lane t, element e of the accumulator is V^T row 8n + 2t + e; it must be column
@@ -290,6 +320,7 @@ int main() {
   check_operand<192, 128>(), check_operand<64, 192>(), check_operand<128, 192>(),
       check_operand<128, 256>();  // and before
   check_key_order();
+  check_divisors();
   check_column_order();
   check_stage<128, 32, 2>(), check_stage<128, 64, 4>(), check_stage<256, 64, 4>(), check_stage<128, 96, 4>();
   check_stage<192, 96, 4>(), check_stage<256, 96, 4>(), check_stage<128, 128, 8>(), check_stage<192, 128, 8>();

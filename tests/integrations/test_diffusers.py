@@ -142,7 +142,7 @@ def test_a_pipeline_makes_the_same_picture() -> None:
     pipeline = tiny.dit_pipeline()
 
     def picture() -> torch.Tensor:
-        generator = torch.Generator().manual_seed(3)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(3)
         made = pipeline([1, 2], generator=generator, num_inference_steps=2, output_type="np").images
         return torch.from_numpy(made)
 

@@ -141,7 +141,7 @@ def test_autocast_is_seen() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         compare(model, FULL, tiny.WAYS["prefill"], "sdpa", 2, set())
     compare(model, FULL, tiny.WAYS["prefill"], "sdpa", 2, {"dtype"})
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(0)
     q, k, v = (torch.randn(1, 4, tiny.TOKENS, 32, generator=draw).bfloat16() for _ in range(3))
     module = model.model.layers[0].self_attn
     found = []

@@ -300,7 +300,7 @@ def test_values_narrower_than_keys(scale: str) -> None:
     model = made("llama")
     model.set_attn_implementation(FULL)
     module = model.model.layers[1].self_attn
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(0)
     q, k, v = (torch.randn(2, h, 21, d, generator=draw).half() for h, d in ((4, 48), (2, 48), (2, 16)))
     cache = pages(model, v_scale=scale)
     found = []

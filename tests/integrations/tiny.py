@@ -64,7 +64,9 @@ def make(build: Callable[[], Any], dtype: torch.dtype = torch.bfloat16) -> Any:
 
 def tokens(batch: int = 2) -> torch.Tensor:
     """(batch, TOKENS) int64, none of them a special one."""
-    return torch.randint(3, VOCABULARY, (batch, TOKENS), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        3, VOCABULARY, (batch, TOKENS), generator=torch.Generator(torch.get_default_device()).manual_seed(1)
+    )
 
 
 def _plain(model: Any) -> torch.Tensor:
@@ -202,7 +204,7 @@ def _qwen2_vision() -> Any:
 
 def noise(*shape: int) -> torch.Tensor:
     """bf16, always the same."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).bfloat16()
+    return torch.randn(*shape, generator=torch.Generator(torch.get_default_device()).manual_seed(3)).bfloat16()
 
 
 def _masked(model: Any) -> torch.Tensor:

@@ -11,6 +11,7 @@ of work that nobody takes or two take, parts that are added in the order of arri
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def _by_sequence(b: Batch, x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x[int(b.pages_of(s)[0])] for s in range(len(b.lengths))])
 
 
+@cache
 def cases(head_dim: int) -> dict[str, Batch]:
     """Of each kind of call one, with one to five queries a sequence."""
     one, some = [1] * 5, [1, 2, 0, 5, 3]

@@ -169,7 +169,7 @@ def test_every_thread_arrives_for_itself() -> None:
         ),
         (check_arrivals, "      load(params, shared);", "      if (lane == 0) sm90::arrive(control.k_full[0]);"),
         (check_arrivals, "if (lane == 0) publish(", "publish("),
-        (check_arrivals, "if (cute::elect_one_sync()) copy_values", "if (lane < 2) copy_values"),
+        (check_arrivals, "if (sm90::elect_one_sync()) copy_values", "if (lane < 2) copy_values"),
         (check_arrivals, "if (lane == j % 32) {", "if (lane == j / 32) {"),
         (check_arrivals, "if (thread == 0) copy_query", "copy_query"),
         (check_arrivals, "sm90::init(control.q_full[i], sm90::kRowThreads)", "sm90::init(control.q_full[i], 1)"),

@@ -45,8 +45,7 @@ class Kernel:
             (headers / name).write_text(text)
         kernel = folder / "kernel.cu"
         kernel.write_text(render_pack_mask(environment()))
-        flags = ["-O1", f'-DKERNEL_FILE="{kernel}"']
-        self.library = host_library("mask_host.cpp", folder, folder / "include", *flags)
+        self.library = host_library("mask_host.cpp", folder, folder / "include", f'-DKERNEL_FILE="{kernel}"')
         self.library.run.restype = self.library.see.restype = ctypes.c_char_p
         self.library.params_bytes.restype = ctypes.c_size_t
         assert self.library.params_bytes() == ctypes.sizeof(_Params), "masking::PackMaskParams has changed"

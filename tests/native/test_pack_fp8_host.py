@@ -99,7 +99,6 @@ def build(head_dim: int, folder: Path, edit: tuple[str, str] | None = None) -> c
     for name, text in headers.items():
         (folder / "fp8cutlass" / name).write_text(text)
     flags = [
-        "-O2",
         *(["-DRAGGED"] if pack.ragged else []),
         f"-DKERNEL={pack.id}",
         f'-DKERNEL_FILE="{source}"',

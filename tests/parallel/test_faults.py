@@ -89,6 +89,9 @@ def work(rank: int, odd_one: str) -> dict[str, Any]:
     os._exit(9)
 
 
+pytestmark = pytest.mark.xdist_group("faults")  # one process starts the ranks, and waits for them
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""

@@ -42,6 +42,9 @@ LISTS = {2: TWO, 4: FOUR}
 CASES = [(count, case) for count, cases in LISTS.items() for case in cases]
 
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one process starts them
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """Of each number of ranks what each rank found; all cases in one start of the processes."""

@@ -73,6 +73,9 @@ print(json.dumps([float((x(q, k, v).float() - exact).norm() / exact.norm()) for 
 )
 
 
+pytestmark = pytest.mark.xdist_group("hub")  # one process makes the tree
+
+
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hub_layout.lay_out(tmp_path_factory.mktemp("hub"), "cpu")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +124,22 @@ def test_a_step(tmp_path: Path, code: str, options: dict[str, float], status: st
     assert str(tmp_path) not in ran["command"] and ran["command"].startswith("python -c")
 
 
-def test_a_step_writes_its_report_when_it_is_told_to_stop(tmp_path: Path) -> None:
-    """Also where this process ignores SIGINT, as what a shell starts in the background does."""
+def test_a_step_writes_its_report_when_it_is_told_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this process ignores SIGINT, as what a shell starts in the background does. Its time begins when it
+    runs, which is seconds later on a busy machine."""
+    ready = tmp_path / "ready"
+
+    class Started(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            while not ready.exists() and self.poll() is None:
+                time.sleep(0.01)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(proof.subprocess, "Popen", Started)
+    code = WRITES_WHEN_STOPPED.replace("time.sleep", f"open({str(ready)!r}, 'w').close(); time.sleep")
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        ran = one(tmp_path, WRITES_WHEN_STOPPED, minutes=0.5, ends_s=18.0)  # 12 s to start on a busy machine
+        ran = one(tmp_path, code, minutes=1.0, ends_s=59.5)
     finally:
         signal.signal(signal.SIGINT, before)
     assert (ran["status"], ran["report"], ran["reason"]) == ("failed", 7, "ended at the deadline")

@@ -50,6 +50,7 @@ class WarpgroupDerived(Derived):
     part_buffers: accumulators for the parts.
     tight: the warps that compute take so many registers that the loading warp has to do with the fewest.
     prepares: what a tile's softmax needs beside its scores is made ready before they are there.
+    early: P V of a tile is added to O while the next Q K^T runs, not after it.
     merge_bytes: what the CTAs of a cluster exchange, laid over the stages of K and V; 0 for one CTA alone.
     """
 
@@ -63,6 +64,7 @@ class WarpgroupDerived(Derived):
     part_buffers: int
     tight: bool
     prepares: bool
+    early: bool
     merge_bytes: int
     stream_bytes: int  # stages of K and V together
     consumer_registers: int
@@ -218,6 +220,7 @@ def derive(v: Variant) -> WarpgroupDerived:
         tight=tight,
         quantises_q=quantises_q,
         prepares=tuned.found(v, "prepares") is not None,
+        early=tuned.found(v, "early") is not None,
         unrolled=_unrolled(v),
         merge_bytes=0 if v.cluster.ctas == 1 else 4 * v.tile_m * (v.head_dim + MERGE_STATE),
         stream_bytes=key_slots * v.tile_n // halves(v) * row_pitch(v.head_dim) + value_slots * value_stage,

@@ -34,6 +34,7 @@ class KernelView(View):
     quantises_q: bool
     handed: bool  # K and V may be packed while the kernel runs
     prepares: bool
+    early: bool
     unrolled: tuple[Unrolled, ...]
     loader_registers: int
     compute_registers: int
@@ -72,6 +73,7 @@ def kernel_view(v: Variant) -> KernelView:
         quantises_q=d.quantises_q,
         handed=d.quantises_q and not v.walk.tables,
         prepares=d.prepares,
+        early=d.early,
         unrolled=d.unrolled,
         loader_registers=d.producer_registers,
         compute_registers=d.consumer_registers,

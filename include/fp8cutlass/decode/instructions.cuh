@@ -9,10 +9,6 @@
 
 namespace fp8cutlass::decode {
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
 // Copies 16 bytes to shared memory, of which `bytes` are read and the rest are zeros. The L2 cache gets 64 bytes for
 // it: where a row has no more, the others would be another head's.
 __device__ __forceinline__ void copy16(uint8_t* to, const uint8_t* from, int bytes) {

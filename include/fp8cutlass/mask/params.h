@@ -5,7 +5,7 @@
 
 namespace fp8cutlass::masking {
 
-constexpr int kMaskThreads = 512;
+constexpr int kMaskThreads = 1024;
 
 // A size of 1 stands for all rows, or for all keys, and its stride is 0. What is written is as walk/tile_mask.h has it.
 struct PackMaskParams {

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cute/arch/copy_sm75.hpp>
-#include <cute/arch/copy_sm80.hpp>
 
 #include "fp8cutlass/delay.cuh"
 #include "fp8cutlass/layout.h"
@@ -11,12 +9,39 @@
 
 namespace fp8cutlass::sm89 {
 
+// Copies 16 bytes to shared memory; or zeros, and reads nothing. (CuTe's header of this and of
+// ldmatrix takes half a second to compile, a third of a kernel.)
+__device__ __forceinline__ void copy16(void* to, const void* from, bool is_there) {
+  const uint32_t place = shared_address(to);
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(place), "l"(from),
+               "r"(is_there ? 16 : 0));
+}
+__device__ __forceinline__ void copy16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
+}
+// What this thread copied since the last call is a group; then waits until `kPending` groups are on their way at most.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  if constexpr (kPending == 0)
+    asm volatile("cp.async.wait_all;");
+  else
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending));
+}
+
+// Four matrices of 8 rows of 16 bytes; lane i has the address of row i % 8 of matrix i / 8. Lane (g, t) gets bytes 4t
+// to 4t + 3 of row g of each.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const uint8_t* row) {
+  asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row)));
+}
+
 // Copies a tile in 16-byte chunks; rows from `valid_rows` on become zeros and are not read (whatever lies behind a
 // tensor, NaN bytes included, stays out). `row_stride` is in bytes. A thread keeps its chunk column and steps down
 // whole rows.
 template <class Tile, int kThreads>
 __device__ __forceinline__ void load_tile(uint8_t* smem, const uint8_t* gmem, int64_t row_stride, int valid_rows) {
-  using Copy = cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>;
   delay_point(11);
   // 6 chunks: 8 lanes, 2 idle.
   constexpr int kColumns = Tile::kRowChunks % 3 == 0 ? Tile::kRowChunks / 3 * 4 : Tile::kRowChunks;
@@ -31,8 +56,7 @@ __device__ __forceinline__ void load_tile(uint8_t* smem, const uint8_t* gmem, in
 #pragma unroll
   for (int i = 0; i < Tile::kRows; i += kRowsPerPass) {
     if (Tile::kRows % kRowsPerPass != 0 && row + i >= Tile::kRows) break;
-    Copy::copy(*reinterpret_cast<const cute::uint128_t*>(from),
-               *reinterpret_cast<cute::uint128_t*>(smem + Tile::advance(to, i, 0)), row + i < valid_rows);
+    copy16(smem + Tile::advance(to, i, 0), from, row + i < valid_rows);
     from += kRowsPerPass * row_stride;
   }
 }
@@ -43,11 +67,8 @@ __device__ __forceinline__ void load_floats(float* smem, const float* gmem) {
   static_assert(kCount % 4 == 0);
   delay_point(12);
   const int thread = thread_index();
-  if (thread < kCount / 4) {
-    using Copy = cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>;
-    Copy::copy(reinterpret_cast<const cute::uint128_t*>(gmem)[thread],
-               reinterpret_cast<cute::uint128_t*>(smem)[thread]);
-  }
+  if (thread < kCount / 4)
+    copy16(reinterpret_cast<uint4*>(smem) + thread, reinterpret_cast<const uint4*>(gmem) + thread);
 }
 
 // A operands of m16n8k32: 16 rows x 32 bytes at (rows, step) from lane_offset_a(row).
@@ -58,8 +79,7 @@ __device__ __forceinline__ int lane_offset_a(int row) {
 }
 template <class Tile>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], const uint8_t* smem, int lane_offset, int rows, int step) {
-  const uint8_t* address = smem + Tile::advance(lane_offset, rows, step);
-  cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(address), a[0], a[1], a[2], a[3]);
+  load_matrices(a, smem + Tile::advance(lane_offset, rows, step));
 }
 
 // B operands of two neighbouring n8 blocks (16 rows at `rows`): b[0..1] of the first, b[2..3] of the second.
@@ -70,8 +90,7 @@ __device__ __forceinline__ int lane_offset_b() {
 }
 template <class Tile>
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], const uint8_t* smem, int lane_offset, int rows, int step) {
-  const uint8_t* address = smem + Tile::advance(lane_offset, rows, step);
-  cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(address), b[0], b[1], b[2], b[3]);
+  load_matrices(b, smem + Tile::advance(lane_offset, rows, step));
 }
 
 }  // namespace fp8cutlass::sm89

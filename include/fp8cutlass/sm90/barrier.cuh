@@ -4,9 +4,9 @@
 #pragma once
 
 #include <cstdint>
-#include <cute/arch/util.hpp>
 
 #include "fp8cutlass/delay.cuh"
+#include "fp8cutlass/numeric.cuh"
 
 namespace fp8cutlass::sm90 {
 
@@ -23,7 +23,7 @@ struct Stage {
 };
 
 __device__ __forceinline__ void init(Barrier& barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)), "r"(arrivals));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals));
 }
 
 // Makes initialised barriers visible to the copy engine.
@@ -37,7 +37,7 @@ __device__ __forceinline__ void wait(Barrier& barrier, int parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
+      "@!done bra again;\n}" ::"r"(shared_address(&barrier)),
       "r"(parity)
       : "memory");
 }
@@ -50,7 +50,7 @@ __device__ __forceinline__ bool poll(Barrier& barrier, int parity) {
       "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
       "selp.b32 %0, 1, 0, done;\n}"
       : "=r"(done)
-      : "r"(cute::cast_smem_ptr_to_uint(&barrier)), "r"(parity)
+      : "r"(shared_address(&barrier)), "r"(parity)
       : "memory");
   return done;
 }
@@ -62,14 +62,14 @@ __device__ __forceinline__ void wait_unless(bool over, Barrier& barrier, int par
       "{\n.reg .pred done;\n"
       "setp.ne.s32 done, %2, 0;\n"
       "again: @!done mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
+      "@!done bra again;\n}" ::"r"(shared_address(&barrier)),
       "r"(parity), "r"(int(over))
       : "memory");
 }
 
 __device__ __forceinline__ void arrive(Barrier& barrier) {
   delay_point(3);
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)) : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
 // The same where `says` holds; no branch, which would cost the compiler its uniform registers.
@@ -78,7 +78,7 @@ __device__ __forceinline__ void arrive_if(Barrier& barrier, bool says) {
   asm volatile(
       "{\n.reg .pred says;\n"
       "setp.ne.s32 says, %1, 0;\n"
-      "@says mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
+      "@says mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(shared_address(&barrier)),
       "r"(int(says))
       : "memory");
 }
@@ -86,16 +86,14 @@ __device__ __forceinline__ void arrive_if(Barrier& barrier, bool says) {
 // Holds the barrier until the copy engine has written `bytes`.
 __device__ __forceinline__ void expect(Barrier& barrier, int bytes) {
   delay_point(5);
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
-               "r"(bytes)
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
                : "memory");
 }
 
 // Arrives, and holds the barrier until the copy engine has written `bytes`.
 __device__ __forceinline__ void arrive_expect(Barrier& barrier, int bytes) {
   delay_point(6);
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
-               "r"(bytes)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
                : "memory");
 }
 

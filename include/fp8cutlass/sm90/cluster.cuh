@@ -2,10 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/util.hpp>
 
 #include "fp8cutlass/delay.cuh"
+#include "fp8cutlass/numeric.cuh"
 
 namespace fp8cutlass::sm90 {
 
@@ -15,21 +14,26 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// Where another CTA's `here` is, as instructions on the cluster's shared memory name it.
+template <class T>
+__device__ __forceinline__ uint32_t address_in(const T& here, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(&here)), "r"(rank));
+  return there;
+}
+
 __device__ __forceinline__ float4 load_from(const float4& here, int rank) {
   float4 x;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(&here), rank))
+               : "r"(address_in(here, rank))
                : "memory");
   return x;
 }
 
 __device__ __forceinline__ uint32_t load_from(const uint32_t& here, int rank) {
   uint32_t x;
-  asm volatile("ld.shared::cluster.u32 %0, [%1];"
-               : "=r"(x)
-               : "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(&here), rank))
-               : "memory");
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(address_in(here, rank)) : "memory");
   return x;
 }
 

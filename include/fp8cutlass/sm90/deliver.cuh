@@ -8,13 +8,13 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "fp8cutlass/pack.cuh"
 #include "fp8cutlass/sm90/barrier.cuh"
 #include "fp8cutlass/sm90/convert.cuh"
 #include "fp8cutlass/sm90/kernel_params.h"
 #include "fp8cutlass/sm90/operand.h"
+#include "fp8cutlass/sm90/tensor_copy.cuh"
 
 namespace fp8cutlass::sm90 {
 
@@ -99,10 +99,9 @@ __device__ __forceinline__ void fetch_blocks(const DeliverParams& params, typena
     arrive_expect(shared.full[slot], Tile::kBytes);
 #pragma unroll
     for (int b = 0; b < Tile::kBlocks; ++b)
-      cute::SM90_TMA_LOAD::copy(&params.source[block.operand], &shared.full[slot],
-                                static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
-                                shared.source[slot] + b * Tile::kBlockBytes, b * Tile::kWidth, block.index * D::kRows,
-                                head * params.head_step[block.operand], batch * params.batch_step[block.operand]);
+      BoxCopy::copy(&params.source[block.operand], &shared.full[slot], kEvictFirst,
+                    shared.source[slot] + b * Tile::kBlockBytes, b * Tile::kWidth, block.index * D::kRows,
+                    head * params.head_step[block.operand], batch * params.batch_step[block.operand]);
     ++number;  // runs begin at multiples, and only the last may be shorter
     if (number % D::kRun == 0 || number == p.handover.blocks) number = draw_blocks<D::kRun>(p.handover, keeps);
   }
@@ -126,10 +125,10 @@ __device__ __forceinline__ void report_blocks(const DeliverParams& params, typen
     if (block.operand == kPackV) {
 #pragma unroll
       for (int b = 0; b < Tile::kBlocks; ++b)
-        cute::SM90_TMA_STORE_3D::copy(&params.values, shared.values[slot] + b * Tile::kBlockBytes,
-                                      block.index * D::kRows + b * Tile::kWidth, 0, block.head);
-      cute::tma_store_arrive();
-      cute::tma_store_wait<0>();  // it has read shared memory
+        store_box(&params.values, shared.values[slot] + b * Tile::kBlockBytes,
+                  block.index * D::kRows + b * Tile::kWidth, 0, block.head);
+      commit_stores();
+      wait_until_read();
       arrive(shared.stored[slot]);
       asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
       asm volatile("fence.proxy.async.global;" ::: "memory");
@@ -169,7 +168,7 @@ __device__ __forceinline__ void deliver(const DeliverParams& params) {
   // Its alignment would be that of all kernels of the file, of which others have static memory beside it. This one has
   // none, so that it begins where shared memory does.
   extern __shared__ __align__(16) uint8_t shared_bytes[];
-  if (cute::cast_smem_ptr_to_uint(shared_bytes) % 1024 != 0) __trap();
+  if (shared_address(shared_bytes) % 1024 != 0) __trap();
   auto& shared = *reinterpret_cast<typename D::Storage*>(shared_bytes);
   packing::allow_dependents();
   if (threadIdx.x == 0) {

@@ -181,9 +181,9 @@ __device__ __forceinline__ void attend_rows(const ResidentParams& params, typena
     const unsigned thread = thread_index() % 128;
     return int(thread / 32 * 16 + thread % 32 / 4);
   };
-  const uint32_t q = QTile::descriptor(cute::cast_smem_ptr_to_uint(shared.q[warpgroup]));
-  const uint32_t k_tiles = KTile::descriptor(cute::cast_smem_ptr_to_uint(shared.k[0]));
-  const uint32_t v_tiles = VTile::descriptor(cute::cast_smem_ptr_to_uint(shared.v[0]));
+  const uint32_t q = QTile::descriptor(shared_address(shared.q[warpgroup]));
+  const uint32_t k_tiles = KTile::descriptor(shared_address(shared.k[0]));
+  const uint32_t v_tiles = VTile::descriptor(shared_address(shared.v[0]));
   const int rows_end = min(at.row + 64, p.seqlen_q);
   const int tiles = R::kTiles == 1 ? 1 : tiles_of<kTileN, kMask>(at.row, rows_end, p.seqlen_k, band_of(p)).count;
 

@@ -200,8 +200,7 @@ __device__ __forceinline__ void stage_rows(uint4* own, const SourceRows& from) {
   for (int pass = 0; pass < R::kQueryPasses; ++pass)
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                       cute::cast_smem_ptr_to_uint(own + 128 * (2 * pass + i))),
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(own + 128 * (2 * pass + i))),
                    "l"(loader.place(pass, i)), "r"(loader.there(pass, i) ? 16 : 0)
                    : "memory");
 }

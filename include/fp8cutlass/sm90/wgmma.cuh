@@ -26,12 +26,13 @@ __device__ __forceinline__ void multiply(Reg* d, bool first, const Operand&... o
   fma<Atom>(std::make_index_sequence<kRegs>(), first ? ScaleOut::Zero : ScaleOut::One, d, operand...);
 }
 
-// S = Q K^T from shared memory, from n8 block `first` on. `q` is the descriptor of this warpgroup's first row.
-template <class Atom, class QTile, class KTile, class Acc, int kBlocks, int kRegs>
+// S = Q K^T from shared memory, from n8 block `first` on; S += Q K^T with kAdds. `q` is the descriptor of this
+// warpgroup's first row.
+template <class Atom, class QTile, class KTile, bool kAdds = false, class Acc, int kBlocks, int kRegs>
 __device__ __forceinline__ void issue_scores(Acc (&s)[kBlocks][kRegs], uint32_t q, uint32_t k, int first = 0) {
 #pragma unroll
   for (int step = 0; step < QTile::kSteps; ++step)
-    multiply<Atom>(&s[first][0], step == 0, QTile::complete(q + QTile::advance(0, step)),
+    multiply<Atom>(&s[first][0], step == 0 && !kAdds, QTile::complete(q + QTile::advance(0, step)),
                    KTile::complete(k + KTile::advance(0, step)));
 }
 

@@ -1,9 +1,7 @@
 // The order in which the items of sequences of one length are numbered. Host-callable.
 #pragma once
 
-#include <cuda_runtime_api.h>  // what fast_math.h expects of a host compiler
-#include <cutlass/fast_math.h>
-
+#include "fp8cutlass/walk/divisor.h"
 #include "fp8cutlass/walk/item.h"
 
 namespace fp8cutlass {
@@ -13,8 +11,8 @@ namespace fp8cutlass {
 // prepared.
 struct Phase {
   int first_item;
-  int first_tile, tiles;              // of queries, the same of every head
-  cutlass::FastDivmod section_items;  // of a section that is not narrower than the others
+  int first_tile, tiles;  // of queries, the same of every head
+  Divisor section_items;  // of a section that is not narrower than the others
 };
 
 struct Order {
@@ -23,8 +21,8 @@ struct Order {
   int last_section;    // the first head of the last section, which may be narrower
   int phases;
   Phase phase[kMaxPhases];
-  cutlass::FastDivmod width, last_width;    // heads of a section, of the last one
-  cutlass::FastDivmod heads, heads_per_kv;  // of Q: in all of a batch element, that share K and V; as items have them
+  Divisor width, last_width;    // heads of a section, of the last one
+  Divisor heads, heads_per_kv;  // of Q: in all of a batch element, that share K and V; as items have them
 };
 
 // Without a mask there is one phase. With a causal mask items differ in length, and who draws a long one last is still

@@ -900,6 +900,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "6aedb23c88ebf0cc988e87f95bd709e7ada1b5ba20b26b316eb563e97b48aa83";
+const char kManifest[] = "f4a20937714a403c4d2fd33ab19ca461dcedd0577bc730e043768e094be9e829";
 
 }  // namespace fp8cutlass

@@ -321,7 +321,8 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_slope[r] = shared.slope[turn % kItemSlots][row_in_tile() + 8 * r];
     const Item& item = control.items[turn % kItemSlots];
-    seen_by_all = last_seen<kMask>(item.row + 64 * warpgroup, Walk::keys(p, item), Walk::band(p, item));
+    seen_by_all = Walk::keys(p, item) - 1;
+    if (kMask != Mask::full) seen_by_all = smaller(seen_by_all, item.row + 64 * warpgroup + Walk::band(p, item).last);
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
   const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, bool masked) {

@@ -9,10 +9,9 @@
 
 namespace fp8cutlass {
 
-// A sum of products begins at the bits of 1.5 * 2^23 instead of 0. For |s| < 2^22 what comes out is the float 1.5 *
-// 2^23
-// + s, without a conversion or an addition. 127 * 127 * 256, the largest |s|, is 0.98 of 2^22. As integers these bits
-// are in the order of s.
+// A sum of products begins at the bits of 1.5 * 2^23 instead of 0. For |s| < 2^22 what comes out is the float
+// 1.5 * 2^23 + s, without a conversion or an addition. 127 * 127 * 256, the largest |s|, is 0.98 of 2^22. As integers
+// these bits are in the order of s.
 constexpr uint32_t kRaise = 0x4B400000u;
 constexpr float kRaiseValue = 12582912.f;
 constexpr uint32_t kHiddenScore = 0xFF800000u;        // -inf, as an integer less than any score

@@ -48,18 +48,12 @@ CUTE_HOST_DEVICE Tiles tiles_of(int row, int rows_end, int64_t keys, Band band) 
   return {first, end - first};
 }
 
-// The last key that row `row` sees, and with it all rows below. Not for windows, which have two ends.
-template <Mask kMask>
-CUTE_HOST_DEVICE int last_seen(int row, int keys, Band band) {
-  int last = keys - 1;
-  if (kMask != Mask::full) last = smaller(last, row + band.last);
-  return last;
-}
-
-// Whether one of the rows from `row` on does not see all keys of a tile. Not for windows.
+// Whether one of the rows from `row` on does not see all keys of a tile. Not for windows, which have two ends.
 template <int kTileN, int kRows, Mask kMask>
 CUTE_HOST_DEVICE bool is_masked(int row, int keys, Band band, int tile, int tile_keys = kTileN) {
-  return last_seen<kMask>(row, keys, band) < tile * kTileN + tile_keys - 1;
+  int last = keys - 1;  // that the first row sees
+  if (kMask != Mask::full) last = smaller(last, row + band.last);
+  return last < tile * kTileN + tile_keys - 1;
 }
 
 // The same of a window and the rows `row` to `row` + kRows - 1, by its ends: 1 where not all see the tile's last key, 2

@@ -16,7 +16,7 @@ from .data import Data, with_operands
 from .grid import absent, prepare
 from .peers import Contender, Peer
 from .peers.own import Own, whole_call
-from .report import BF16_PEERS, FP8_PEERS, OWN, heading, table
+from .report import BF16_PEERS, FP8_PEERS, OWN, SAGE, heading, table
 from .results import FAILED, OK, UNAVAILABLE, first_line
 from .shapes import Shape, square
 
@@ -30,8 +30,9 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     f"{OWN}, smooth K and Hadamard": {"smooth_k": True, "hadamard": True},
     f"{OWN}, token, smooth K and Hadamard": {"scaling": "token", "smooth_k": True, "hadamard": True},
     f"{OWN}, high": {"precision": "high"},
+    f"{OWN}, int8": {"precision": "int8"},
 }
-PEER_NAMES = (*FP8_PEERS, BF16_PEERS[0])
+PEER_NAMES = (*FP8_PEERS, BF16_PEERS[0], SAGE)
 
 
 @dataclass(frozen=True)

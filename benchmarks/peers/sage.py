@@ -2,8 +2,8 @@
 
 So it is a whole call from bf16, to be compared with whole calls of ours; its kernel alone cannot be timed.
 
-Version 2.2.0 launches on the default stream, which neither a graph nor a stream of torch waits for. Its results are then
-wrong here. benchmarks/README.md has the change to its sources under which it can be timed.
+Version 2.2.0 launches on the default stream, which neither a graph nor a stream of torch waits for. Its results are
+then wrong here. benchmarks/README.md has the change to its sources under which it can be timed.
 """
 
 from __future__ import annotations

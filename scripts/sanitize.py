@@ -37,9 +37,8 @@ from scripts.build_extension import PROFILES  # noqa: E402
 from scripts.sanitize_problems import launches  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-KERNELS = (
-    "kns=sm89_,kns=sm90a_,kns=pack_d,kns=pack_mask,kns=planning,kns=decode_,kns=cut,kns=route"  # parts of their names
-)
+# Parts of their names.
+KERNELS = "kns=sm89_,kns=sm90a_,kns=pack_d,kns=pack_mask,kns=planning,kns=decode_,kns=cut,kns=route,kns=resident_"
 FOUND = 9  # exit status of compute-sanitizer when it has something to say
 PLANTED = ROOT / "tests" / "planted"
 PROGRAM_SECONDS = 120  # a planted barrier error may also hang
@@ -65,21 +64,23 @@ class Outcome:
 
 
 def chosen(profile: str, only: Sequence[str], each: bool) -> list[Any]:
-    """The built variants, pack and decode kernels of a selection: ``only`` these ids, or one of ``each`` head_dim,
-    schedule, form of its loop and cluster, and of decode those of profile ci; the first of every kind first, so that
+    """The built kernels of a selection: ``only`` these ids, or one of ``each`` head_dim, schedule, form of its loop and
+    cluster; of decode and of those that keep K and V all of profile ci. The first of every kind comes first, so that
     what time leaves out is more of the same."""
     gpu = importlib.import_module("gpu")
     profiles = PROFILES[: PROFILES.index(profile) + 1]
-    forward = [v for kind in ("fwd", "window", "blocks", "ragged") for v in gpu.built_variants(kind)]
+    forward = [v for kind in ("fwd", "window", "blocks", "ragged", "capped") for v in gpu.built_variants(kind)]
     variants = [v for v in forward if v.profile in profiles and (not only or v.id in only)]
     built = [*gpu.built_packs(), *gpu.built_packs(fp8=True)]
     packs = [p for p in built if p["profile"] in profiles and (not only or p["id"] in only)]
     decodes = [d for d in gpu.built_decodes() if d.profile in profiles and (not only or d.id in only)]
+    residents = [r for r in gpu.built_residents() if r.profile in profiles and (not only or r.id in only)]
+    others: list[Any] = [*decodes, *residents]
     first = {(v.family, v.kind, v.head_dim, v.schedule, gpu.loop_form(v), v.cluster): v for v in reversed(variants)}
     first_packs = {(p["head_dim"], p["key_block"], p["source"] == "fp8"): p for p in reversed(packs)}
-    leading = [*first_packs.values(), *(d for d in decodes if d.profile != PROFILES[-1]), *first.values()]
+    leading = [*first_packs.values(), *(x for x in others if x.profile != PROFILES[-1]), *first.values()]
     ids = {_id(k) for k in leading}
-    return leading if each else leading + [k for k in (*packs, *decodes, *variants) if _id(k) not in ids]
+    return leading if each else leading + [k for k in (*packs, *others, *variants) if _id(k) not in ids]
 
 
 def _id(kernel: Any) -> str:

@@ -17,13 +17,16 @@ CLUSTERS = {"solo": 1, "split2": 2, "split4": 4}
 
 
 def launches(kernel: Any) -> Iterator[None]:
-    """Launches a variant, a kernel of decode, or one that packs (a row of the manifest), once a turn."""
+    """Launches a variant, a kernel of decode, one that keeps K and V, or one that packs (a row of the manifest), once a
+    turn."""
     return RUNS[kind_of(kernel)](kernel)
 
 
 def kind_of(kernel: Any) -> str:
     """A key of RUNS."""
-    return "pack" if isinstance(kernel, dict) else str(getattr(kernel, "kind", "decode"))
+    if isinstance(kernel, dict):
+        return "pack"
+    return str(getattr(kernel, "kind", type(kernel).__name__.lower()))  # of a variant, or "decode" or "resident"
 
 
 def problems(
@@ -68,8 +71,13 @@ def run_variant(variant: Any) -> Iterator[None]:
                 yield
 
 
+def softcap_of(variant: Any) -> float:
+    return 2.0 if variant.kind == "capped" else 0.0
+
+
 def run_window(variant: Any) -> Iterator[None]:
-    """Launches a kernel of windows, once a turn: bands that begin and end inside tiles, or hide whole rows."""
+    """Launches a kernel of windows, or one that caps scores, once a turn: bands that begin and end inside tiles, or
+    hide whole rows."""
     import torch
 
     gpu, calls = importlib.import_module("gpu"), importlib.import_module("calls")
@@ -81,7 +89,9 @@ def run_window(variant: Any) -> Iterator[None]:
             for h, tokens in ((heads, rows), (kv_heads, keys), (kv_heads, keys))
         )
         asked = {"scaling": "block", "out_dtype": dtype, "bottom_right": True, "return_amax": False}
-        for left, right in ((variant.tile_n + 5, 0), (3, 40)):
+        asked["softcap"] = softcap_of(variant)
+        bands = {"full": ((None, None),), "causal": ((None, 0),), "window": ((variant.tile_n + 5, 0), (3, 40))}
+        for left, right in bands[variant.mask]:
             call, tensors = calls.split("half", q=q, k=k, v=v, left=left, right=right, **asked)
             plan = calls.plan_of(call, variant, gpu.built_manifest())
             operands = launch.kernel_operands(call, variant, plan.granularity, tensors)
@@ -95,7 +105,7 @@ def run_ragged(variant: Any) -> Iterator[None]:
     import torch
 
     gpu, ragged = importlib.import_module("gpu"), importlib.import_module("fp8cutlass.call.ragged")
-    m, n = variant.tile_m, variant.tile_n
+    m, n, cap = variant.tile_m, variant.tile_n, softcap_of(variant)
     window = {"full": (-1, -1), "causal": (-1, 0), "window": (n + 5, 3)}[variant.mask]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[variant.out]
     for rows, keys, lies in (
@@ -111,7 +121,21 @@ def run_ragged(variant: Any) -> Iterator[None]:
         used = [torch.tensor(x, dtype=torch.int32).cuda() for x in (rows, keys)] if lies else [None, None]
         sizes = max(rows), max(keys)
         call = ragged.RaggedCall(
-            q, k, v, *ends, *used, *sizes, (), 0.125, *window, True, dtype, "fast", True, variant.id
+            q,
+            k,
+            v,
+            *ends,
+            *used,
+            *sizes,
+            (),
+            0.125,
+            *window,
+            True,
+            dtype,
+            "fast",
+            True,
+            variant.id,
+            softcap_of(variant),
         )
         lse = torch.empty(q.shape[1::-1], device=q.device)
         ragged.launch(call, variant, gpu.built_manifest().index[variant.id], lse)
@@ -269,11 +293,32 @@ def run_decode(kernel: Any) -> Iterator[None]:
         yield
 
 
+def run_resident(kernel: Any) -> Iterator[None]:
+    """Launches a kernel that keeps K and V, once a turn: with and without a causal mask, more heads than CTAs, tails of
+    rows, keys and columns, a head whose rows several CTAs take."""
+    module = importlib.import_module("residents")
+    built = importlib.import_module("gpu").built_manifest()
+    reference = importlib.import_module("fp8cutlass.choose.resident").reference
+    for causal in (False, True):
+        variant = reference(built, kernel.head_dim, kernel.source, causal=causal)
+        for batch, heads, kv_heads, rows, keys, width in (
+            (60, 12, 4, 66, kernel.keys, 0),
+            (2, 3, 3, 130, kernel.keys // 2 + 5, kernel.head_dim - 24),
+            (1, 6, 2, 1000, kernel.keys - 3, 0),
+            (1, 1, 1, 1, 1, 0),
+        ):
+            operands = module.made(kernel, batch, heads, kv_heads, rows, keys, width)
+            module.kept(kernel, variant, operands, causal_offset=keys - rows)
+            yield
+
+
 RUNS = {
     "fwd": run_variant,
     "window": run_window,
     "blocks": run_blocks,
     "ragged": run_ragged,
+    "capped": lambda variant: (run_ragged if variant.walk == "ragged" else run_window)(variant),
     "pack": run_pack,
     "decode": run_decode,
+    "resident": run_resident,
 }

@@ -21,7 +21,7 @@ from fp8cutlass.call.plan import Plan
 from fp8cutlass.dtypes import DTYPE_NAMES, OUT_DTYPES
 from fp8cutlass.emulator.emulate import Diagnostics
 from fp8cutlass.errors import UnsupportedError
-from fp8cutlass.manifest import Decode, Manifest, Variant, generated_dir, load_manifest
+from fp8cutlass.manifest import Decode, Manifest, Resident, Variant, generated_dir, load_manifest
 from fp8cutlass.native import extension
 from fp8cutlass.native.attend import Way
 from fp8cutlass.native.fused import Operands as Packed
@@ -76,6 +76,11 @@ def built_decodes() -> list[Decode]:
     """The compiled kernels of decode that the card runs."""
     arch = card_arch()
     return [d for d in built_manifest().decodes if arch in (None, d.arch)]
+
+
+def built_residents() -> list[Resident]:
+    """The compiled kernels that keep a head's K and V in shared memory, where the card runs them."""
+    return list(built_manifest().residents) if card_arch() in (None, "sm90a") else []
 
 
 def is_emulated(variant: Variant) -> bool:

@@ -20,7 +20,7 @@ from codegen.arch import TARGETS
 from codegen.decode import ALL, decodes_of
 from codegen.outputs import CUT
 from fp8cutlass.manifest import Decode, Variant
-from scripts import sanitize, sanitize_problems
+from scripts import sanitize, sanitize_decode, sanitize_problems
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_decode_is_launched_with_all_that_it_may_meet(tmp_path: Path) -> None:
     shares units with some and with many, and there are sequences enough for the cut to begin again."""
     kernel = Kernel("decode_sm90a_d64_r8", tmp_path / "decode")
     spec, reused, shared, sequences, wild = kernel.spec, 0, 0, 0, 0
-    for batch, options in sanitize_problems.decode_batches(spec.head_dim, spec.rows, spec.tile):
+    for batch, options in sanitize_decode.decode_batches(spec.head_dim, spec.rows, spec.tile):
         ctas = 2 * options.get("sms", 20)
         result = kernel.run(batch, ctas=ctas, whole=not options.get("share", True))
         tiles = sum(-(-n // spec.tile) for n in batch.lengths.clamp(0, batch.table.shape[1] * 16).tolist())

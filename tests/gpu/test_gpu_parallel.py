@@ -28,9 +28,10 @@ pytestmark = pytest.mark.gpu
 METHODS = ("gather", "ulysses", "ring")
 PATIENCE = timedelta(seconds=15)
 PROBLEMS = {  # tokens, or lengths of ranks; heads, kv_heads, head_dim, causal
-    "full": (2048, 8, 8, 64, False),
+    "full": (3072, 8, 8, 64, False),
     "zigzag": (3072, 8, 4, 128, True),
     "uneven": ((1300, 811), 8, 4, 128, True),
+    "uneven4": ((900, 0, 1, 1210), 8, 4, 128, True),
 }
 
 
@@ -85,15 +86,17 @@ def check(found: list[Any], count: int) -> None:
         out = shards_of(name, count).unshard([of_rank[key][0] for of_rank in found])
         if method == "ring":
             assert relative_l2(out, want.double()) < 0.005, key
-        elif "split" in kernel and name == "uneven":  # its CTAs share keys by the row tile, which shards cut elsewhere
+        elif "split" in kernel and name.startswith(
+            "uneven"
+        ):  # its CTAs share keys by the row tile, which shards cut elsewhere
             assert relative_l2(out, want.double()) < 0.002, key
         else:
             assert torch.equal(out, want), key
         tokens, _, kv_heads, head_dim, _ = PROBLEMS[name]
         if isinstance(tokens, int) and method != "ulysses":
             bf16 = (count - 1) * 4 * kv_heads * tokens // count * head_dim
-            # Shards that end inside a block move up to half a grid of rows in bf16, and the longest is padded to.
-            assert found[0][key][2] < 0.52 * bf16 or tokens % (2 * count * 384)
+            for of_rank in found:  # e4m3 and descales; shards of these lengths end between blocks, so no rows move
+                assert 0.5 * bf16 < of_rank[key][2] < 0.503 * bf16, (key, of_rank[key][2], bf16)
 
 
 @pytest.fixture

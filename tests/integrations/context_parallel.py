@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import tiny_diffusers as tiny
@@ -15,10 +16,15 @@ from fp8cutlass import UnsupportedError, stats
 from fp8cutlass.integrations import diffusers as fp8
 
 WORLD = 2
-MODELS = {"wan": tiny.wan, "flux": tiny.flux}
+HEADS = 4  # as many as Ulysses spreads over
+MODELS = {"wan": partial(tiny.wan, HEADS), "flux": partial(tiny.flux, HEADS)}
 DEGREES: dict[int, dict[str, dict[str, int]]] = {
     2: {"ring": {"ring_degree": 2}, "ulysses": {"ulysses_degree": 2}},
-    4: {"ring": {"ring_degree": 4}, "both": {"ring_degree": 2, "ulysses_degree": 2}},
+    4: {
+        "ring": {"ring_degree": 4},
+        "ulysses": {"ulysses_degree": 4},
+        "both": {"ring_degree": 2, "ulysses_degree": 2},
+    },
 }
 WAYS = {"ring": {"ring_degree": WORLD}, "ulysses": {"ulysses_degree": WORLD}}
 

@@ -16,10 +16,10 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=BF16)
 
 
-def flux() -> tuple[Any, dict[str, Any]]:
+def flux(heads: int = 2) -> tuple[Any, dict[str, Any]]:
     model = diffusers.FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=32, num_attention_heads=2,
-        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(8, 12, 12),
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=32,
+        num_attention_heads=heads, joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(8, 12, 12),
     )  # fmt: skip
     return model, {
         "hidden_states": randn(1, 16, 4),
@@ -61,10 +61,10 @@ def sdxl() -> tuple[Any, dict[str, Any]]:
     }
 
 
-def wan() -> tuple[Any, dict[str, Any]]:
+def wan(heads: int = 2) -> tuple[Any, dict[str, Any]]:
     model = diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
-        freq_dim=32, ffn_dim=32, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32,
+        patch_size=(1, 2, 2), num_attention_heads=heads, attention_head_dim=12, in_channels=4, out_channels=4,
+        text_dim=16, freq_dim=32, ffn_dim=32, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32,
     )  # fmt: skip
     return model, {
         "hidden_states": randn(1, 4, 2, 16, 16),

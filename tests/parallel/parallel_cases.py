@@ -33,6 +33,7 @@ class Case:
     batch: int = 1
     outer: int = 0  # ranks of the outer group, 0 for one group
     dtensor: bool = False
+    lse: bool = True  # asked for; without it a ring merges by the LSE of the quantised P
     options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -42,6 +43,7 @@ class Case:
         more += ["cross"] if self.keys else []
         more += ["mesh"] if self.outer else []
         more += ["dtensor"] if self.dtensor else []
+        more += [] if self.lse else ["merge"]
         mask = "causal" if self.causal else "full"
         return "-".join([self.method, self.shards, mask, str(length), f"{self.heads}of{self.kv_heads}", *more])
 
@@ -85,7 +87,7 @@ def _run(rank: int, case: Case) -> dict[str, Any]:
         group = dist.device_mesh.init_device_mesh("cpu", (case.outer, ranks // case.outer))
     given: dict[str, Any] = {
         "method": case.method, "shards": case.shards, "is_causal": case.causal, "enable_gqa": True,
-        "layout": case.layout, "return_lse": True, **case.options,
+        "layout": case.layout, "return_lse": case.lse, **case.options,
     }  # fmt: skip
     if case.keys is not None:
         given["key_shards"] = "contiguous"
@@ -94,7 +96,8 @@ def _run(rank: int, case: Case) -> dict[str, Any]:
     agree._settled.clear()
     seen = Seen()
     with parallel.count_sent() as sent, seen:
-        out, lse = parallel.attention(*mine, group, **given)
+        result = parallel.attention(*mine, group, **given)
+    out, lse = result if case.lse else (result, None)
     if case.dtensor:
         assert out.placements == mine[0].placements and out.shape == q.shape and lse.shape == q.shape[:3]
         out, lse = out.to_local(), lse.to_local()

@@ -20,6 +20,7 @@ from ..manifest import Manifest, Variant, load_manifest
 from ..native.fused import Operands, descale_shape, empty_operands, fill, packed_shape, readable
 from ..quant.descale import canonical_shape
 from ..quant.smooth import key_mean
+from . import distributed
 from .call import Call, Outputs, Tensors, parse
 from .launch import empty_outputs, packed_keys, run
 from .masks import wrong_parts
@@ -56,6 +57,8 @@ def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def execute(call: Call, t: Tensors) -> Outputs:
     """Run a call through the operator, which torch's modes, transforms and compilers see."""
+    if type(t.q) not in distributed.PLAIN and distributed.given(t):
+        return distributed.attend(call, t, execute)
     results = list(attend(t.q, t.k, t.v, list(t[3:]), call.text(), *call.numbers()))
     lse = results[1] if call.return_lse else None
     return Outputs(results[0], lse, results[-1] if call.return_amax else None)

@@ -19,6 +19,7 @@ from .commands import accuracy, overhead, pack, regret, short, tune, ways
 from .decode_commands import decode
 from .families_commands import families
 from .masks_commands import masks
+from .merge_commands import merge
 from .model_commands import model
 from .options import Wanted, commit_option, need_card, out_option, read_csv, results_folder, shape_options, stop
 from .parallel_commands import parallel
@@ -195,6 +196,7 @@ for command in (
     ways,
     windows,
     append,
+    merge,
     families,
     masks,
 ):

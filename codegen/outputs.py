@@ -27,6 +27,7 @@ from codegen.render import (
     render_cut,
     render_decode,
     render_kernel,
+    render_merge,
     render_pack,
     render_pack_mask,
     render_plan,
@@ -74,6 +75,9 @@ APPEND_PATH = f"{APPEND}.cu"
 ROUTE = "route"  # the kernel that chooses what kernels of ragged batches do of a call over pages
 ROUTE_PATH = f"{ROUTE}.cu"
 
+MERGE = "merge"  # the kernel that merges partial results
+MERGE_PATH = f"{MERGE}.cu"
+
 
 def kernel_path(v: Variant) -> str:
     return f"{v.family}/{v.id}.cu"
@@ -96,6 +100,7 @@ def files(request: Request, selection: Selection) -> dict[str, str]:
     if ragged and request.decodes:
         kernels[ROUTE_PATH] = render_route(env)
     kernels |= {r.path: render_resident(r, env) for r in request.residents}
+    kernels[MERGE_PATH] = render_merge(env)
     out = dict(kernels)
     out["manifest.json"] = _manifest(request, packs, ragged, kernels)
     out["table.txt"], out["times.txt"] = _tables(request.variants, digest())
@@ -183,12 +188,13 @@ def _manifest(request: Request, packs: tuple[Pack, ...], ragged: tuple[Variant, 
         for p in packs
     ]
     walking, decoding = {t for v in ragged for t in request.targets_of(v)}, {d.target for d in request.decodes}
-    planned = {  # targets of the kernels that run before others: one for all that need it
+    planned = {  # targets of the kernels of which there is one
         PLAN: walking,
         CUT: decoding,
         APPEND: decoding,
         ROUTE: walking & decoding,
         PACK_MASK: {t for v in request.variants if v.listed for t in request.targets_of(v)},
+        MERGE: set(request.archs),
     }
     plan_entries = [
         {

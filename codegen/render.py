@@ -53,6 +53,10 @@ def render_pack_mask(env: Environment) -> str:
     return env.get_template("pack_mask.cu.j2").render()
 
 
+def render_merge(env: Environment) -> str:
+    return env.get_template("merge.cu.j2").render()
+
+
 def render_cut(env: Environment) -> str:
     return env.get_template("cut.cu.j2").render()
 

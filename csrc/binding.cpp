@@ -3,9 +3,10 @@
 // `forward` and `diagnose` launch one variant, `pack` the kernel that makes its operands or some of them, `attend`
 // both, `attend_fp8` and `attend_packed` the same where K and V are FP8, `forward_ragged`, `attend_ragged` and
 // `attend_ragged_fp8` the same of a ragged batch, `cut` and `decode` those of decode, `prefill` those of long chunks
-// over pages, `append` the one that writes to pages, `pack_mask` the one that packs a boolean mask, on the current
-// stream of the tensors' device. They return without synchronising, so they can be captured into a CUDA graph. Outputs
-// are written in place, but for the results of `attend` and its sisters.
+// over pages, `append` the one that writes to pages, `pack_mask` the one that packs a boolean mask, `merge` the
+// one that merges partial results, on the current stream of the tensors' device. They return without synchronising, so
+// they can be captured into a CUDA graph. Outputs are written in place, but for the results of `attend` and its
+// sisters.
 #include <torch/csrc/stable/library.h>
 
 #include "append.h"
@@ -21,6 +22,7 @@
 #include "launch.h"
 #include "launch_pack.h"
 #include "masks.h"
+#include "merge.h"
 #include "pack_arguments.h"
 #include "prefill.h"
 #include "ragged.h"
@@ -281,6 +283,7 @@ FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
       "Tensor? cu_seqlens, Tensor? lengths, Tensor? page_table, Tensor(e!)? used, Tensor? rotary_cos, "
       "Tensor? rotary_sin, bool interleaved, Tensor? k_mean, bool hadamard) -> ()");
   m.def("pack_mask(Tensor seen, int keys, Tensor(a!) tiles, Tensor(b!) counts, Tensor(c!) bits) -> ()");
+  m.def("merge(Tensor(a!) out, Tensor(b!) lse, Tensor to, Tensor to_lse) -> ()");
   m.def("load_decode(int decode, int device) -> ()");
   m.def("load_resident(int resident, int device) -> ()");
   m.def("load(int variant, int device, int source=-1) -> ()");
@@ -325,6 +328,7 @@ FP8CUTLASS_IMPL(FP8CUTLASS_LIBRARY, CUDA, m) {
   m.impl("diagnose", TORCH_BOX(&fp8cutlass::diagnose));
   m.impl("pack", TORCH_BOX(&fp8cutlass::pack));
   m.impl("pack_mask", TORCH_BOX(&fp8cutlass::pack_mask));
+  m.impl("merge", TORCH_BOX(&fp8cutlass::merge));
   m.impl("attend_ragged", TORCH_BOX(&fp8cutlass::attend_batch));
   m.impl("attend_ragged_fp8", TORCH_BOX(&fp8cutlass::attend_fp8_batch));
   m.impl("attend", TORCH_BOX(&fp8cutlass::attend_half));

@@ -120,7 +120,8 @@ void launch_cut(const DecodeEntry& entry, const DecodeNumbers& n, const decode::
                       !n.share, work.cuts,  work.arrived};
   void* arguments[] = {&p};
   const LaunchShape shape{1, decode::kCutThreads, decode::kCutBytes};
-  check_launch(start(cut_kernel(device), shape, arguments, current_stream(device), context_id()), "cut", device);
+  check_launch(start(kernel_of(Single::cut, device), shape, arguments, current_stream(device), context_id()), "cut",
+               device);
 }
 
 }  // namespace

@@ -23,33 +23,36 @@ namespace fp8cutlass {
 
 namespace {
 
-constexpr char kPlan[] = "plan", kCut[] = "cut", kAppend[] = "append", kRoute[] = "route", kPackMask[] = "pack_mask";
+// In the order of Single: the id, and the function and its parameters as the compiler spells them.
+struct SingleName {
+  const char *id, *function, *parameters;
+};
+constexpr SingleName kSingleNames[kSingles] = {
+    {"plan", "8planning4plan", "ENS0_10PlanParamsE"},
+    {"cut", "3cut", "ENS_6decode9CutParamsE"},
+    {"append", "6append", "ENS_9appending12AppendParamsE"},
+    {"route", "5route", "ENS_7prefill11RouteParamsE"},
+    {"pack_mask", "9pack_mask", "ENS_7masking14PackMaskParamsE"},
+    {"merge", "5merge", "ENS_7merging11MergeParamsE"},
+};
 
-// Sources are numbered: variants, packs, kernels of decode, the plan, the cut, the one that appends, the route, the
-// one that packs masks, those that keep K and V.
+// Sources are numbered: variants, packs, kernels of decode, those of Single, those that keep K and V.
 int source_of(const VariantEntry& variant) { return static_cast<int>(&variant - kVariants); }
 int source_of(const PackEntry& pack) { return kVariantCount + static_cast<int>(&pack - kPacks); }
 int source_of(const DecodeEntry& decode) { return kVariantCount + kPackCount + static_cast<int>(&decode - kDecodes); }
-int plan_source() { return kVariantCount + kPackCount + kDecodeCount; }
-int cut_source() { return plan_source() + 1; }
-int append_source() { return cut_source() + 1; }
-int route_source() { return append_source() + 1; }
-int pack_mask_source() { return route_source() + 1; }
-int first_resident() { return pack_mask_source() + 1; }
+int first_single() { return kVariantCount + kPackCount + kDecodeCount; }
+int source_of(Single single) { return first_single() + static_cast<int>(single); }
+int first_resident() { return first_single() + kSingles; }
 int source_of(const ResidentEntry& resident) { return first_resident() + static_cast<int>(&resident - kResidents); }
 int source_count() { return first_resident() + kResidentCount; }
 
 std::string id_of(int source) {
   const int pack = source - kVariantCount, decode = pack - kPackCount;
-  return pack < 0                       ? kVariants[source].id
-         : decode < 0                   ? kPacks[pack].id
-         : decode < kDecodeCount        ? kDecodes[decode].id
-         : source == plan_source()      ? kPlan
-         : source == cut_source()       ? kCut
-         : source == append_source()    ? kAppend
-         : source == route_source()     ? kRoute
-         : source == pack_mask_source() ? kPackMask
-                                        : kResidents[source - first_resident()].id;
+  return pack < 0                    ? kVariants[source].id
+         : decode < 0                ? kPacks[pack].id
+         : decode < kDecodeCount     ? kDecodes[decode].id
+         : source < first_resident() ? kSingleNames[source - first_single()].id
+                                     : kResidents[source - first_resident()].id;
 }
 
 // A function of this namespace as the compiler spells it. The names are those of C++, as nvcc makes other code of
@@ -61,13 +64,12 @@ std::string spelled(const std::string& name, const char* parameters) {
 // What the function is called in its cubin.
 std::string name_of(int source, int form) {
   const std::string id = id_of(source);
-  if (source == plan_source()) return "_ZN10fp8cutlass8planning4planENS0_10PlanParamsE";
-  if (source == cut_source()) return spelled(id, "ENS_6decode9CutParamsE");
-  if (source == append_source()) return spelled(id, "ENS_9appending12AppendParamsE");
-  if (source == route_source()) return spelled(id, "ENS_7prefill11RouteParamsE");
-  if (source == pack_mask_source()) return spelled(id, "ENS_7masking14PackMaskParamsE");
   if (source >= first_resident()) {
     return spelled(id + (form == kResidentCausal ? "_causal" : "_full"), "ENS_14ResidentParamsE");
+  }
+  if (source >= first_single()) {
+    const SingleName& single = kSingleNames[source - first_single()];
+    return std::string("_ZN10fp8cutlass") + single.function + single.parameters;
   }
   if (source >= kVariantCount + kPackCount) return spelled(id, "ENS_6decode12DecodeParamsE");
   if (source < kVariantCount) {
@@ -217,15 +219,7 @@ cudaKernel_t kernel_of(const ResidentEntry& resident, ResidentForm form, int dev
   return find(source_of(resident), form, device);
 }
 
-cudaKernel_t cut_kernel(int device) { return find(cut_source(), 0, device); }
-
-cudaKernel_t append_kernel(int device) { return find(append_source(), 0, device); }
-
-cudaKernel_t route_kernel(int device) { return find(route_source(), 0, device); }
-
-cudaKernel_t pack_mask_kernel(int device) { return find(pack_mask_source(), 0, device); }
-
-cudaKernel_t plan_kernel(int device) { return find(plan_source(), 0, device); }
+cudaKernel_t kernel_of(Single single, int device) { return find(source_of(single), 0, device); }
 
 bool has_kernel(int source, int form) {
   if (source < 0 || form < 0 || form >= kMostForms) return false;
@@ -246,13 +240,13 @@ std::string kernel_name(int source, int form) { return name_of(source, form); }
 
 void load_kernels(const VariantEntry& variant, int device) {
   load_forms(source_of(variant), device);
-  if (variant.ragged) plan_kernel(device);
-  if (variant.mask == Mask::blocks) pack_mask_kernel(device);
+  if (variant.ragged) kernel_of(Single::plan, device);
+  if (variant.mask == Mask::blocks) kernel_of(Single::pack_mask, device);
 }
 
 void load_kernels(const DecodeEntry& decode, int device) {
   load_forms(source_of(decode), device);
-  cut_kernel(device);
+  kernel_of(Single::cut, device);
 }
 
 void load_kernels(const ResidentEntry& resident, int device) { load_forms(source_of(resident), device); }

@@ -19,6 +19,11 @@ static_assert(kMostForms > kMostUnrolled && kMostForms > kPackGather);
 // Of a kernel that keeps K and V: its forms.
 enum ResidentForm { kResidentFull, kResidentCausal, kResidentForms };
 
+// Kernels of which there is one: what lists the row tiles of ragged batches, cuts the work of decode, writes tokens to
+// pages, chooses sequences for prefill, packs masks, and merges partial results.
+enum class Single { plan, cut, append, route, pack_mask, merge };
+constexpr int kSingles = 6;
+
 // The handle of a kernel for launches on `device`, which must be current. What is loaded once stays loaded, and is
 // found again without a lock. May be called from any thread, and while streams are captured, in whatever mode. Throws
 // std::runtime_error, with the remedy, where the file is missing or of another build, or the kernel is not in it or
@@ -27,11 +32,7 @@ cudaKernel_t kernel_of(const VariantEntry& variant, int form, int device);
 cudaKernel_t kernel_of(const PackEntry& pack, PackForm form, int device);
 cudaKernel_t kernel_of(const DecodeEntry& decode, int device);
 cudaKernel_t kernel_of(const ResidentEntry& resident, ResidentForm form, int device);
-cudaKernel_t plan_kernel(int device);
-cudaKernel_t cut_kernel(int device);
-cudaKernel_t append_kernel(int device);
-cudaKernel_t route_kernel(int device);
-cudaKernel_t pack_mask_kernel(int device);
+cudaKernel_t kernel_of(Single single, int device);
 
 // Loads all forms of a variant, of a ragged one the plan, and of lists of tiles the one that packs masks, so that no
 // launch has to.
@@ -41,8 +42,7 @@ void load_kernels(const DecodeEntry& decode, int device);  // and the one that c
 void load_kernels(const ResidentEntry& resident, int device);
 
 // Whether there is such a form of a source, and what the compiler calls it in its cubin. Sources are numbered:
-// variants, packs, kernels of decode, the plan, the cut, the one that appends, the route, the one that packs masks,
-// those that keep K and V.
+// variants, packs, kernels of decode, those of Single, those that keep K and V.
 bool has_kernel(int source, int form);
 std::string kernel_name(int source, int form);
 

@@ -37,7 +37,8 @@ cudaError_t launch_plan(const VariantEntry& variant, const ForwardParams& p, int
                               variant.key_block};
   void* arguments[] = {&params};
   cudaLaunchAttribute beside = runs_beside();
-  return start(plan_kernel(device), {1, planning::kThreads, 0}, arguments, stream, 0, &beside, p.ragged.early ? 1 : 0);
+  return start(kernel_of(Single::plan, device), {1, planning::kThreads, 0}, arguments, stream, 0, &beside,
+               p.ragged.early ? 1 : 0);
 }
 
 }  // namespace

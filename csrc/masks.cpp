@@ -96,7 +96,7 @@ void pack_mask(const torch::stable::Tensor& given, int64_t keys, const torch::st
   require(p.bit_tiles <= kMostFlags, "a mask of ", keys, " keys is too large to be packed");
   const DeviceGuard guard(device);
   void* arguments[] = {&p};
-  check_launch(start(pack_mask_kernel(device), {lists, masking::kMaskThreads, p.bit_tiles}, arguments,
+  check_launch(start(kernel_of(Single::pack_mask, device), {lists, masking::kMaskThreads, p.bit_tiles}, arguments,
                      current_stream(device), context_id()),
                "pack_mask", device);
 }

@@ -43,7 +43,7 @@ void launch_route(const prefill::RouteParams& p, int device, cudaStream_t stream
   prefill::RouteParams params = p;
   void* arguments[] = {&params};
   const LaunchShape shape{1, prefill::kRouteThreads, prefill::kRouteBytes};
-  check_launch(start(route_kernel(device), shape, arguments, stream, context_id()), "route", device);
+  check_launch(start(kernel_of(Single::route, device), shape, arguments, stream, context_id()), "route", device);
 }
 
 void launch_gather(const PackEntry& pack, const prefill::GatherParams& p, int64_t blocks, int device,

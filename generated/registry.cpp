@@ -900,6 +900,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "f4a20937714a403c4d2fd33ab19ca461dcedd0577bc730e043768e094be9e829";
+const char kManifest[] = "d25ef1f1efd53b4ada8488078e00ecd383c1b0a1de306133205f4291541ba4a7";
 
 }  // namespace fp8cutlass

@@ -38,7 +38,9 @@ from scripts.sanitize_problems import launches  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 # Parts of their names.
-KERNELS = "kns=sm89_,kns=sm90a_,kns=pack_d,kns=pack_mask,kns=planning,kns=decode_,kns=cut,kns=route,kns=resident_"
+KERNELS = (
+    "kns=sm89_,kns=sm90a_,kns=pack_d,kns=pack_mask,kns=planning,kns=decode_,kns=cut,kns=route,kns=resident_,kns=merge"
+)
 FOUND = 9  # exit status of compute-sanitizer when it has something to say
 PLANTED = ROOT / "tests" / "planted"
 PROGRAM_SECONDS = 120  # a planted barrier error may also hang

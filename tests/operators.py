@@ -89,6 +89,7 @@ SCHEMAS = {
     "prefill": f"({PREFILL}) -> ()",
     "load": "(int variant, int device, int source=-1) -> ()",
     "pack_mask": "(Tensor seen, int keys, Tensor(a!) tiles, Tensor(b!) counts, Tensor(c!) bits) -> ()",
+    "merge": "(Tensor(a!) out, Tensor(b!) lse, Tensor to, Tensor to_lse) -> ()",
     "load_decode": "(int decode, int device) -> ()",
     "load_resident": "(int resident, int device) -> ()",
 }

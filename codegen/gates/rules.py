@@ -12,7 +12,7 @@ from codegen.gates.packs import FAMILY as PACK
 from codegen.gates.residents import FAMILY as RESIDENT
 from codegen.gates.sass import MATRIX
 from codegen.gates.subject import Failure, Kernel, Measured
-from codegen.outputs import APPEND, CUT, PACK_MASK, PLAN, ROUTE
+from codegen.outputs import APPEND, CUT, MERGE, PACK_MASK, PLAN, ROUTE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,14 +248,14 @@ GATES = (
         why="no register goes through local memory; a few words where rows are transformed (SPILLED)",
         native_only=True,
         check=_spill,
-        families=(PACK, PLAN, PACK_MASK, DECODE, CUT, APPEND, ROUTE, RESIDENT),
+        families=(PACK, PLAN, PACK_MASK, MERGE, DECODE, CUT, APPEND, ROUTE, RESIDENT),
     ),
     Gate(
         name="NO-LOCAL",
         why="no stack, no LDL, no STL beyond these words",
         native_only=True,
         check=_local,
-        families=(PACK, PLAN, PACK_MASK, DECODE, CUT, APPEND, ROUTE, RESIDENT),
+        families=(PACK, PLAN, PACK_MASK, MERGE, DECODE, CUT, APPEND, ROUTE, RESIDENT),
     ),
     Gate(
         name="SMEM",

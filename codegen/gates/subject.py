@@ -9,8 +9,8 @@ from pathlib import Path
 
 from codegen.arch import TARGETS
 from codegen.families import FAMILIES, derive
-from codegen.outputs import PACK_MASK, PACK_MASK_PATH, PLAN, PLAN_PATH, kernel_path
-from codegen.render import environment, render_kernel, render_pack_mask, render_plan
+from codegen.outputs import MERGE, MERGE_PATH, PACK_MASK, PACK_MASK_PATH, PLAN, PLAN_PATH, kernel_path
+from codegen.render import environment, render_kernel, render_merge, render_pack_mask, render_plan
 from codegen.variant import Variant
 from scripts.cubins import INCLUDE
 
@@ -155,7 +155,8 @@ def ahead(name: str, target: str, source: Path, header: str, constant: str) -> K
 
 def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kernel]:
     """A Kernel for each target, variant chosen for it, and form of the variant with unrolled tiles; one more for the
-    plan of ragged batches, and for the packing of masks. Writes the sources that `folder` does not have like that."""
+    plan of ragged batches, the packing of masks, and the merging of results. Writes the sources that `folder` does not
+    have like that."""
     env = environment()
     kernels: list[Kernel] = []
     for v in dict.fromkeys(v for variants in chosen.values() for v in variants):
@@ -200,4 +201,6 @@ def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kern
         write_source(folder / PACK_MASK_PATH, render_pack_mask(env))
     header = "mask/params.h"
     kernels += [ahead(PACK_MASK, target, folder / PACK_MASK_PATH, header, "kMaskThreads") for target in listed]
+    write_source(folder / MERGE_PATH, render_merge(env))
+    kernels += [ahead(MERGE, target, folder / MERGE_PATH, "merge/params.h", "kMergeThreads") for target in chosen]
     return sorted(kernels, key=lambda k: (k.target, k.id))

@@ -126,7 +126,7 @@ def test_only_takes_kernels_of_decode(tmp_path: Path) -> None:
     run("--only", decode, "--only", one.id, "--out", tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert [[x["id"] for x in manifest[name]] for name in ("variants", "decodes", "plans")] == [
-        [one.id], [decode], ["cut", "append"]
+        [one.id], [decode], ["cut", "append", "merge"]
     ]  # fmt: skip
     assert (tmp_path / "decode" / f"{decode}.cu").is_file() and (tmp_path / "cut.cu").is_file()
     assert "is for sm90a, --arch has sm89" in run("--only", decode, "--arch", "sm89", code=FAILS).output
@@ -248,7 +248,15 @@ def test_a_template_edit_fails_the_check(
         kernels = sum(pack.quantises == (template == "pack.cu.j2") for pack in packs_of(DEV))
     elif template == "decode.cu.j2":
         kernels = len(decodes_of("dev", tuple(TARGETS)))
-    elif template in ("plan.cu.j2", "cut.cu.j2", "append.cu.j2", "route.cu.j2", "resident.cu.j2", "pack_mask.cu.j2"):
+    elif template in (
+        "plan.cu.j2",
+        "cut.cu.j2",
+        "append.cu.j2",
+        "route.cu.j2",
+        "resident.cu.j2",
+        "pack_mask.cu.j2",
+        "merge.cu.j2",
+    ):
         kernels = 1
     assert len(changed) == (kernels + 2 if template.endswith(".cu.j2") else 1)
     assert "+// an edit" in result.output or "more lines" in result.output

@@ -20,7 +20,7 @@ from codegen.axes import Cap, Kind, Mask, Operand, Out, Scaling, Schedule, Softm
 from codegen.cover import committed, cover, kinds_of_lines
 from codegen.decode import ALL
 from codegen.families import FAMILIES
-from codegen.outputs import APPEND_PATH, CUT_PATH, PACK_MASK_PATH, PLAN_PATH, ROUTE_PATH, kernel_path
+from codegen.outputs import APPEND_PATH, CUT_PATH, MERGE_PATH, PACK_MASK_PATH, PLAN_PATH, ROUTE_PATH, kernel_path
 from codegen.pack import packs_of
 from codegen.render import (
     environment,
@@ -28,6 +28,7 @@ from codegen.render import (
     render_cut,
     render_decode,
     render_kernel,
+    render_merge,
     render_pack,
     render_pack_mask,
     render_plan,
@@ -42,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHOWN = sorted((ROOT / "generated" / "shown").glob("*.cu"))
 # 6 are of 8-bit integers, 6 of capped scores, 6 of masks, 3 keep K and V. So many are read in a review; 800
 # are not.
-MOST = 63
+MOST = 64
 
 
 @cache
@@ -57,7 +58,7 @@ def rendered() -> dict[str, str]:
     }
     variants = {kernel_path(v): render_kernel(v, env) for v in select().emitted}
     residents = {r.path: render_resident(r, env) for r in ALL_RESIDENTS}
-    ahead = {PLAN_PATH: render_plan(env), PACK_MASK_PATH: render_pack_mask(env)}
+    ahead = {PLAN_PATH: render_plan(env), PACK_MASK_PATH: render_pack_mask(env), MERGE_PATH: render_merge(env)}
     return variants | packs | ahead | decodes | residents
 
 

@@ -303,12 +303,13 @@ def test_the_registry_names_its_manifest_and_targets(generated: Path) -> None:
 
 def test_the_plan_is_compiled_once_where_there_are_ragged_batches(generated: Path) -> None:
     manifest = json.loads((generated / "manifest.json").read_text())
-    plan, cut, append, route, pack_mask = manifest["plans"]
+    plan, cut, append, route, pack_mask, merge = manifest["plans"]
     assert (plan["id"], plan["file"], plan["targets"]) == ("plan", "plan.cu", ["sm90a"])
     assert (cut["id"], cut["file"], cut["targets"]) == ("cut", "cut.cu", ["sm89", "sm90a"])
     assert (append["id"], append["file"], append["targets"]) == ("append", "append.cu", ["sm89", "sm90a"])
     assert (route["id"], route["file"], route["targets"]) == ("route", "route.cu", ["sm90a"])
     assert (pack_mask["id"], pack_mask["file"], pack_mask["targets"]) == ("pack_mask", "pack_mask.cu", ["sm90a"])
+    assert (merge["id"], merge["file"], merge["targets"]) == ("merge", "merge.cu", ["sm89", "sm90a"])
     holds = [p.name for p in generated.rglob("*.cu") if "walk/plan.cuh" in p.read_text()]
     assert holds == ["plan.cu"]
 

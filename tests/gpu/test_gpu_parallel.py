@@ -20,6 +20,8 @@ from gpu import built_manifest, needs
 from reference import relative_l2
 
 from fp8cutlass import attention, merge_attention, pack_kv, parallel
+from fp8cutlass.call.merge import weights
+from fp8cutlass.native.merge import merges
 from fp8cutlass.parallel import agree
 from fp8cutlass.parallel.attend import groups_of
 
@@ -187,6 +189,38 @@ def test_an_lse_for_merging(precision: str, head_dim: int, causal: bool) -> None
     assert precision == "fast" or float(far.square().mean().sqrt()) < 0.01
     packed = pack_kv(*on_card[1:], query_shape=q.shape, is_causal=causal, precision=precision)
     assert torch.equal(attention(on_card[0], packed, return_lse="merge", enable_gqa=True, is_causal=causal)[1], lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [36, 64, 128, 256])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_kernel_merges_as_torch_does(dtype: torch.dtype, head_dim: int, layout: str) -> None:
+    """In place and not, of a slice of rows as a ring has it, with rows without keys; on a stream, in a graph."""
+    generator = torch.Generator("cuda").manual_seed(head_dim)
+    shape = (2, 3, 101, head_dim) if layout == "bhsd" else (2, 101, 3, head_dim)
+    a, b = (torch.randn(shape, generator=generator, device="cuda") for _ in range(2))
+    lse_a, lse_b = (torch.randn(2, 3, 101, generator=generator, device="cuda") for _ in range(2))
+    lse_a[0, 1, 5], lse_b[0, 1, 5:9] = -torch.inf, -torch.inf
+    b = b.to(dtype)
+    rows = (lambda x: x[:, :, 20:90]) if layout == "bhsd" else (lambda x: x[:, 20:90])
+    for cut in (lambda x: x, rows):
+        first, second = cut(a), cut(b)
+        of_first, of_second = (lse_a, lse_b) if cut is not rows else (lse_a[:, :, 20:90], lse_b[:, :, 20:90])
+        as_heads = [x if layout == "bhsd" else x.transpose(1, 2) for x in (first, second)]
+        assert merges(as_heads[0], of_first, as_heads[1], of_second)
+        total, weight = weights(of_first, of_second)
+        weight = (weight if layout == "bhsd" else weight.transpose(1, 2)).unsqueeze(-1)
+        wanted = torch.lerp(first, second.float(), weight)
+        out, lse = merge_attention(first, of_first, second, of_second, layout=layout)
+        torch.testing.assert_close(out, wanted, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(lse, total, rtol=2e-6, atol=2e-6)
+        room, room_lse = first.clone(), of_first.clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            merge_attention(room, room_lse, second, of_second, layout=layout, inplace=True)
+        room.copy_(first), room_lse.copy_(of_first)
+        graph.replay()
+        assert torch.equal(room, out) and torch.equal(room_lse, lse)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

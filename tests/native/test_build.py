@@ -152,7 +152,10 @@ def kernel_files(built: Built) -> dict[str, kernel_file.KernelFile]:
 def sources_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """What the library numbers, in its order; what its profile does not have, without targets."""
     plans = {plan["id"]: plan for plan in manifest["plans"]}
-    last = [plans.get(name, {"id": name, "targets": []}) for name in ("plan", "cut", "append", "route", "pack_mask")]
+    last = [
+        plans.get(name, {"id": name, "targets": []})
+        for name in ("plan", "cut", "append", "route", "pack_mask", "merge")
+    ]
     return [*manifest["variants"], *manifest["packs"], *manifest["decodes"], *last, *manifest["residents"]]
 
 

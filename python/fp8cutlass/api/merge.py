@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..call.merge import merge_into, merged
 from ..call.options import one_of
 from ..errors import UnsupportedError
 
@@ -24,8 +25,9 @@ def merge_attention(
     """The result over all keys of two results over a part of them each, in float32.
 
     The weights are those of the LSEs: ``out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b)``. A row that saw
-    no key in either part stays 0, its LSE -inf. Torch operations: with ``inplace`` and a bf16 ``out_b`` they move 18
-    bytes an element.
+    no key in either part stays 0, its LSE -inf. On a card a kernel does it: with ``inplace`` and a bf16 ``out_b`` it
+    moves 10 bytes an element. Torch operations, which move 18, do it elsewhere, under torch.compile, with gradients,
+    and where D or a step of ``out`` is no multiple of 4.
 
     Args:
         out_a, out_b: (B, H, S, D), or (B, S, H, D) with ``layout="bshd"``; bf16, fp16 or float32.
@@ -37,12 +39,12 @@ def merge_attention(
         UnsupportedError: shapes, dtypes or devices do not fit.
     """
     _check(out_a, lse_a, out_b, lse_b, layout, inplace)
-    total = torch.logaddexp(lse_a, lse_b)
-    weight = torch.exp(lse_b - total).masked_fill_(total == -torch.inf, 0.0)
-    weight = (weight if layout == "bhsd" else weight.transpose(1, 2)).unsqueeze(-1)
+    first, second = (x if layout == "bhsd" else x.transpose(1, 2) for x in (out_a, out_b))
     if inplace:
-        return out_a.lerp_(out_b.float(), weight), lse_a.copy_(total)
-    return torch.lerp(out_a.float(), out_b.float(), weight), total
+        merge_into(first, lse_a, second, lse_b)
+        return out_a, lse_a
+    out, lse = merged(first, lse_a, second, lse_b)
+    return out if layout == "bhsd" else out.transpose(1, 2), lse
 
 
 def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, layout: str, inplace: bool) -> None:

@@ -40,8 +40,8 @@ SM90A_TILES = (
     Tile(m=192, n=256, warps=12),
 )
 
-# Those of the lists of a mask.
-SM90A_LISTED_TILES = (Tile(m=128, n=128, warps=8),)
+# Those of the lists of a mask: one of their tiles, or two neighbours.
+SM90A_LISTED_TILES = (Tile(m=128, n=128, warps=8), Tile(m=128, n=256, warps=8))
 
 # Of classes that get one kernel: 192 rows leave the loader too few registers for an item of a ragged batch.
 SM90A_FEW_TILES = (

@@ -11,6 +11,8 @@ from typing import Any
 from codegen.axes import Cap, Cluster, Granularity, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
 from codegen.axes.axis import Axis
 
+LISTED_KEYS = 128  # of a tile of a mask's lists: kMaskTile of include/fp8cutlass/walk/tile_mask.h
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
@@ -71,9 +73,10 @@ class Variant:
 
     @property
     def problem(self) -> tuple[object, ...]:
-        """What rivals have in common: everything but tile, stages, schedule and cluster."""
+        """What rivals have in common: everything but tile, stages, schedule and cluster. One tile of a list and two are
+        no rivals, as it is the mask that decides between them."""
         same = (self.family, self.kind, self.head_dim, self.scaling, self.mask, self.dtype, self.out, self.softmax)
-        return (*same, self.walk, self.cap)
+        return (*same, self.walk, self.cap, self.paired)
 
     def _text(self, axes: tuple[str, ...]) -> str:
         values = self.__dict__
@@ -93,6 +96,11 @@ class Variant:
     def listed(self) -> bool:
         """Whether lists in memory say which tiles rows visit."""
         return self.mask.listed
+
+    @property
+    def paired(self) -> bool:
+        """Whether a tile of keys is two neighbours of a list's tiles, one of which may not be in the list."""
+        return self.listed and self.tile.n > LISTED_KEYS
 
     @property
     def serves(self) -> str:

@@ -611,6 +611,8 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n192w8_s3_block_causal_s8_fp16_codes_pingpong_solo", Family::sm90a, 64, 128, 192, 192, 384, 103424, 1, 1, 1, Mask::causal, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 192, false, true, false, false, {}, false},
     {"sm90a_fwd_d64_m128n192w8_s3_block_full_s8_bf16_codes_pingpong_solo", Family::sm90a, 64, 128, 192, 192, 384, 103424, 1, 1, 1, Mask::full, OutType::bf16, Granularity::token, Granularity::group, Granularity::block, false, 192, false, true, false, false, {}, false},
     {"sm90a_fwd_d64_m128n192w8_s3_block_full_s8_fp16_codes_pingpong_solo", Family::sm90a, 64, 128, 192, 192, 384, 103424, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 192, false, true, false, false, {}, false},
+    {"sm90a_fwd_d64_m128n256w8_s3_block_blocks_e4m3_bf16_linear_pingpong_solo", Family::sm90a, 64, 128, 256, 256, 384, 144384, 1, 1, 1, Mask::blocks, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}, false},
+    {"sm90a_fwd_d64_m128n256w8_s3_block_blocks_e4m3_fp16_linear_pingpong_solo", Family::sm90a, 64, 128, 256, 256, 384, 144384, 1, 1, 1, Mask::blocks, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}, false},
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo", Family::sm90a, 64, 128, 256, 256, 384, 144384, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}, false},
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo_ragged", Family::sm90a, 64, 128, 256, 256, 384, 144384, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, true, {}, false},
     {"sm90a_fwd_d64_m128n256w8_s3_block_causal_e4m3_bf16_quadratic_pingpong_solo", Family::sm90a, 64, 128, 256, 256, 384, 144384, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}, false},
@@ -796,7 +798,7 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_linear_serial_solo", Family::sm90a, 96, 64, 256, 256, 256, 151552, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}, false},
     {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_quadratic_serial_solo", Family::sm90a, 96, 64, 256, 256, 256, 151552, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}, false},
 };
-const int kVariantCount = 789;
+const int kVariantCount = 791;
 
 // id, head_dim, key_block, source, rows, ctas, stage_bytes, delivery_threads, delivery_bytes, delivery_ctas_per_sm, ragged, integer
 const PackEntry kPacks[] = {
@@ -900,6 +902,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "d25ef1f1efd53b4ada8488078e00ecd383c1b0a1de306133205f4291541ba4a7";
+const char kManifest[] = "7be33d0ee13da64c22b210a95e047ec33619a0c0c16e13ea51594b941c708afe";
 
 }  // namespace fp8cutlass

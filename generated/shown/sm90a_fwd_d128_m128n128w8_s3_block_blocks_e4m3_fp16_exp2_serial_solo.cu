@@ -113,7 +113,7 @@ static_assert(sizeof(SharedStorage) == 174080, "the generator's sum of the tiles
 static_assert((kScoreRegs == 4) || ((kHeadDim * 196) <= 65504), "LINEAR-RANGE: f16 scores of operands quantised to amax 14 must not overflow");
 static_assert(kTileM == (kWarps * 16), "WARPGROUP-ROWS: a warpgroup of four warps owns the 64 rows of its matrix instructions");
 static_assert(((kTileN % 64) == 0) && (kTileN <= 256), "KEY-STEPS: V lies in shared memory in rows of 64 or 128 keys, and one matrix instruction has at most 256 columns");
-static_assert((kTileM == 128) && (kTileN == 128), "LISTED-TILE: lists of a mask have tiles of 128 rows and keys");
+static_assert((kTileM == 128) && ((kTileN == 128) || (kTileN == 256)), "LISTED-TILE: lists of a mask have tiles of 128 rows and keys, of which a kernel takes one or two");
 static_assert((kScoreRegs == 2) || ((128 % kTileN) == 0), "EXP2-KEYS: FP8 operands come with descales for 128 keys, and what takes them must not straddle two");
 static_assert(int(sizeof(SharedStorage)) <= 232448, "SMEM: shared memory a block can have on sm_90a");
 
@@ -130,10 +130,11 @@ struct Ahead {
   int entries;  // of its list, the first 32, a lane each
 };
 
-// Of this lane's entry of the item's list, counted from entry `first` on; past the last one it has the last one's.
+// This lane's entry of the item's list, counted from entry `first` on; past the last one it has the last one.
 __device__ __forceinline__ int list_entry(const TileMask& mask, const Item& item, int first) {
   return Walk::entry(mask, item, min(first + int(threadIdx.x), item.tiles - 1));
 }
+
 
 // Of the tile of an entry.
 __device__ __forceinline__ float2 tile_descales(const ForwardParams& p, const Item& item, int kv_head, int entry) {

@@ -34,6 +34,15 @@ __device__ __forceinline__ uint2 seen_bits(const TileMask& mask, int visit, int 
 
 __device__ __forceinline__ bool sees_all(const uint2& seen) { return (seen.x & seen.y) == ~0u; }
 
+// The same of a tile that is two of a list's.
+struct SeenPair {
+  uint2 half[2];
+};
+
+__device__ __forceinline__ bool sees_all(const SeenPair& seen) {
+  return (seen.half[0].x & seen.half[0].y & seen.half[1].x & seen.half[1].y) == ~0u;
+}
+
 // Scores of keys that are not seen become -inf.
 template <int kBlocks>
 __device__ __forceinline__ void mask_unseen(float (&s)[kBlocks][4], const uint2& seen) {
@@ -46,9 +55,9 @@ __device__ __forceinline__ void mask_unseen(float (&s)[kBlocks][4], const uint2&
 }
 
 // The same of f16 scores: a bit comes to the sign of a byte, which a permutation spreads over a half.
-template <int kBlocks>
+template <int kFirst = 0, int kBlocks>
 __device__ __forceinline__ void mask_unseen(uint32_t (&s)[kBlocks][2], const uint2& seen) {
-  static_assert(kBlocks == kMaskTile / 8);
+  static_assert(kFirst % (kMaskTile / 8) == 0 && kFirst < kBlocks);
   const uint32_t unseen[2] = {~seen.x, ~seen.y};
 #pragma unroll
   for (int r = 0; r < 2; ++r)
@@ -57,10 +66,16 @@ __device__ __forceinline__ void mask_unseen(uint32_t (&s)[kBlocks][2], const uin
       const uint32_t first = unseen[r] << (7 - 2 * i), second = unseen[r] << (6 - 2 * i);
 #pragma unroll
       for (int byte = 0; byte < 4; ++byte) {
-        uint32_t& pair = s[4 * byte + i][r];
+        uint32_t& pair = s[kFirst + 4 * byte + i][r];
         pair = hide(pair, signs_of_bytes(first, second, 0xCC88 + 0x1111 * byte));
       }
     }
+}
+
+template <int kBlocks>
+__device__ __forceinline__ void mask_unseen(uint32_t (&s)[kBlocks][2], const SeenPair& seen) {
+  mask_unseen<0>(s, seen.half[0]);
+  mask_unseen<kMaskTile / 8>(s, seen.half[1]);
 }
 
 }  // namespace fp8cutlass

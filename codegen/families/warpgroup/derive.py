@@ -28,6 +28,7 @@ WIDE_HEAD_DIM = 128  # beyond it a product of P V with all columns does not fit 
 # One alone needs no setmaxnreg, and what it is held to is below the 255 that a thread can have.
 CONSUMER_REGISTERS = {1: 240, 2: 232, 3: 160}
 PRODUCER_REGISTERS = {1: 24, 2: 40, 3: 32}
+PAIRED_REGISTERS = (224, 56)  # a loader that pairs entries of a list needs more
 TIGHT_REGISTERS = (240, 24)  # those of two warpgroups where O alone takes half of them
 
 LAST_KEYS = 64  # the last tile is multiplied in steps of so many keys
@@ -190,6 +191,8 @@ def derive(v: Variant) -> WarpgroupDerived:
     tight = v.schedule.columns and v.warpgroups == 2
     if tight:
         consumer, producer = TIGHT_REGISTERS
+    elif v.paired:
+        consumer, producer = PAIRED_REGISTERS
         # Each part its own accumulator where they fit, else two in turns.
         if (v.head_dim + products * COLUMNS_PART) // 2 > MOST_ACCUMULATORS:
             part_buffers = 2

@@ -31,7 +31,7 @@ from codegen.rule import (
     smem_rule,
 )
 from codegen.scaling import KEY_BLOCK
-from codegen.variant import Variant
+from codegen.variant import LISTED_KEYS, Variant
 
 HEAD_DIM_CHOICES = (64, 96, 128, 192, 256)  # rows that TMA swizzles over 64 or 128 bytes
 SPLIT_ROWS = (64, 128)  # a split serves problems with few rows
@@ -56,6 +56,7 @@ def _columns_offered(v: Variant) -> bool:
     return v.head_dim > WIDE_HEAD_DIM and room and v.warpgroups == 2
 
 
+PAIR_HEAD_DIM = 64
 INTEGER_HEAD_DIMS = (64, 128)
 INTEGER_HEAD_DIM = Rule(
     name="INTEGER-HEAD-DIM",
@@ -96,10 +97,18 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="LISTED-TILE",
-        why=f"lists of a mask have tiles of {KEY_BLOCK} rows and keys",
-        condition=TILE_M.equals(KEY_BLOCK) & TILE_N.equals(KEY_BLOCK),
+        why=f"lists of a mask have tiles of {LISTED_KEYS} rows and keys, of which a kernel takes one or two",
+        condition=TILE_M.equals(LISTED_KEYS) & (TILE_N.equals(LISTED_KEYS) | TILE_N.equals(2 * LISTED_KEYS)),
         among=lambda v: v.listed,
-        explain=lambda v, d: f"lists of a mask have tiles of {KEY_BLOCK} x {KEY_BLOCK}, not {v.tile_m} x {v.tile_n}",
+        explain=lambda v, d: (
+            f"lists of a mask have tiles of {LISTED_KEYS} x {LISTED_KEYS}, not {v.tile_m} x {v.tile_n}"
+        ),
+    ),
+    Rule(
+        name="PAIR-REGISTERS",
+        why=f"tiles of two take f16 scores, warpgroups that take turns, and an O of head_dim up to {PAIR_HEAD_DIM}",
+        refuses=lambda v, d: v.paired and not (v.softmax.by_code and v.schedule.turns and v.head_dim <= PAIR_HEAD_DIM),
+        explain=lambda v, d: f"{v.softmax}, {v.schedule} and head_dim {v.head_dim} have no pairs of tiles",
     ),
     Rule(
         name="EXP2-KEYS",

@@ -32,6 +32,7 @@ class KernelView(View):
     part_buffers: int
     tight: bool
     quantises_q: bool
+    seen_type: str  # what a lane's rows see of a tile of a list
     handed: bool  # K and V may be packed while the kernel runs
     prepares: bool
     early: bool
@@ -71,6 +72,7 @@ def kernel_view(v: Variant) -> KernelView:
         part_buffers=d.part_buffers,
         tight=d.tight,
         quantises_q=d.quantises_q,
+        seen_type="SeenPair" if v.paired else "uint2",
         handed=d.quantises_q and not v.walk.tables,
         prepares=d.prepares,
         early=d.early,

@@ -65,6 +65,7 @@ class Call:
         precision: "fast" and "balanced" assert of FP8 operands that the scores fit f16, which holds when Q and K were
             quantised with amax 14.
         masked, biased: whether the tensors have a boolean mask, packed or not, and a bias.
+        whole: whether it is a packed mask without bits: blocks that are seen whole.
         softcap: a logit x becomes ``softcap * tanh(x / softcap)``; 0 leaves it.
         key_block, amax: of packed K: keys that share a descale, and what K was quantised to.
     """
@@ -84,6 +85,7 @@ class Call:
     smooth_k: bool = False
     hadamard: bool = False
     masked: bool = False
+    whole: bool = False
     biased: bool = False
     key_block: int = KEY_BLOCK
     amax: float = 0.0

@@ -129,6 +129,7 @@ def problem_of(
         window=window,
         capped=bool(call.softcap) and on_kernel,
         listed=listed,
+        whole=listed and call.whole,
     )
 
 

@@ -71,6 +71,7 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
         smooth_k=half and transformed(options, "smooth_k"),
         hadamard=half and transformed(options, "hadamard"),
         masked=masked,
+        whole=masked and getattr(request.attn_mask, "bits", request) is None,
         biased=biased,
         key_block=KEY_BLOCK if packed is None else packed.key_block,
         amax=0.0 if packed is None else packed.amax,

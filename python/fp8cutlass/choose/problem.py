@@ -34,6 +34,7 @@ class Problem:
     window: bool = False  # of keys: a kernel of its own, which the table has no cell for
     capped: bool = False  # of scores: the same
     listed: bool = False  # a mask in lists of tiles: the same
+    whole: bool = False  # of these: every tile is seen whole
 
     def __str__(self) -> str:
         """One line: (B, H, S, D), S as queries x keys where they differ, then the other axes."""

@@ -31,10 +31,12 @@ class Asked(NamedTuple):
     out: str
     scaling: str
     precision: str
+    whole: bool = False  # of lists of tiles: that all of them are seen whole, so that blocks were given
 
     @staticmethod
     def by(problem: Problem) -> Asked:
-        return Asked(problem.mask, problem.capped, problem.dtype, problem.out, problem.scaling, problem.precision)
+        p = problem
+        return Asked(p.mask, p.capped, p.dtype, p.out, p.scaling, p.precision, p.whole)
 
     @property
     def kind(self) -> str:
@@ -44,7 +46,8 @@ class Asked(NamedTuple):
 
 def special_kernels(manifest: Manifest, arch: str, head_dim: int, asked: Asked) -> list[Variant]:
     """Those that serve such a call, the fastest softmax first; ``head_dim`` is a kernel's. Lists of tiles have kernels
-    for some head_dims, to the next of which others are padded."""
+    for some head_dims, to the next of which others are padded. Of two tiles the wider one is faster where rows see keys
+    in a row; the narrower one where blocks were given, as half of a wide tile may not be seen (docs/lab/masks.md)."""
     softmaxes = PRECISE_ENOUGH[asked.precision]
     wanted = (asked.kind, "dense", asked.mask, asked.dtype, asked.out)
     found = [
@@ -57,7 +60,10 @@ def special_kernels(manifest: Manifest, arch: str, head_dim: int, asked: Asked) 
         and v.softmax in softmaxes
     ]
     narrowest = min((v.head_dim for v in found), default=0)
-    return sorted((v for v in found if v.head_dim == narrowest), key=lambda v: softmaxes.index(v.softmax))
+    wider = -1 if asked.whole else 1
+    return sorted(
+        (v for v in found if v.head_dim == narrowest), key=lambda v: (softmaxes.index(v.softmax), -wider * v.tile_n)
+    )
 
 
 def no_special_kernel(asked: Asked) -> str:

@@ -116,7 +116,7 @@ def _unserved(at: Target, on_card: bool, head_dim: int, asked: Asked) -> tuple[s
     if (asked.mask in ("window", LISTED) or asked.capped) and on_card:
         served = special_kernels(manifest, at.arch, head_dim, asked)
         return () if served else (refusal(at.arch, manifest.profile, no_special_kernel(asked)),)
-    _, _, dtype, out, scaling, precision = asked
+    dtype, out, scaling, precision = asked.dtype, asked.out, asked.scaling, asked.precision
     decisions = load_table(at.directory).over_lengths(
         arch=at.arch,
         head_dim=head_dim,

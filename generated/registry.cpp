@@ -902,6 +902,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "7be33d0ee13da64c22b210a95e047ec33619a0c0c16e13ea51594b941c708afe";
+const char kManifest[] = "d4e38b56061f4c34f2619a6a5f413a6e5bfe2e11249e672d9e5f1cf4ffd8196f";
 
 }  // namespace fp8cutlass

@@ -148,7 +148,6 @@ __device__ __forceinline__ int pairs_of(const TileMask& mask, const Item& item) 
   return pairs;
 }
 
-
 // Of the tile of an entry.
 __device__ __forceinline__ float2 tile_descales(const ForwardParams& p, const Item& item, int kv_head, int entry) {
   const int block = entry / 2 * kMaskTile / kKeyBlock;
@@ -230,14 +229,15 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
       for (int b = 0; b < KTile::kBlocks; ++b)
         Copy::copy(&params.k, &control.k_full[slot], kHint, shared.k[slot] + b * KTile::kBlockBytes, b * KTile::kWidth, k_row + key, k_head, k_batch);
     };
-    const auto copy_values = [&](int slot, int key) {
+    // Of a half that is not seen the columns of the other half: P is 0 there, and 0 times a NaN would be one.
+    const auto copy_values = [&](int slot, int key, int only) {
       sm90::arrive_expect(control.v_full[slot], VTile::kRowBytes * kHeadDim);
 #pragma unroll
       for (int b = 0; b < VTile::kBlocks; ++b)
 #pragma unroll
         for (int part = 0; part < kParts; ++part)
           Copy::copy(&params.v, &control.v_full[slot], kHint, shared.v[slot] + b * VTile::kBlockBytes + value_row(part) * VTile::kWidth,
-                     v_column + key + b * VTile::kWidth, part * kPartColumns, kv_head);
+                     v_column + key + (only < 0 ? b : only) * VTile::kWidth, part * kPartColumns, kv_head);
     };
 #pragma unroll 1
     for (bool begins = true, ends = false; !ends; begins = false, stage = stage.next()) {
@@ -266,7 +266,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
       {
         const int s = stage.slot, parity = stage.parity;
         sm90::wait(control.v_empty[s], parity ^ 1);
-        if (sm90::elect_one_sync()) copy_values(s, tile * kTileN + half * kSlotKeys);
+        if (sm90::elect_one_sync()) copy_values(s, tile * kTileN + half * kSlotKeys, both ? -1 : begin / 2 % 2);
       }
       if (begins) {
         number = sm90::next_item(p, number, drawn);

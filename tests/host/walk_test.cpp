@@ -142,11 +142,20 @@ static bool listed(int rounds) {
       const int own_row = rows > 1 ? item.row / kMaskTile : 0, list = (own_batch * heads + own_head) * rows + own_row;
       if (item.row % kMaskTile || !seen.insert({item.batch, item.head, item.row}).second) return false;
       if (counts[list] == 0) {
-        if (item.tiles != 1 || Listed::entry(mask, item, 0) != 0 || Listed::visit(p, mask, item, 0) != kHidden)
+        if (item.tiles != 1 || Listed::entry(mask, item, 0) != 0 || Listed::visit(p, mask, item, 0) != kHidden ||
+            Listed::length(mask, item) != 1)
           return false;
         continue;
       }
-      if (item.tiles != counts[list]) return false;
+      if (item.tiles != counts[list] || Listed::length(mask, item) != counts[list]) return false;
+      std::set<int> pairs;  // tiles of two
+      int begun = 0;
+      for (int i = 0; i < item.tiles; ++i) {
+        const int entry = Listed::entry(mask, item, i);
+        pairs.insert(entry / 4);
+        begun += i == 0 || !Listed::joins(Listed::entry(mask, item, i - 1), entry);
+      }
+      if (begun != int(pairs.size())) return false;
       for (int i = 0; i < item.tiles; ++i) {
         const int entry = tiles[size_t(list) * key_tiles + i], visit = Listed::visit(p, mask, item, entry);
         const bool in_part = with_bits && entry % 2;

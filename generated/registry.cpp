@@ -902,6 +902,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "d4e38b56061f4c34f2619a6a5f413a6e5bfe2e11249e672d9e5f1cf4ffd8196f";
+const char kManifest[] = "7f51b1f41a0557f81359b6c23e52ce8b0d69eab3ea03671c11d0003dea9cfce2";
 
 }  // namespace fp8cutlass

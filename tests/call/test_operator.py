@@ -352,7 +352,7 @@ def test_the_text_of_a_call_is_read_back_and_nothing_else_is() -> None:
     """What the operator is told besides tensors: every field, or a refusal."""
     for call in (
         Call("half", torch.bfloat16, 0.1),
-        Call("packed", torch.float16, -0.5, "token", "high", 3, 0, *[True] * 4, "some_id", *[True] * 4, 64, 14.0, 2.0),
+        Call("packed", torch.float16, -0.5, "token", "high", 3, 0, *[True] * 4, "some_id", *[True] * 5, 64, 14.0, 2.0),
     ):
         assert parse(call.text(), call.numbers()) == call
     for text in ("", "kind=half", Call("half", torch.bfloat16, 0.1).text() + " more=1", "kind=half out_dtype=int8"):

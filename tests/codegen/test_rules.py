@@ -193,6 +193,11 @@ CASES: list[tuple[str, Variant, str]] = [
         "lists of a mask have tiles of 128 x 128, not 128 x 64",
     ),  # fmt: skip
     (
+        "PAIR-REGISTERS",
+        replace(HOPPER, mask=Mask.BLOCKS, tile=tile(128, 256, 8)),
+        "linear, serial and head_dim 64 have no pairs of tiles",
+    ),
+    (
         "EXP2-KEYS",
         replace(HOPPER_EXP2, tile=tile(128, 192, 8)),
         "exp2 softmax serves blocks of 128 keys, which 192 does not divide",
@@ -378,6 +383,7 @@ def test_edges(rule: str, env: Env, holds: bool) -> None:
         ("KEY-STEPS", {"tile_n": 257}, False),
         ("KEY-STEPS", {"tile_n": 320}, False),
         ("LISTED-TILE", {"tile_m": 128, "tile_n": 128}, True),
+        ("LISTED-TILE", {"tile_m": 128, "tile_n": 256}, True),
         ("LISTED-TILE", {"tile_m": 128, "tile_n": 192}, False),
         ("LISTED-TILE", {"tile_m": 64, "tile_n": 128}, False),
         ("EXP2-KEYS", {"tile_n": 128, "score_regs": 4}, True),

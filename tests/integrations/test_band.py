@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from where import CPU, DEVICE, moved
 
 from fp8cutlass import integrations, pack_kv
 from fp8cutlass.integrations.refusal import Refusal
@@ -19,7 +20,6 @@ from fp8cutlass.integrations.transformers.band import Band
 from fp8cutlass.integrations.transformers.serve import Features, note_packed, refusal, serve
 from fp8cutlass.stats import Reason
 
-DEVICE = torch.device("cpu")
 SHAPES = [(7, 7), (3, 9), (1, 9), (9, 4)]
 SIDES = [(-1, -1), (-1, 0), (2, 0), (3, 3), (-1, 2), (1, -1)]
 
@@ -119,7 +119,7 @@ def test_lengths_are_for_one_batch() -> None:
 def operands(rows: int, keys: int, width: int = 32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(5)
     shapes = ((3, 4, rows, 32), (3, 2, keys, 32), (3, 2, keys, width))
-    q, k, v = (torch.randn(shape, generator=draw).bfloat16() for shape in shapes)
+    q, k, v = (moved(torch.randn(shape, generator=draw, device=CPU).bfloat16()) for shape in shapes)
     return q, k, v
 
 
@@ -203,6 +203,7 @@ def test_adapters_are_imported_when_asked_for() -> None:
 
 def test_minimum_length() -> None:
     """One number for all adapters. Its default is measured, and for cards alone."""
+    integrations.set_minimum_length(None)  # on a card the tests have another
     q, k, v = operands(9, 9)
     assert integrations.minimum_length(32, True, on_card=False) == 0
     assert integrations.minimum_length(64, False, on_card=True) == 512

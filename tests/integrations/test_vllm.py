@@ -12,7 +12,7 @@ import engine_vllm as stand_in
 import pytest
 import torch
 from engine_steps import Requests, Sequence, Shape
-from where import DEVICE
+from where import CPU, DEVICE
 
 from fp8cutlass import stats
 from fp8cutlass.errors import UnsupportedError
@@ -155,21 +155,16 @@ def test_another_block_table_is_the_same_step(vllm: Any) -> None:
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 2.0)])
 def test_the_stand_in_of_vllms_kernel_writes_what_the_adapter_does(vllm: Any, scales: tuple[float, float]) -> None:
     """On a card the adapter calls it, elsewhere torch operations."""
-    engine = Engine(Shape(), "LBNHC")
-    engine.layer._k_scale, engine.layer._v_scale = (torch.tensor([1.0, 0.5]) * scale for scale in scales)
-    k, v, slots = engine.requests.grow(Sequence(), 20)
-    slots = torch.tensor([-1, *slots[1:]], device="cpu")
-    found = []
-    for write in (engine.impl.do_kv_cache_update, None):
-        cache = cache_of(engine.shape, "LBNHC").cpu()
-        if write is None:
-            pages = engine.impl.pages(cache)
-            scaled = (x.cpu() for x in (engine.layer._k_scale, engine.layer._v_scale))
-            stand_in.reshape_and_cache_flash(k.cpu(), v.cpu(), *pages, slots, "fp8", *scaled)
-        else:
-            write(engine.layer.to("cpu"), k.cpu(), v.cpu(), cache, slots)
-        found.append(cache)
-    assert torch.equal(*found) and not torch.equal(found[0], cache_of(engine.shape, "LBNHC").cpu())
+    with CPU:
+        engine = Engine(Shape(), "LBNHC")
+        by_head = [torch.tensor([1.0, 0.5]) * scale for scale in scales]
+        layer = stand_in.Attention(*by_head)
+        caches = [cache_of(engine.shape, "LBNHC") for _ in range(3)]
+    k, v, slots = Requests(Shape()).grow(Sequence(), 20)
+    k, v, where = k.cpu(), v.cpu(), torch.tensor([-1, *slots[1:]], device=CPU)
+    engine.impl.do_kv_cache_update(layer, k, v, caches[0], where)
+    stand_in.reshape_and_cache_flash(k, v, *engine.impl.pages(caches[1]), where, "fp8", *by_head)
+    assert torch.equal(caches[0], caches[1]) and not torch.equal(caches[0], caches[2])
 
 
 def test_a_run_that_measures_memory_writes_zeros(vllm: Any) -> None:

@@ -17,7 +17,7 @@ from . import report
 from .append_commands import append
 from .commands import accuracy, overhead, pack, regret, short, tune, ways
 from .decode_commands import decode
-from .families_commands import families
+from .families_commands import families, lengths
 from .masks_commands import masks
 from .model_commands import model
 from .options import Wanted, commit_option, need_card, out_option, read_csv, results_folder, shape_options, stop
@@ -196,6 +196,7 @@ for command in (
     windows,
     append,
     families,
+    lengths,
     masks,
 ):
     cli.add_command(command)

@@ -17,7 +17,7 @@ from . import report
 from .append_commands import append
 from .commands import accuracy, overhead, pack, regret, short, tune, ways
 from .decode_commands import decode
-from .families_commands import families
+from .families_commands import families, lengths
 from .masks_commands import masks
 from .merge_commands import merge
 from .model_commands import model
@@ -198,6 +198,7 @@ for command in (
     append,
     merge,
     families,
+    lengths,
     masks,
 ):
     cli.add_command(command)

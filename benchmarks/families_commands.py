@@ -76,6 +76,59 @@ def families(
     sys.exit(1 if left else 0 if tiny else status)
 
 
+@click.command()
+@click.option("--head-dim", "head_dims", type=int, multiple=True, help="Only these; repeat for more.")
+@click.option("--quick", is_flag=True, help="Shorter replays and fewer of them.")
+@click.option("--tiny", is_flag=True, help="Tiny sizes, without a card on the CPU: does it run? Needs --out.")
+@click.option("--budget", type=click.FloatRange(min=0), default=240.0, show_default=True, help="Seconds.")
+@from_option
+@out_option
+@commit_option
+def lengths(
+    head_dims: tuple[int, ...], quick: bool, tiny: bool, budget: float, csv: Path | None, out: Path | None, commit: str
+) -> None:
+    """Time the adapters' calls beside torch's SDPA at many lengths: what their minimum lengths are read from.
+
+    Ends with 2 where nothing can be measured, with 1 where calls are left out for want of time.
+    """
+    from .families import lengths as found
+
+    if csv is not None:
+        write_tables(csv, found.markdown(*read_rows(csv, found.LengthTime)))
+        return
+    calls = found.cases(lengths=found.LENGTHS[:1]) if tiny else found.cases()
+    wanted = [case for case in calls if not head_dims or case.head_dim in head_dims]
+    if not wanted:
+        stop(f"no calls have a head_dim of {head_dims}")
+    if tiny and out is None:
+        stop("--tiny measures nothing that is worth keeping beside results: name a folder with --out")
+    if not tiny:
+        need_card("timing calls of many lengths", "; `lengths --from` works from a CSV, `lengths --tiny` runs anywhere")
+    import torch
+
+    from fp8cutlass.integrations import set_minimum_length
+
+    from . import machine
+    from .families.measure import small
+    from .grid import QUICK, Settings
+    from .turns import record
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    stamp = {"card": "CPU"} | machine.stamp(commit)
+    path = results_folder(out, stamp) / "lengths.csv"
+    settings = QUICK if quick else Settings()
+    set_minimum_length(0)
+    try:
+        rows, left = record(
+            path, stamp, found.LengthTime, [small(case) for case in wanted] if tiny else wanted,
+            lambda case: found.measured(case, device, settings), lambda case: case.label, "calls", budget, click.echo,
+        )  # fmt: skip
+    finally:
+        set_minimum_length(None)
+    write_tables(path, found.markdown(stamp, rows))
+    sys.exit(1 if left else 0)
+
+
 def _finish(path: Path) -> int:
     """Write the tables of a CSV; 1 where a family is too slow or has no time, else 0."""
     from .families import report

@@ -63,7 +63,7 @@ REMEDIES = {
     Reason.NO_KERNEL: "fp8cutlass.explain says which kernel is missing; `fp8cutlass doctor` says what is installed",
     Reason.PAGED: "use a cache whose keys are contiguous",
     Reason.POLICY: "a setting of the program keeps such calls out of FP8",
-    Reason.SHORT: "few keys are faster in bf16; the integration's minimum length decides",
+    Reason.SHORT: "so few tokens are faster in 16 bits; integrations.set_minimum_length(0) serves them all the same",
     Reason.SINKS: "attention sinks are not served in this form",
     Reason.SOFTCAP: "capped scores have no FP8 kernel",
     Reason.VARLEN: "sequences of unequal lengths are not served in this form: pass cu_seqlens of int32",
@@ -166,7 +166,7 @@ def _count(at: torch.Tensor | None, kind: str, door: str, where: str, what: str,
     """A dict that traced code changes would compile the program again at each call; an operator does not."""
     if not torch.compiler.is_compiling():
         _add(at, kind, door, where, what, text, work)
-    elif not torch.compiler.is_exporting():
+    elif not torch.compiler._is_exporting_flag:  # `is_exporting()` is True for all that torch 2.11 compiles
         _operator(at, kind, door, where, what, text, work)
 
 

@@ -1,15 +1,21 @@
 """One thread: the tensors of these models are so small that threads only wait for one another.
 
-With FP8CUTLASS_TEST_DEVICE=cuda models and tensors are made on the card, and kernels attend.
+On a card (``where.py``) tensors are made on it unless they name a device, and adapters leave no call alone for being
+short: so the same calls are served as on the CPU.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from where import DEVICE, ON_CARD
+
+from fp8cutlass.integrations import set_minimum_length
+
+if ON_CARD:  # before the modules with tests are imported, which make tensors too
+    torch.set_default_device(DEVICE)
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -21,9 +27,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def default_device() -> Iterator[None]:
-    """Where tensors are made that name no device."""
-    device = os.environ.get("FP8CUTLASS_TEST_DEVICE", "")
-    torch.set_default_device(device or None)
+def short_calls() -> Iterator[None]:
+    """Are served, as is the default on the CPU."""
+    set_minimum_length(0 if ON_CARD else None)
     yield
-    torch.set_default_device(None)
+    set_minimum_length(None)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from paged_cases import attention64
+from where import CPU, moved
 
 from fp8cutlass.emulator.decode import queries
 
@@ -48,11 +49,11 @@ class Requests:
 
     def __init__(self, shape: Shape, seed: int = 0) -> None:
         self.shape, self.generator = shape, torch.Generator().manual_seed(seed)
-        self.free = (torch.randperm(shape.pages - 1, generator=self.generator) + 1).tolist()
+        self.free = (torch.randperm(shape.pages - 1, generator=self.generator, device=CPU) + 1).tolist()
         self.users: dict[int, int] = {}
 
     def random(self, *size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=self.generator).bfloat16()
+        return moved(torch.randn(*size, generator=self.generator, device=CPU).bfloat16())
 
     def grow(self, sequence: Sequence, tokens: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """New K and V (tokens, Hkv, D), and their slots."""

@@ -117,6 +117,19 @@ class Attention(torch.nn.Module):
         self._q_scale, self._k_scale, self._v_scale = torch.tensor(1.0), k_scale, v_scale
 
 
+def reshape_and_cache_flash(key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+                            slot_mapping: torch.Tensor, kv_cache_dtype: str, k_scale: torch.Tensor,
+                            v_scale: torch.Tensor) -> None:  # fmt: skip
+    """vLLM's kernel, by torch operations: caches (blocks, block size, kv_heads, head_size) uint8; scales of one
+    number or one for each KV head; a slot of -1 is padding."""
+    assert kv_cache_dtype in ("fp8", "fp8_e4m3")
+    kept = slot_mapping >= 0
+    slots, size = slot_mapping[kept], key_cache.shape[1]
+    for room, x, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
+        scaled = x[: len(kept)][kept].float() / scale.reshape(-1, 1)
+        room[slots // size, slots % size] = scaled.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """These in sys.modules for a test, and after it none of the adapter's modules that read them."""
     for name, module in modules().items():
@@ -133,7 +146,8 @@ def modules() -> dict[str, ModuleType]:
                "AttentionMetadataBuilder", "MultipleOf")  # fmt: skip
     registry = ("AttentionBackendEnum", "register_backend")
     content = {
-        "vllm": (), "vllm.v1": (), "vllm.v1.attention": (), "vllm.v1.attention.backend": backend,
+        "vllm": (), "vllm._custom_ops": ("reshape_and_cache_flash",), "vllm.v1": (), "vllm.v1.attention": (),
+        "vllm.v1.attention.backend": backend,
         "vllm.v1.attention.backends": (), "vllm.v1.attention.backends.registry": registry,
     }  # fmt: skip
     made = {}
@@ -141,4 +155,5 @@ def modules() -> dict[str, ModuleType]:
         made[name] = module = ModuleType(name)
         module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
         vars(module).update({n: globals()[n] for n in names})
+    vars(made["vllm"])["_custom_ops"] = made["vllm._custom_ops"]
     return made

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from where import DEVICE, ON_CARD
 
 from fp8cutlass import stats
 
@@ -36,7 +37,7 @@ def compared(model: Any, run: Any) -> tuple[float, int, int]:
 def test_layers_with_hooks_are_served() -> None:
     model = tiny.make(tiny.CAUSAL["llama"])
     plain = tiny.WAYS["prefill"](model).detach()
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    accelerate.cpu_offload(model, execution_device=DEVICE)
     assert all(hasattr(layer.self_attn.q_proj, "_hf_hook") for layer in model.model.layers)
     error, served, left = compared(model, lambda: tiny.WAYS["prefill"](model))
     assert 0 < error < 0.06 and (served, left) == (2, 0)
@@ -46,6 +47,7 @@ def test_layers_with_hooks_are_served() -> None:
 def test_mixed_precision_is_served() -> None:
     """Weights and rotary embeddings are float32; accelerate runs the model under autocast."""
     model = tiny.make(tiny.CAUSAL["llama"], torch.float32)
-    prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model, evaluation_mode=True)
+    accelerator = accelerate.Accelerator(cpu=not ON_CARD, mixed_precision="bf16")
+    prepared = accelerator.prepare_model(model, evaluation_mode=True)
     error, served, left = compared(model, lambda: prepared(tiny.tokens()).logits)
     assert 0 < error < 0.06 and (served, left) == (2, 0)

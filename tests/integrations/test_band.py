@@ -10,16 +10,17 @@ import pytest
 import tiny
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from where import CPU, DEVICE, moved
 
 from fp8cutlass import integrations, pack_kv
 from fp8cutlass.integrations.refusal import Refusal
 from fp8cutlass.integrations.transformers import band as bands
 from fp8cutlass.integrations.transformers import route
+from fp8cutlass.integrations.transformers import serve as serving
 from fp8cutlass.integrations.transformers.band import Band
 from fp8cutlass.integrations.transformers.serve import Features, note_packed, refusal, serve
 from fp8cutlass.stats import Reason
 
-DEVICE = torch.device("cpu")
 SHAPES = [(7, 7), (3, 9), (1, 9), (9, 4)]
 SIDES = [(-1, -1), (-1, 0), (2, 0), (3, 3), (-1, 2), (1, -1)]
 
@@ -119,7 +120,7 @@ def test_lengths_are_for_one_batch() -> None:
 def operands(rows: int, keys: int, width: int = 32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(5)
     shapes = ((3, 4, rows, 32), (3, 2, keys, 32), (3, 2, keys, width))
-    q, k, v = (torch.randn(shape, generator=draw).bfloat16() for shape in shapes)
+    q, k, v = (moved(torch.randn(shape, generator=draw, device=CPU).bfloat16()) for shape in shapes)
     return q, k, v
 
 
@@ -201,18 +202,29 @@ def test_adapters_are_imported_when_asked_for() -> None:
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
 
 
-def test_minimum_length() -> None:
+def test_minimum_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """One number for all adapters. Its default is measured, and for cards alone."""
+    integrations.set_minimum_length(None)  # on a card the tests have another
     q, k, v = operands(9, 9)
-    assert integrations.minimum_length(32, True, on_card=False) == 0
-    assert integrations.minimum_length(64, False, on_card=True) == 512
-    assert integrations.minimum_length(72, True, on_card=True) == 1024
-    assert integrations.minimum_length(192, True, on_card=True) == 2048
+    measured, full, causal = integrations.MEASURED, integrations.FULL, integrations.CAUSAL
+    assert integrations.minimum_length(32, 32, causal, on_card=False) == 0
+    for head_dim, width in ((64, 64), (72, 128), (192, 256), (256, 256)):
+        for mask in measured:
+            assert integrations.minimum_length(head_dim, head_dim, mask, on_card=True) == measured[mask][width]
+    assert integrations.minimum_length(192, 128, causal, on_card=True) == integrations.NARROW_VALUES
+    assert integrations.minimum_length(192, 128, integrations.MASKED, True) == measured[integrations.MASKED][256]
+    asked: list[tuple[object, ...]] = []
+    with monkeypatch.context() as patch:  # what a band is to it
+        patch.setattr(serving, "minimum_length", lambda *given: asked.append(given) or 0)
+        padded = bands.padded(Band(right=0), VALID, 9, 9)
+        for band in (Band(), Band(right=0), Band(2, 0), padded):
+            assert band is not None
+            serve(*operands(9, 9, 24), band, None, None, None)
+    assert [given[:3] for given in asked] == [(32, 24, mask) for mask in (full, causal, "masked", "masked")]
     try:
         integrations.set_minimum_length(10)
         found = serve(q, k, v, Band(), None, None, None)
         assert isinstance(found, Refusal) and found.reason is Reason.SHORT
-        padded = bands.padded(Band(right=0), VALID, 9, 9)
         assert padded is not None and isinstance(serve(q, k, v, padded, None, None, None), Refusal)
         note_packed(k, v, pack_kv(k, v))
         assert isinstance(serve(q, k, v, Band(), None, None, None), torch.Tensor)

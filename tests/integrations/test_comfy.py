@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import randn, relative_l2
+from reference import relative_l2
+from where import randn
 
 from fp8cutlass import stats
 from fp8cutlass.integrations.comfy import OPTION, override, patched

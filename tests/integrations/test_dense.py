@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import randn
+from where import randn
 
 import fp8cutlass
 from fp8cutlass import stats

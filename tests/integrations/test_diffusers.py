@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import randn, relative_l2
+from reference import relative_l2
+from where import CPU, cpu_alone, randn
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -28,6 +29,7 @@ from fp8cutlass.integrations.diffusers import backend, masks, reach  # noqa: E40
 BOUND = 0.04  # of a model's output; losing a mask or a scale gives more in most of them
 diffusers.logging.set_verbosity_error()
 
+GLOO = cpu_alone("processes that share the CPU, by gloo")
 Counts = dict[tuple[str, str], int]  # (class of the processor, reason) -> calls
 
 
@@ -142,7 +144,7 @@ def test_a_pipeline_makes_the_same_picture() -> None:
     pipeline = tiny.dit_pipeline()
 
     def picture() -> torch.Tensor:
-        generator = torch.Generator(torch.get_default_device()).manual_seed(3)
+        generator = torch.Generator(CPU).manual_seed(3)
         made = pipeline([1, 2], generator=generator, num_inference_steps=2, output_type="np").images
         return torch.from_numpy(made)
 
@@ -314,6 +316,7 @@ def test_names_are_read_from_code() -> None:
     assert reach.way_of(attention) == reach.WATCHED
 
 
+@GLOO
 def test_context_parallel_over_two_processes(tmp_path: Path) -> None:
     """One call each: keys travel packed. diffusers' own way serves no float32 in a ring."""
     torch.multiprocessing.spawn(context_parallel.worker, (str(tmp_path),), nprocs=context_parallel.WORLD)
@@ -329,6 +332,7 @@ def test_context_parallel_over_two_processes(tmp_path: Path) -> None:
         assert [part["wide"] == "ran" for part in parts] == [way == "ulysses"] * 2
 
 
+@GLOO
 @pytest.mark.parametrize("ranks", context_parallel.DEGREES)
 def test_models_over_several_processes(ranks: int, tmp_path: Path) -> None:
     """Wan and Flux with random weights give what they give in one process."""

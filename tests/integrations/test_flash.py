@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from reference import masked64, randn, relative_l2
+from reference import masked64, relative_l2
+from where import randn
 
 from fp8cutlass import UnsupportedError, quantize, stats
 from fp8cutlass.integrations.flash import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn.functional as F
+from where import DEVICE
 
 from fp8cutlass import stats
 from fp8cutlass.autocast import under_autocast
@@ -35,7 +36,7 @@ def test_operands_that_torch_casts(to: torch.dtype) -> None:
     """All of them where one is float32 or two differ. torch's attention is asked for its dtype."""
     for given in ((FP32, FP32, FP32), (FP32, BF16, BF16), (BF16, FP16, BF16), (FP16, FP32, BF16)):
         operands = of(*given)
-        with torch.autocast("cpu", dtype=to):
+        with torch.autocast(DEVICE.type, dtype=to):
             for as_torch in (False, True):
                 assert kinds(under_autocast(operands, as_torch=as_torch)) == [to] * 3
             assert F.scaled_dot_product_attention(*operands).dtype == to
@@ -45,18 +46,18 @@ def test_operands_that_torch_casts(to: torch.dtype) -> None:
 def test_operands_of_one_16_bit_dtype_are_cast_in_the_place_of_torch_alone() -> None:
     """The difference that stays: torch's attention gives fp16, and keys in a cache stay what they are."""
     operands = of(BF16, BF16, BF16)
-    with torch.autocast("cpu", dtype=FP16):
+    with torch.autocast(DEVICE.type, dtype=FP16):
         assert F.scaled_dot_product_attention(*operands).dtype == FP16
         assert kinds(under_autocast(operands, as_torch=True)) == [FP16] * 3
         assert under_autocast(operands) is operands
-    with torch.autocast("cpu", dtype=BF16):
+    with torch.autocast(DEVICE.type, dtype=BF16):
         assert under_autocast(operands, as_torch=True) is operands
 
 
 @pytest.mark.parametrize("as_torch", [False, True])
 def test_operands_that_are_not_cast(as_torch: bool) -> None:
     """A check says why they are not served; None and packed keys are no tensors."""
-    with torch.autocast("cpu", dtype=BF16):
+    with torch.autocast(DEVICE.type, dtype=BF16):
         for given in ((E4M3, E4M3, E4M3), (FP64, FP32, FP32), (FP32, E4M3, FP32), (torch.int8, FP32, FP32)):
             operands = of(*given)
             assert under_autocast(operands, as_torch=as_torch) is operands
@@ -70,7 +71,7 @@ def test_operands_that_are_not_cast(as_torch: bool) -> None:
 
 def test_an_adapter_gives_the_dtype_of_torch() -> None:
     operands = [torch.randn(1, 2, 16, 64).bfloat16() for _ in range(3)]
-    with torch.autocast("cpu", dtype=FP16), stats.collect():
+    with torch.autocast(DEVICE.type, dtype=FP16), stats.collect():
         assert dense.attend("test", "", *operands).dtype == F.scaled_dot_product_attention(*operands).dtype == FP16
 
 

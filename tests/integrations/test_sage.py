@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import masked64, randn, relative_l2
+from reference import masked64, relative_l2
+from where import randn
 
 from fp8cutlass import UnsupportedError, stats
 from fp8cutlass.integrations import sage, set_minimum_length

@@ -64,7 +64,7 @@ class Engine:
         rows = torch.tensor([n for _, n in batch])
         forward = stand_in.ForwardBatch(
             mode, len(batch), torch.tensor([self.numbers[id(s)] for s, _ in batch]), lengths,
-            torch.tensor([slot for _, _, some in new for slot in some]), lengths if known else None,
+            torch.tensor([slot for _, _, some in new for slot in some]), lengths.cpu() if known else None,
         )  # fmt: skip
         if mode != ForwardMode.DECODE:
             forward.extend_seq_lens, forward.extend_seq_lens_cpu = rows, rows.tolist() if known else None

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import relative_l2
+from where import CPU, DEVICE, moved
 
 from fp8cutlass import quantize, stats
 from fp8cutlass.integrations import provider
@@ -51,7 +52,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
     monkeypatch.setattr(attention, "_fp8_sdpa_quantize", by_head)
     monkeypatch.setattr(attention, "_scaled_dot_product_attention_quantized", quantized)
     before = torch._inductor.config.pre_grad_custom_pass
-    provider.register("FA3", device="cpu")
+    provider.register("FA3", device=DEVICE.type)
     yield setup.setup_fp8_backend(Model().eval(), "FA3")
     torch._inductor.config.pre_grad_custom_pass = before
     torch.nn.attention.register_flash_attention_impl(
@@ -61,8 +62,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
 
 def test_a_model_of_torchao_is_served(model: torch.nn.Module) -> None:
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 4, 40, 192, generator=draw).bfloat16() * torch.tensor([1.0, 3.0, 5.0]).repeat_interleave(64)
-    x = x.bfloat16()
+    x = moved(torch.randn(2, 4, 40, 192, generator=draw, device=CPU).bfloat16())
+    x = (x * torch.tensor([1.0, 3.0, 5.0]).repeat_interleave(64)).bfloat16()
     plain = F.scaled_dot_product_attention
     want = Model()(x.double())
     with torch.no_grad(), stats.collect() as seen:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from where import DEVICE
 
 from fp8cutlass import stats
 
@@ -251,9 +252,10 @@ def test_patterns_that_are_no_band(function: str) -> None:
         "custom": lambda batch, head, q, k: (k <= q) | (k < 3),
     }[function]
     assert masks.recognise(made) is None
-    want = masking_utils.sdpa_mask(1, 9, 9, mask_function=made, allow_is_causal_skip=False)
+    given = {"mask_function": made, "allow_is_causal_skip": False, "device": DEVICE}
+    want = masking_utils.sdpa_mask(1, 9, 9, **given)
     for mask in (masks.full_mask, masks.flash_mask):
-        found = mask(batch_size=1, q_length=9, kv_length=9, mask_function=made, allow_is_causal_skip=False)
+        found = mask(batch_size=1, q_length=9, kv_length=9, **given)
         assert torch.equal(found, want) and bands.tagged(found) is None
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from where import CPU, DEVICE, moved
 
 from fp8cutlass import stats
 from fp8cutlass.errors import NoKernelError, UnsupportedError
@@ -34,9 +36,14 @@ def quiet() -> Any:
     transformers.logging.set_verbosity_warning()
 
 
+def wide(name: str) -> Callable[[], Any]:
+    """With a head_dim that the kernels of pages have."""
+    return tiny.CAUSAL[name] if name == "deepseek" else partial(tiny.CAUSAL[name], head_dim=64)
+
+
 def made(name: str) -> Any:
     if name not in MODELS:
-        MODELS[name] = tiny.make(tiny.CAUSAL[name])
+        MODELS[name] = tiny.make(wide(name))
     return MODELS[name]
 
 
@@ -123,7 +130,7 @@ def test_pages_hold_the_keys_without_padding() -> None:
     dynamic = tiny.dynamic(model)
     run(model, "sdpa", function, lambda model: dynamic)
     lengths = torch.tensor([33, 40], dtype=torch.int32)
-    k, v = paged.pages.dequantise(paged.page_table(), lengths, layer=0)
+    k, v = paged.pages.dequantise(paged.page_table().to(DEVICE), lengths, layer=0)
     for got, want in ((k, dynamic.layers[0].keys), (v, dynamic.layers[0].values)):
         assert tiny.relative(got[0, :, :33], want[0, :, 7:]) < 0.04
         assert tiny.relative(got[1, :, :40], want[1]) < 0.04
@@ -300,8 +307,9 @@ def test_values_narrower_than_keys(scale: str) -> None:
     model = made("llama")
     model.set_attn_implementation(FULL)
     module = model.model.layers[1].self_attn
-    draw = torch.Generator(torch.get_default_device()).manual_seed(0)
-    q, k, v = (torch.randn(2, h, 21, d, generator=draw).half() for h, d in ((4, 48), (2, 48), (2, 16)))
+    draw = torch.Generator().manual_seed(0)
+    sizes = ((4, 64), (2, 64), (2, 16))
+    q, k, v = (moved(torch.randn(2, h, 21, d, generator=draw, device=CPU).half()) for h, d in sizes)
     cache = pages(model, v_scale=scale)
     found = []
     for part in (slice(0, 20), slice(20, 21)):
@@ -317,16 +325,16 @@ def test_values_narrower_than_keys(scale: str) -> None:
 
 def test_float32_runs_on_what_the_pages_hold() -> None:
     """Append takes it; attention has no kernel for such queries, and says so."""
-    model = tiny.make(tiny.CAUSAL["llama"], torch.float32)
+    model = tiny.make(wide("llama"), torch.float32)
     want, _ = run(model, "sdpa", in_parts(39, 40), tiny.dynamic)
     got, served = run(model, FULL, in_parts(39, 40), pages)
     assert {key.what for key in served.counts} == {"dtype"} and 0 < tiny.relative(got, want) < BOUND
 
 
 def test_autocast_is_seen() -> None:
-    model = tiny.make(tiny.CAUSAL["llama"], torch.float32)
+    model = tiny.make(wide("llama"), torch.float32)
     found = []
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         for name, cache in (("sdpa", tiny.dynamic), (FULL, pages)):
             found.append(run(model, name, WAYS["decode"][0], cache))
     (want, _), (got, served) = found
@@ -334,7 +342,7 @@ def test_autocast_is_seen() -> None:
 
 
 def test_what_is_refused_by_name() -> None:
-    model, ids = tiny.make(tiny.CAUSAL["llama"]), tiny.tokens()
+    model, ids = tiny.make(wide("llama")), tiny.tokens()
 
     def call(ids: torch.Tensor, cache: Any, **more: Any) -> None:
         with torch.no_grad():
@@ -380,7 +388,7 @@ def test_what_is_refused_by_name() -> None:
 
 def test_a_compiled_model_is_refused() -> None:
     """At the latest in its second call; until then all keys are those of the call."""
-    model = tiny.make(lambda: tiny._causal("LlamaConfig", num_hidden_layers=1))
+    model = tiny.make(lambda: tiny._causal("LlamaConfig", num_hidden_layers=1, head_dim=64))
     model.set_attn_implementation(FULL)
     torch.compiler.reset()
     compiled = torch.compile(model.forward, backend="eager")

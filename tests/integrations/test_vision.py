@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from reference import relative_l2
+from where import drawn
 
 from fp8cutlass import stats
 from fp8cutlass.integrations.sdpa import use_fp8
@@ -35,9 +36,9 @@ def both(run: Callable[[], torch.Tensor]) -> tuple[float, dict[str, int]]:
 def test_a_vision_transformer_of_timm() -> None:
     timm = library("timm")
     torch.manual_seed(0)
-    model = timm.models.VisionTransformer(img_size=32, patch_size=4, embed_dim=128, depth=2, num_heads=2, num_classes=9)
-    model = model.bfloat16().eval()
-    image = torch.randn(2, 3, 32, 32, dtype=torch.bfloat16)
+    sizes = {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 2, "num_heads": 2, "num_classes": 9}
+    model = drawn(lambda: timm.models.VisionTransformer(**sizes).bfloat16().eval())
+    image = drawn(lambda: torch.randn(2, 3, 32, 32, dtype=torch.bfloat16))
     error, counted = both(lambda: model.forward_features(image))
     assert 0 < error < 0.04 and counted == {"served": 2}
 
@@ -48,8 +49,9 @@ def test_the_towers_of_open_clip() -> None:
     torch.manual_seed(0)
     vision = open_clip.CLIPVisionCfg(layers=2, width=128, head_width=64, patch_size=8, image_size=32)
     text = open_clip.CLIPTextCfg(context_length=16, vocab_size=50, width=128, heads=2, layers=2)
-    model = open_clip.CLIP(64, vision, text).bfloat16().eval()
-    image, tokens = torch.randn(2, 3, 32, 32, dtype=torch.bfloat16), torch.randint(1, 49, (2, 16))
+    model = drawn(lambda: open_clip.CLIP(64, vision, text).bfloat16().eval())
+    image = drawn(lambda: torch.randn(2, 3, 32, 32, dtype=torch.bfloat16))
+    tokens = drawn(lambda: torch.randint(1, 49, (2, 16)))
     error, counted = both(lambda: model.encode_image(image))
     assert 0 < error < 0.04 and counted == {"served": 2}
     error, counted = both(lambda: model.encode_text(tokens))

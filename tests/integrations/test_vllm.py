@@ -12,6 +12,7 @@ import engine_vllm as stand_in
 import pytest
 import torch
 from engine_steps import Requests, Sequence, Shape
+from where import CPU, DEVICE
 
 from fp8cutlass import stats
 from fp8cutlass.errors import UnsupportedError
@@ -43,7 +44,7 @@ class Engine:
         register()
         backend = stand_in.AttentionBackendEnum.CUSTOM.get_class()
         self.shape, self.requests = shape, Requests(shape)
-        self.builder = backend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
+        self.builder = backend.get_builder_cls()(None, ["layer"], None, DEVICE)
         self.layer = stand_in.Attention(shape.k_scale, shape.v_scale)
         self.impl = backend.get_impl_cls()(
             shape.heads, shape.head_dim, shape.head_dim**-0.5, shape.kv_heads, None,
@@ -70,7 +71,7 @@ class Engine:
             table = torch.cat([table, table[:1]])
         tokens = sum(rows) + padding
         common = stand_in.CommonAttentionMetadata(
-            ends, ends, seq_lens, len(seq_lens), tokens, max(rows), max(lengths) + 5, table, slots, causal
+            ends, ends.cpu(), seq_lens, len(seq_lens), tokens, max(rows), max(lengths) + 5, table, slots, causal
         )
         q = self.requests.random(tokens, shape.heads, shape.head_dim)
         self.metadata = metadata = self.builder.build(0, common)
@@ -149,6 +150,21 @@ def test_another_block_table_is_the_same_step(vllm: Any) -> None:
     other = engine.builder.update_block_table(step, table + 1, slots + 16)
     assert int(other.block_table) == 4 and int(other.slot_mapping) == 64 and int(step.block_table) == 3
     assert other.seq_lens is used
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 2.0)])
+def test_the_stand_in_of_vllms_kernel_writes_what_the_adapter_does(vllm: Any, scales: tuple[float, float]) -> None:
+    """On a card the adapter calls it, elsewhere torch operations."""
+    with CPU:
+        engine = Engine(Shape(), "LBNHC")
+        by_head = [torch.tensor([1.0, 0.5]) * scale for scale in scales]
+        layer = stand_in.Attention(*by_head)
+        caches = [cache_of(engine.shape, "LBNHC") for _ in range(3)]
+    k, v, slots = Requests(Shape()).grow(Sequence(), 20)
+    k, v, where = k.cpu(), v.cpu(), torch.tensor([-1, *slots[1:]], device=CPU)
+    engine.impl.do_kv_cache_update(layer, k, v, caches[0], where)
+    stand_in.reshape_and_cache_flash(k, v, *engine.impl.pages(caches[1]), where, "fp8", *by_head)
+    assert torch.equal(caches[0], caches[1]) and not torch.equal(caches[0], caches[2])
 
 
 def test_a_run_that_measures_memory_writes_zeros(vllm: Any) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from where import CPU, drawn, moved
 
 TOKENS, VOCABULARY, WINDOW = 40, 100, 8
 COMMON = {
@@ -28,8 +30,8 @@ def _causal(config: str, **more: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(made)
 
 
-def _gpt_oss() -> Any:
-    sizes = {"head_dim": 32, "num_local_experts": 2, "num_experts_per_tok": 2}
+def _gpt_oss(head_dim: int = 32) -> Any:
+    sizes = {"head_dim": head_dim, "num_local_experts": 2, "num_experts_per_tok": 2}
     model = _causal("GptOssConfig", sliding_window=WINDOW, **ALTERNATING, **sizes)
     for layer in model.model.layers:  # a random start leaves them near 0
         torch.nn.init.normal_(layer.self_attn.sinks)
@@ -44,12 +46,12 @@ def _deepseek() -> Any:
     )
 
 
-CAUSAL: dict[str, Callable[[], Any]] = {
-    "llama": lambda: _causal("LlamaConfig"),
-    "mistral_8": lambda: _causal("MistralConfig", sliding_window=WINDOW),
-    "mistral_64": lambda: _causal("MistralConfig", sliding_window=64),
-    "gemma2": lambda: _causal("Gemma2Config", head_dim=32, sliding_window=WINDOW, **ALTERNATING),
-    "gemma3": lambda: _causal("Gemma3TextConfig", head_dim=32, sliding_window=WINDOW, **ALTERNATING),
+CAUSAL: dict[str, Callable[..., Any]] = {  # all but the last take another head_dim
+    "llama": partial(_causal, "LlamaConfig"),
+    "mistral_8": partial(_causal, "MistralConfig", sliding_window=WINDOW),
+    "mistral_64": partial(_causal, "MistralConfig", sliding_window=64),
+    "gemma2": partial(_causal, "Gemma2Config", head_dim=32, sliding_window=WINDOW, **ALTERNATING),
+    "gemma3": partial(_causal, "Gemma3TextConfig", head_dim=32, sliding_window=WINDOW, **ALTERNATING),
     "gpt_oss": _gpt_oss,
     "deepseek": _deepseek,
 }
@@ -59,14 +61,13 @@ BY_EAGER = ("gemma2", "gpt_oss")  # models that refuse sdpa
 def make(build: Callable[[], Any], dtype: torch.dtype = torch.bfloat16) -> Any:
     """The model, always with the same weights."""
     torch.manual_seed(0)
-    return build().to(dtype).eval()
+    return drawn(lambda: build().to(dtype).eval())
 
 
 def tokens(batch: int = 2) -> torch.Tensor:
     """(batch, TOKENS) int64, none of them a special one."""
-    return torch.randint(
-        3, VOCABULARY, (batch, TOKENS), generator=torch.Generator(torch.get_default_device()).manual_seed(1)
-    )
+    draw = torch.Generator().manual_seed(1)
+    return moved(torch.randint(3, VOCABULARY, (batch, TOKENS), generator=draw, device=CPU))
 
 
 def _plain(model: Any) -> torch.Tensor:
@@ -204,7 +205,7 @@ def _qwen2_vision() -> Any:
 
 def noise(*shape: int) -> torch.Tensor:
     """bf16, always the same."""
-    return torch.randn(*shape, generator=torch.Generator(torch.get_default_device()).manual_seed(3)).bfloat16()
+    return moved(torch.randn(*shape, generator=torch.Generator().manual_seed(3), device=CPU).bfloat16())
 
 
 def _masked(model: Any) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import diffusers
 import torch
+from where import drawn
 
 BF16 = torch.bfloat16
 
@@ -183,11 +184,15 @@ def sana() -> tuple[Any, dict[str, Any]]:
 def dit_pipeline() -> Any:
     """A pipeline that needs no text: noise and the number of a class."""
     torch.manual_seed(0)
-    transformer = diffusers.DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=8, num_layers=2, sample_size=8,
-        num_embeds_ada_norm=1000,
-    )  # fmt: skip
-    pipeline = diffusers.DiTPipeline(transformer.to(BF16).eval(), autoencoder()[0].to(BF16), diffusers.DDIMScheduler())
+
+    def parts() -> tuple[Any, Any]:
+        transformer = diffusers.DiTTransformer2DModel(
+            num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=8, num_layers=2, sample_size=8,
+            num_embeds_ada_norm=1000,
+        )  # fmt: skip
+        return transformer.to(BF16).eval(), autoencoder()[0].to(BF16)
+
+    pipeline = diffusers.DiTPipeline(*drawn(parts), diffusers.DDIMScheduler())
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -195,8 +200,12 @@ def dit_pipeline() -> Any:
 def built(make: Callable[[], tuple[Any, dict[str, Any]]]) -> tuple[Any, dict[str, Any]]:
     """The model in bf16 and its inputs, the same in each call."""
     torch.manual_seed(0)
-    model, given = make()
-    return model.to(BF16).eval(), given
+
+    def both() -> tuple[Any, dict[str, Any]]:
+        model, given = make()
+        return model.to(BF16).eval(), given
+
+    return drawn(both)
 
 
 @torch.no_grad()

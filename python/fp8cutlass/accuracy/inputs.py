@@ -16,7 +16,8 @@ BIAS_SIZE = 8.0  # standard deviation of a channel's bias, in units of that of K
 
 def randn(*shape: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """bf16 normal numbers that are the same on every machine."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.bfloat16().to(device)
 
 
 def normal(shape: Shape) -> Operands16:

@@ -8,9 +8,17 @@ its keys, so that few queries do not pay for it.
 
 from __future__ import annotations
 
-# From how many query tokens a whole call from bf16 is faster than the fastest bf16 attention, by head_dim and mask: the
-# table "Whole calls" of docs/evidence/results.md (H200), the first column whose speedup is 1.02 or more.
-MEASURED = {64: {False: 512, True: 1024}, 128: {False: 1024, True: 1024}, 256: {False: 1024, True: 2048}}
+FULL, CAUSAL, MASKED = "full", "causal", "masked"
+# From how many query tokens a whole call from bf16 is faster than torch's attention, by mask and head_dim. MASKED is a
+# window or padding, for which torch's attention would need a mask. docs/evidence/results.md says where each number is
+# from.
+MEASURED = {
+    FULL: {64: 1024, 128: 1024, 256: 1024},
+    CAUSAL: {64: 1024, 128: 1024, 256: 2048},
+    MASKED: {64: 512, 128: 1024, 256: 2048},
+}
+# The same where values are narrower than keys, as in DeepSeek's latent attention: they are padded to the width of keys.
+NARROW_VALUES = 8192
 
 _minimum: int | None = None
 
@@ -18,8 +26,8 @@ _minimum: int | None = None
 def set_minimum_length(tokens: int | None) -> None:
     """Leave calls with fewer than ``tokens`` query tokens (of the longest sequence) to the library.
 
-    ``None`` is the default: on a card what was measured (``MEASURED``), on the CPU no minimum, as nothing there is
-    about speed. 0 serves every call. Calls on packed keys and values (``PackedKV``) have no minimum.
+    ``None`` is the default: on a card what was measured (``MEASURED``, ``NARROW_VALUES``), on the CPU no minimum, as
+    nothing there is about speed. 0 serves every call. Calls on packed keys and values (``PackedKV``) have no minimum.
     """
     global _minimum
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0):
@@ -27,10 +35,12 @@ def set_minimum_length(tokens: int | None) -> None:
     _minimum = tokens
 
 
-def minimum_length(head_dim: int, causal: bool, on_card: bool) -> int:
-    """The least number of query tokens of a call that is served."""
+def minimum_length(head_dim: int, value_dim: int, mask: str, on_card: bool) -> int:
+    """The least number of query tokens of a call that is served. ``mask`` is FULL, CAUSAL or MASKED."""
     if _minimum is not None:
         return _minimum
     if not on_card:
         return 0
-    return next((rows[causal] for width, rows in MEASURED.items() if head_dim <= width), MEASURED[256][causal])
+    by_width = MEASURED[mask]
+    least = next((tokens for width, tokens in by_width.items() if head_dim <= width), by_width[256])
+    return max(least, NARROW_VALUES) if value_dim < head_dim and mask != MASKED else least

@@ -16,7 +16,7 @@ from ..api.attention import attention
 from ..autocast import under_autocast
 from ..errors import NoKernelError, UnsupportedError
 from ..stats import Reason
-from . import minimum_length
+from . import CAUSAL, FULL, minimum_length
 from .refusal import refusal_of
 
 
@@ -86,7 +86,7 @@ def attend(
     if reason is None:
         reason = refusal(q, k, v, attn_mask, dropout_p)
     if reason is None and not short:
-        least = minimum_length(q.shape[-1], is_causal, q.is_cuda)
+        least = minimum_length(q.shape[-1], v.shape[-1], CAUSAL if is_causal else FULL, q.is_cuda)
         if least and q.shape[-2 if layout == "bhsd" else -3] < least:
             reason = Reason.SHORT
     text = ""

@@ -69,7 +69,7 @@ def all_gather(mine: torch.Tensor, group: Group) -> Pending:
     _count(mine.numel() * (ranks - 1))
     result = mine.new_empty((ranks, mine.numel()))
     if _staged(mine, group):
-        host = torch.empty(result.shape, dtype=mine.dtype)
+        host = torch.empty(result.shape, dtype=mine.dtype, device="cpu")
         works = [_all_gather(host.view(-1), mine.cpu(), group=group, async_op=True)]
         return Pending(works, result, host)
     return Pending([_all_gather(result.view(-1), mine, group=group, async_op=True)], result)
@@ -81,7 +81,7 @@ def all_to_all(parts: torch.Tensor, sizes: Sequence[int], received: Sequence[int
     result = parts.new_empty((sum(received),))
     given, host = parts, None
     if _staged(parts, group):
-        given, host = parts.cpu(), torch.empty(result.shape, dtype=parts.dtype)
+        given, host = parts.cpu(), torch.empty(result.shape, dtype=parts.dtype, device="cpu")
     into = result if host is None else host
     work = dist.all_to_all_single(into, given, list(received), list(sizes), group=group, async_op=True)
     return Pending([work], result, host)
@@ -94,7 +94,7 @@ def pass_on(mine: torch.Tensor, received: int, group: Group) -> Pending:
     result = mine.new_empty((received,))
     given, host = mine, None
     if _staged(mine, group):
-        given, host = mine.cpu(), torch.empty((received,), dtype=mine.dtype)
+        given, host = mine.cpu(), torch.empty((received,), dtype=mine.dtype, device="cpu")
     into = result if host is None else host
     after, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
     exchange = [dist.P2POp(dist.isend, given, after, group), dist.P2POp(dist.irecv, into, before, group)]

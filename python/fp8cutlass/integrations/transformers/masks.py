@@ -61,8 +61,8 @@ def _held(function: Any) -> dict[str, Any]:
 
 def _known() -> bool:
     """Whether the installed version builds the masks that ``recognise`` takes its functions for."""
-    index = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
-    place = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
+    index = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]], device="cpu")  # whatever the default device is
+    place = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]], device="cpu")
     functions: list[Callable[..., Any]] = [mu.causal_mask_function, mu.bidirectional_mask_function]
     functions += [mu.sliding_window_causal_mask_function(3), mu.sliding_window_bidirectional_mask_function(2)]
     within = functions[::2] + ([] if _remap is None else [_remap(function, place) for function in functions[::2]])

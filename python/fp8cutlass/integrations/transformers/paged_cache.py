@@ -148,7 +148,7 @@ class PagedCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Some of the sequences, by number or as bool."""
-        self._take(torch.arange(self._batch())[indices.cpu()].tolist())
+        self._take(torch.arange(self._batch(), device="cpu")[indices.cpu()].tolist())
 
     def _batch(self) -> int:
         return len(self._stored[0].lengths)

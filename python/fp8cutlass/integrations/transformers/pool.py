@@ -10,6 +10,7 @@ from ...cache.paged import PagedKVCache
 from ...errors import UnsupportedError
 from .band import Band
 
+CPU = torch.device("cpu")
 FIRST_PAGES = 16  # of a pool that grows
 
 
@@ -96,10 +97,10 @@ class Pool:
         self.reserve(used)
         slots, index, ends = [], [], [0]
         for b, (length, begin, count) in enumerate(zip(lengths, tokens.begins, tokens.counts, strict=True)):
-            place = torch.arange(length, length + count)
-            own = torch.tensor(self.pages[b], dtype=torch.long)
+            place = torch.arange(length, length + count, device=CPU)
+            own = torch.tensor(self.pages[b], dtype=torch.long, device=CPU)
             slots.append(own[place // self.page_size] * self.page_size + place % self.page_size)
-            index.append(torch.arange(count) + (b * rows + begin))
+            index.append(torch.arange(count, device=CPU) + (b * rows + begin))
             ends.append(ends[-1] + count)
         whole = ends[-1] == rows * len(lengths)
         made = Step(
@@ -163,7 +164,8 @@ class Stored:
         """Nothing."""
         self.seen = 0  # rows of all forward passes, padding included
         self.lengths: list[int] = []  # tokens of each sequence
-        self.tokens = torch.zeros(0, 0, dtype=torch.bool)  # (batch, seen): which of the rows are in the pages
+        # (batch, seen): which of the rows are in the pages
+        self.tokens = torch.zeros(0, 0, dtype=torch.bool, device=CPU)
 
     def rows_of(self, band: Band | None, batch: int, rows: int) -> Rows | None:
         """Which rows of a forward pass are to be appended so that the band is then that of the pages, or None.
@@ -201,7 +203,7 @@ class Stored:
         if step.index is not None:
             k, v = k[step.index], v[step.index]
         cache.append(k, v, step.slots, layer=self.layer)
-        new = torch.zeros(batch, rows, dtype=torch.bool)
+        new = torch.zeros(batch, rows, dtype=torch.bool, device=CPU)
         for b, (begin, count) in enumerate(zip(tokens.begins, tokens.counts, strict=True)):
             new[b, begin : begin + count] = True
         self.tokens = torch.cat((self.tokens if self.seen else self.tokens.new_zeros(batch, 0), new), 1)

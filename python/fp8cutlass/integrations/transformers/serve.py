@@ -13,7 +13,7 @@ from ...api.varlen import attention_varlen
 from ...cache.packed import PackedKV
 from ...errors import NoKernelError, UnsupportedError
 from ...stats import Reason
-from .. import minimum_length
+from .. import CAUSAL, FULL, MASKED, minimum_length
 from ..refusal import Refusal, refusal_of
 from .band import Band, cut, version_of
 
@@ -89,10 +89,9 @@ def serve(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor | Refusal:
     """(B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv) -> (B, Sq, H, Dv) contiguous, or why no kernel serves it."""
-    causal = band.right == 0
     packed = None if band.ragged else _packed_of(k, v)
     rows = band.longest_q if band.ragged else q.shape[2]
-    if packed is None and rows < (least := minimum_length(q.shape[3], causal, q.device.type == "cuda")):
+    if packed is None and rows < (least := _least(q, v, band)):
         return Refusal(Reason.SHORT, f"less than {least} rows")
     width, given = v.shape[3], Scores(scale, softcap or 0.0, sinks)
     try:
@@ -109,6 +108,12 @@ def serve(
     except UnsupportedError as error:  # a limit that torch's attention does not have
         return Refusal(Reason.NO_KERNEL, str(error))
     return out[..., :width].contiguous()
+
+
+def _least(q: torch.Tensor, v: torch.Tensor, band: Band) -> int:
+    """The minimum length. ``sdpa`` gets a mask of a window, and of padding."""
+    mask = MASKED if band.ragged or band.left >= 0 else CAUSAL if band.right == 0 else FULL
+    return minimum_length(q.shape[3], v.shape[3], mask, q.device.type == "cuda")
 
 
 def note_packed(k: torch.Tensor, v: torch.Tensor, packed: PackedKV) -> None:

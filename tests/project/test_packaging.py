@@ -43,3 +43,11 @@ def test_the_entry_points_of_engines_are_functions() -> None:
         assert value == f"fp8cutlass.integrations.{name}:plugin"
         module, _, attribute = value.partition(":")
         assert callable(getattr(import_module(module), attribute))
+
+
+def test_the_folder_of_the_backend_has_nothing_else_in_it() -> None:
+    """It comes first on the path while a distribution is built: `scripts/wheel.py` there would stand for `wheel`, which
+    setuptools imports."""
+    (line,) = (line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("backend-path"))
+    folder = ROOT / line.split('"')[1]
+    assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == ["build_backend.py"]

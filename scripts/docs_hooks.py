@@ -1,4 +1,4 @@
-"""What mkdocs asks for: patterns in the navigation, and links of a page to files of the repository.
+"""What mkdocs asks for: patterns in the navigation, links of a page to files of the repository, what search shows first.
 
 Pages are read in the repository as well, so they link to sources and measurements by relative paths. On the site a
 picture is copied, and any other such link becomes the path as text. A link to a file that is not there is a warning,
@@ -82,7 +82,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links out of the folder are replaced."""
+    """Links out of the folder are replaced. Search puts notes of experiments behind pages that say how things are."""
+    if page.file.src_uri.startswith("lab/"):
+        page.meta.setdefault("search", {"boost": 0.1})
     text, wrong, _ = relink(markdown, page.file.src_uri, Path(config.docs_dir))
     for message in wrong:
         LOG.warning(message)

@@ -3,9 +3,9 @@
     python scripts/wheel.py --profile release --out dist
     python scripts/wheel.py --try dist/fp8cutlass-*.whl    # does an installed one work, outside of a checkout?
 
-auditwheel gives the oldest manylinux tag that the library's symbols allow. `manylinux_2_28` needs a build in an image
-of that name. Elsewhere the wheel asks for a newer glibc, and the tag says so. torch's libraries and the driver's stay
-outside: the wheel's user has them.
+auditwheel checks that the library asks for nothing that `manylinux_2_28` lacks, which is the tag of torch's own wheels.
+Where a newer compiler makes it ask for more, the wheel gets the oldest tag that its symbols allow, and a line says so.
+torch's libraries and the driver's stay outside: the wheel's user has them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -77,7 +78,11 @@ def repair(wheel: Path, out: Path) -> Path:
     """The wheel with auditwheel's tag. Raises WheelError where auditwheel refuses it, or puts a library into it."""
     with tempfile.TemporaryDirectory() as folder:
         excluded = [f"--exclude={pattern}" for pattern in OUTSIDE]
-        _run([sys.executable, "-m", "auditwheel", "repair", *excluded, "-w", folder, wheel])
+        command = [sys.executable, "-m", "auditwheel", "repair", *excluded, "-w", folder, wheel]
+        try:
+            _run([*command, "--plat", f"{WANTED}_{platform.machine()}", "--only-plat"])
+        except WheelError:
+            _run(command)
         (made,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(made) as content:
             grafted = [name for name in content.namelist() if ".libs/" in name]
@@ -99,9 +104,7 @@ def build(profile: str, targets: Sequence[str], out: Path) -> Path:
             raise WheelError(f"{made.name} lacks {', '.join(lacks)}")
         wheel = repair(made, out)
     if WANTED not in wheel.name:
-        print(
-            f"note: this machine's toolchain does not give {WANTED}; build in an image of that name for older systems"
-        )
+        print(f"note: this machine's compiler does not give {WANTED}; build in an image of that name for older systems")
     print(f"{wheel} ({wheel.stat().st_size / 1e6:.1f} MB, profile {profile}, {' '.join(targets)})")
     return wheel
 

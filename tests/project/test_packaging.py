@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 
+import pytest
 from setuptools import find_packages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,6 +20,28 @@ def test_every_line_of_the_manifest_template_finds_a_file() -> None:
     for folder, *patterns in (line[1:] for line in lines if line[0] == "recursive-include"):
         missing += [f"{folder} {p}" for p in patterns if not any(x.is_file() for x in (ROOT / folder).rglob(p))]
     assert missing == []
+
+
+NOT_SHIPPED = (".ci/", ".github/", ".gitignore")  # what concerns the repository alone
+
+
+def test_every_file_of_the_repository_is_in_the_source_distribution() -> None:
+    """Headers with an ending of their own were left out in silence, and what pip unpacks did not compile."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a checkout")
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    lines = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines() if line.strip()]
+    named = {name for line in lines if line[0] == "include" for name in line[1:]}
+    named |= {"pyproject.toml", "setup.py", "MANIFEST.in"}  # setuptools' own
+    folders = [(line[1], line[2:]) for line in lines if line[0] == "recursive-include"]
+
+    def taken(file: str) -> bool:
+        inside = ((patterns, Path(file).name) for folder, patterns in folders if file.startswith(f"{folder}/"))
+        return file in named or any(fnmatch(name, p) for patterns, name in inside for p in patterns)
+
+    # setuptools takes the package by itself
+    left = [f for f in files if not taken(f) and not f.startswith((*NOT_SHIPPED, "python/fp8cutlass/"))]
+    assert files and left == []
 
 
 def test_every_module_is_in_a_package_that_the_wheel_takes() -> None:
@@ -43,3 +68,11 @@ def test_the_entry_points_of_engines_are_functions() -> None:
         assert value == f"fp8cutlass.integrations.{name}:plugin"
         module, _, attribute = value.partition(":")
         assert callable(getattr(import_module(module), attribute))
+
+
+def test_the_folder_of_the_backend_has_nothing_else_in_it() -> None:
+    """It comes first on the path while a distribution is built: `scripts/wheel.py` there would stand for `wheel`, which
+    setuptools imports."""
+    (line,) = (line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("backend-path"))
+    folder = ROOT / line.split('"')[1]
+    assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == ["build_backend.py"]

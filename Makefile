@@ -25,7 +25,7 @@ build:
 	@$(PYTHON) scripts/bootstrap.py build
 	@$(VENV) scripts/build_extension.py --profile $(PROFILE)
 
-# As auditwheel finds it: manylinux_2_28 in the image of that name, a later tag elsewhere.
+# manylinux_2_28, as auditwheel finds it; a later tag where a newer compiler needs more.
 wheel hub: PROFILE := $(if $(filter command line environment,$(origin PROFILE)),$(PROFILE),release)
 wheel:
 	@$(PYTHON) scripts/bootstrap.py wheel

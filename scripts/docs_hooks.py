@@ -1,4 +1,4 @@
-"""What mkdocs asks for: patterns in the navigation, links of a page to files of the repository, what search shows first.
+"""What mkdocs asks for: patterns in the navigation, links of a page to files of the repository, the order of search.
 
 Pages are read in the repository as well, so they link to sources and measurements by relative paths. On the site a
 picture is copied, and any other such link becomes the path as text. A link to a file that is not there is a warning,

@@ -8,7 +8,8 @@ Random numbers come from the CPU's generator in both, so that models and operand
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -41,6 +42,16 @@ def drawn(make: Callable[[], Tree]) -> Tree:
 def randn(*shape: int, seed: int) -> torch.Tensor:
     """bf16 normal numbers."""
     return reference.randn(*shape, seed=seed, device=DEVICE)
+
+
+@contextmanager
+def no_default() -> Iterator[None]:
+    """Without a default device, which is a mode of torch: Dynamo traces less inside of one."""
+    torch.set_default_device(None)
+    try:
+        yield
+    finally:
+        torch.set_default_device(DEVICE if ON_CARD else None)
 
 
 def cpu_alone(reason: str) -> pytest.MarkDecorator:

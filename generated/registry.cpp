@@ -902,6 +902,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "7f51b1f41a0557f81359b6c23e52ce8b0d69eab3ea03671c11d0003dea9cfce2";
+const char kManifest[] = "e24d155be2d5bcb82e58ca722eabb114a8c5af68a5e7df38e20361350652e76f";
 
 }  // namespace fp8cutlass

@@ -78,7 +78,7 @@ def repair(wheel: Path, out: Path) -> Path:
     """The wheel with auditwheel's tag. Raises WheelError where auditwheel refuses it, or puts a library into it."""
     with tempfile.TemporaryDirectory() as folder:
         excluded = [f"--exclude={pattern}" for pattern in OUTSIDE]
-        command = [sys.executable, "-m", "auditwheel", "repair", *excluded, "-w", folder, wheel]
+        command: list[str | Path] = [sys.executable, "-m", "auditwheel", "repair", *excluded, "-w", folder, wheel]
         try:
             _run([*command, "--plat", f"{WANTED}_{platform.machine()}", "--only-plat"])
         except WheelError:

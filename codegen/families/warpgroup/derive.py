@@ -191,11 +191,11 @@ def derive(v: Variant) -> WarpgroupDerived:
     tight = v.schedule.columns and v.warpgroups == 2
     if tight:
         consumer, producer = TIGHT_REGISTERS
-    elif v.paired:
-        consumer, producer = PAIRED_REGISTERS
         # Each part its own accumulator where they fit, else two in turns.
         if (v.head_dim + products * COLUMNS_PART) // 2 > MOST_ACCUMULATORS:
             part_buffers = 2
+    elif v.paired:
+        consumer, producer = PAIRED_REGISTERS
     spilled = _spilled(v)
     return WarpgroupDerived(
         threads=32 * v.warps + PRODUCER_THREADS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from reference import relative_l2
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import current_flash_attention_impl as current
+from torch.nn.attention.varlen import varlen_attn
 from where import DEVICE, ON_CARD, randn
 
 from fp8cutlass import UnsupportedError, quantize, stats
@@ -370,6 +372,53 @@ def test_multi_head_attention_compiles_with_the_provider() -> None:
         with provider.provided(device=DEVICE.type), stats.collect() as seen:
             out = torch.compile(module, backend="aot_eager")(x, x, x, need_weights=False)[0]
     assert counted(seen) == {"served": 1} and relative_l2(out, before.double()) < BOUND
+
+
+# Ragged batches, which only the provider sees.
+
+ENDS = torch.tensor([0, 24, 40], dtype=torch.int32)
+SHARES = "enable_gqa" in inspect.signature(varlen_attn).parameters  # heads; not in torch 2.11
+
+
+def ragged(window: tuple[int, int] = (-1, -1), **given: Any) -> torch.Tensor:
+    """Two sequences of 24 and 16 tokens."""
+    heads = 2 if SHARES else 4
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (Q, K[:, :heads], V[:, :heads]))
+    more = {"enable_gqa": True} if SHARES else {}
+    return varlen_attn(q, k, v, ENDS, ENDS, 24, 24, window_size=window, **more, **given)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (8, 0)])
+def test_ragged_batches_are_served(window: tuple[int, int]) -> None:
+    with provider.provided(device=DEVICE.type), stats.collect() as seen:
+        out = ragged(window)
+    assert counted(seen) == {"served": 1} and {key.where for key in seen.result().counts} == {"varlen"}
+    row, key = torch.arange(24)[:, None], torch.arange(24)[None]
+    shown = (key <= row if window[1] == 0 else key >= 0) & (key >= row - window[0] if window[0] >= 0 else key >= 0)
+    for begin, end in ((0, 24), (24, 40)):
+        heads = 2 if SHARES else 4
+        part = [x[:1, :, begin:end].double() for x in (Q, K[:, :heads], V[:, :heads])]
+        n = end - begin
+        want = F.scaled_dot_product_attention(*part, shown[:n, :n], enable_gqa=True)[0].transpose(0, 1)
+        assert relative_l2(out[begin:end], want) < BOUND
+
+
+def test_ragged_batches_that_are_not_served_are_torchs() -> None:
+    """On the CPU torch has nothing for them."""
+    accurate = Way(partial(provider.provided, device=DEVICE.type, smooth_k=True), False)
+    for block, reason in ((accurate, "policy"), (BY_PROVIDER, "grad")):
+        with block(), stats.collect() as seen:
+            q, k, v = (x[0].transpose(0, 1).contiguous() for x in (Q, K, V))
+            call = partial(varlen_attn, q.requires_grad_(reason == "grad"), k, v, ENDS, ENDS, 24, 24)
+            if ON_CARD:
+                out = call()
+            else:
+                with pytest.raises(UnsupportedError, match="no ragged flash attention"):
+                    call()
+        assert counted(seen) == {reason: 1}
+        if ON_CARD and reason == "grad":
+            out.float().square().sum().backward()
+            assert q.grad is not None and float(q.grad.norm()) > 0
 
 
 def test_causal_with_unequal_lengths_stays_torchs() -> None:

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..api.attention import attention
 from ..errors import UnsupportedError
 from ..stats import Reason, count_served
+from . import ragged
 from .dense import Accuracy, accuracy_of, attend, effort, for_query_heads
 
 NAME = "fp8cutlass"
@@ -122,7 +123,7 @@ def _flash_first() -> list[SDPBackend]:
 
 
 def _install(device: str, accuracy: Accuracy) -> Handle:
-    """Override the forward operators. Backward and ragged batches stay torch's."""
+    """Override the forward operators, dense and ragged. Backward stays torch's."""
     key = device.upper()
     dense, result = (DENSE, _flash_result) if device == "cuda" else (DENSE_CPU, _cpu_result)
     library = torch.library.Library("aten", "IMPL", key)
@@ -134,7 +135,16 @@ def _install(device: str, accuracy: Accuracy) -> Handle:
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel.*")
         library.impl(dense, partial(_dense, original, result, accuracy), key, with_keyset=True)
         library.impl(QUANTIZED, _quantized, key)
+        library.impl(ragged.OPERATOR, partial(ragged.forward, _ragged_kernel(key), accuracy), key, with_keyset=True)
     return Handle(library)
+
+
+def _ragged_kernel(key: str) -> Any:
+    """Torch's own for ragged batches; None where it has none, as for the CPU."""
+    try:
+        return torch.library.get_kernel(f"aten::{ragged.OPERATOR}", key)
+    except RuntimeError:
+        return None
 
 
 def _flash_result(query: torch.Tensor, key: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> tuple[Any, ...]:

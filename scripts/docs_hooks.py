@@ -16,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LOG = logging.getLogger("mkdocs.hooks.docs")
 PICTURES = (".png", ".svg")
+SEARCH = {"lab/": 0.1, "reference/support.md": 2.0}  # what is served comes first, notes of experiments last
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -82,9 +83,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links out of the folder are replaced. Search puts notes of experiments behind pages that say how things are."""
-    if page.file.src_uri.startswith("lab/"):
-        page.meta.setdefault("search", {"boost": 0.1})
+    """Links out of the folder are replaced, and the page gets its weight in search."""
+    boost = next((weight for start, weight in SEARCH.items() if page.file.src_uri.startswith(start)), 1.0)
+    page.meta.setdefault("search", {"boost": boost})
     text, wrong, _ = relink(markdown, page.file.src_uri, Path(config.docs_dir))
     for message in wrong:
         LOG.warning(message)

@@ -118,7 +118,7 @@ def check_arrivals(text: str) -> None:
 def one_lane(text: str, place: int) -> bool:
     """Whether a place of a source is behind a condition that holds for one lane, in its block or its statement; or in a
     function, or a lambda, that is called from such places only."""
-    lane = re.compile(r"\b(lane|thread) == 0|\blane == j % 32\b|\belect_one_sync\(\)")
+    lane = re.compile(r"\b(lane|thread) == 0|\blane == (j % 32|at)\b|\belect_one_sync\(\)")
     statement = text[max(text.rfind(c, 0, place) for c in ";{}") + 1 : place]
     if lane.search(statement):
         return True

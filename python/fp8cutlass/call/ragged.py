@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -72,22 +74,30 @@ def to_blocks(x: torch.Tensor, place: torch.Tensor, blocks: int, key_block: int)
 
 def choose(at: Target, call: RaggedCall) -> tuple[Variant, int]:
     """The one kernel of the class, and its number in the extension; NoKernelError where the target has none."""
-    manifest = load_manifest(at.directory)
-    head_dim = padded_head_dim(call.q.shape[2], manifest.head_dims[at.arch])
-    wanted = {"kind": "ragged", "head_dim": head_dim, "mask": call.mask, "out": OUT_NAMES[call.out_dtype]}
-    if call.softcap:  # kernels of windows serve every mask
-        wanted |= {"kind": "capped", "walk": "ragged", "mask": "window"}
     exact = bool(call.descales or call.softcap)
-    for softmax in SOFTMAXES["accurate" if exact and not call.kernel else call.precision]:
+    softmaxes = SOFTMAXES["accurate" if exact and not call.kernel else call.precision]
+    of_call = (call.q.shape[2], call.mask, OUT_NAMES[call.out_dtype], bool(call.softcap), softmaxes, call.kernel)
+    return _chosen(at.directory, at.arch, *of_call)
+
+
+@lru_cache(maxsize=256)  # looking through all variants takes longer than a launch
+def _chosen(
+    directory: Path, arch: str, width: int, mask: str, out: str, capped: bool, softmaxes: tuple[str, ...], kernel: str
+) -> tuple[Variant, int]:
+    manifest = load_manifest(directory)
+    head_dim = padded_head_dim(width, manifest.head_dims[arch])
+    wanted = {"kind": "ragged", "head_dim": head_dim, "mask": mask, "out": out}
+    if capped:  # kernels of windows serve every mask
+        wanted |= {"kind": "capped", "walk": "ragged", "mask": "window"}
+    for softmax in softmaxes:
         for number, v in enumerate(manifest.variants):
-            fits = all(getattr(v, name) == value for name, value in wanted.items()) and at.arch in v.targets
-            if fits and v.softmax == softmax and call.kernel in ("", v.id):
+            fits = all(getattr(v, name) == value for name, value in wanted.items()) and arch in v.targets
+            if fits and v.softmax == softmax and kernel in ("", v.id):
                 return v, number
-    if call.kernel:
-        raise UnsupportedError(f"kernel={call.kernel!r} is not built, or does not serve this ragged batch")
-    words = ", ".join(f"{name} {value}" for name, value in wanted.items() if name not in ("kind", "walk"))
-    words += f", softcap {call.softcap:g}" if call.softcap else ""
-    raise NoKernelError(f"no kernel for ragged batches on {at.arch} in profile {manifest.profile!r}: {words}")
+    if kernel:
+        raise UnsupportedError(f"kernel={kernel!r} is not built, or does not serve this ragged batch")
+    words = ", ".join(f"{name} {value}" for name, value in wanted.items() if name != "walk")
+    raise NoKernelError(f"no kernel for ragged batches on {arch} in profile {manifest.profile!r}: {words}")
 
 
 def run(call: RaggedCall) -> tuple[torch.Tensor, torch.Tensor]:

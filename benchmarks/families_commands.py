@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .families.cases import CASES, FAMILIES
+from .families.cases import CASES, FAMILIES, Case
 from .options import commit_option, need_card, out_option, results_folder, stop
 from .outputs import from_option, read_rows, write_tables
+
+if TYPE_CHECKING:
+    import torch
+
+    from .grid import Settings
+
+Row = TypeVar("Row", bound=Any)
 
 
 @click.command()
@@ -44,34 +53,13 @@ def families(
     wanted = [case for case in CASES if not names or any(name.lower() in case.family.lower() for name in names)]
     if not wanted:
         stop(f"no family has {' or '.join(map(repr, names))} in its name; there are {', '.join(FAMILIES)}")
-    if tiny and out is None:
-        stop("--tiny measures nothing that is worth keeping beside results: name a folder with --out")
-    if not tiny:
-        need_card("timing model families", "; `families --from` works from a CSV, `families --tiny` runs anywhere")
-    import torch
+    from .families.measure import FamilyTime, measure
 
-    from fp8cutlass.integrations import set_minimum_length
-
-    from . import machine
-    from .families.measure import FamilyTime, measure, small
-    from .grid import QUICK, Settings
-    from .peers import Own
-    from .turns import record
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda" and (reason := Own().available()) is not None:
-        stop(reason)
-    stamp = {"card": "CPU"} | machine.stamp(commit) | ({} if minimum is None else {"minimum length": str(minimum)})
-    path = results_folder(out, stamp) / "families.csv"
-    settings = QUICK if quick else Settings()
-    set_minimum_length(minimum)
-    try:
-        _, left = record(
-            path, stamp, FamilyTime, [small(case) for case in wanted] if tiny else wanted,
-            lambda case: measure(case, device, settings), lambda case: case.label, "calls", budget, click.echo,
-        )  # fmt: skip
-    finally:
-        set_minimum_length(None)
+    more = {} if minimum is None else {"minimum length": str(minimum)}
+    path, left = _measured(
+        "families", "model families", FamilyTime, wanted, measure, minimum=minimum, quick=quick, tiny=tiny,
+        budget=budget, out=out, commit=commit, more=more,
+    )  # fmt: skip
     status = _finish(path)
     sys.exit(1 if left else 0 if tiny else status)
 
@@ -100,10 +88,35 @@ def lengths(
     wanted = [case for case in calls if not head_dims or case.head_dim in head_dims]
     if not wanted:
         stop(f"no calls have a head_dim of {head_dims}")
+    path, left = _measured(
+        "lengths", "calls of many lengths", found.LengthTime, wanted, found.measured, minimum=0, quick=quick, tiny=tiny,
+        budget=budget, out=out, commit=commit,
+    )  # fmt: skip
+    write_tables(path, found.markdown(*read_rows(path, found.LengthTime)))
+    sys.exit(1 if left else 0)
+
+
+def _measured(
+    command: str,
+    what: str,
+    kind: type[Row],
+    cases: Sequence[Case],
+    measure: Callable[[Case, torch.device, Settings], list[Row]],
+    *,
+    minimum: int | None,
+    quick: bool,
+    tiny: bool,
+    budget: float,
+    out: Path | None,
+    commit: str,
+    more: Mapping[str, str] | None = None,
+) -> tuple[Path, int]:
+    """Measure calls with this minimum length, small ones where they are ``tiny``: the CSV, and how many calls time did
+    not allow. ``more`` joins the stamp."""
     if tiny and out is None:
         stop("--tiny measures nothing that is worth keeping beside results: name a folder with --out")
     if not tiny:
-        need_card("timing calls of many lengths", "; `lengths --from` works from a CSV, `lengths --tiny` runs anywhere")
+        need_card(f"timing {what}", f"; `{command} --from` works from a CSV, `{command} --tiny` runs anywhere")
     import torch
 
     from fp8cutlass.integrations import set_minimum_length
@@ -111,22 +124,24 @@ def lengths(
     from . import machine
     from .families.measure import small
     from .grid import QUICK, Settings
+    from .peers import Own
     from .turns import record
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    stamp = {"card": "CPU"} | machine.stamp(commit)
-    path = results_folder(out, stamp) / "lengths.csv"
+    if device.type == "cuda" and (reason := Own().available()) is not None:
+        stop(reason)
+    stamp = {"card": "CPU"} | machine.stamp(commit) | dict(more or {})
+    path = results_folder(out, stamp) / f"{command}.csv"
     settings = QUICK if quick else Settings()
-    set_minimum_length(0)
+    set_minimum_length(minimum)
     try:
-        rows, left = record(
-            path, stamp, found.LengthTime, [small(case) for case in wanted] if tiny else wanted,
-            lambda case: found.measured(case, device, settings), lambda case: case.label, "calls", budget, click.echo,
+        _, left = record(
+            path, stamp, kind, [small(case) for case in cases] if tiny else cases,
+            lambda case: measure(case, device, settings), lambda case: case.label, "calls", budget, click.echo,
         )  # fmt: skip
     finally:
         set_minimum_length(None)
-    write_tables(path, found.markdown(stamp, rows))
-    sys.exit(1 if left else 0)
+    return path, left
 
 
 def _finish(path: Path) -> int:

@@ -23,16 +23,11 @@ from codegen.pack import Pack, pack_targets, packs_of
 from codegen.profiles import pack_profile, profile_of
 from codegen.render import (
     environment,
-    render_append,
-    render_cut,
     render_decode,
     render_kernel,
-    render_merge,
     render_pack,
-    render_pack_mask,
-    render_plan,
     render_resident,
-    render_route,
+    render_single,
 )
 from codegen.resident import TARGET as RESIDENT_TARGET
 from codegen.resident import Resident
@@ -74,7 +69,6 @@ APPEND = "append"  # the kernel that writes tokens to pages
 APPEND_PATH = f"{APPEND}.cu"
 ROUTE = "route"  # the kernel that chooses what kernels of ragged batches do of a call over pages
 ROUTE_PATH = f"{ROUTE}.cu"
-
 MERGE = "merge"  # the kernel that merges partial results
 MERGE_PATH = f"{MERGE}.cu"
 
@@ -90,17 +84,17 @@ def files(request: Request, selection: Selection) -> dict[str, str]:
     kernels |= {p.path: render_pack(p, env) for p in packs}
     ragged = tuple(v for v in request.variants if v.walk.tables)
     if ragged:
-        kernels[PLAN_PATH] = render_plan(env)
+        kernels[PLAN_PATH] = render_single(PLAN_PATH, env)
     if any(v.listed for v in request.variants):
-        kernels[PACK_MASK_PATH] = render_pack_mask(env)
+        kernels[PACK_MASK_PATH] = render_single(PACK_MASK_PATH, env)
     kernels |= {d.path: render_decode(d, env) for d in request.decodes}
     if request.decodes:
-        kernels[CUT_PATH] = render_cut(env)
-        kernels[APPEND_PATH] = render_append(env)
+        kernels[CUT_PATH] = render_single(CUT_PATH, env)
+        kernels[APPEND_PATH] = render_single(APPEND_PATH, env)
     if ragged and request.decodes:
-        kernels[ROUTE_PATH] = render_route(env)
+        kernels[ROUTE_PATH] = render_single(ROUTE_PATH, env)
     kernels |= {r.path: render_resident(r, env) for r in request.residents}
-    kernels[MERGE_PATH] = render_merge(env)
+    kernels[MERGE_PATH] = render_single(MERGE_PATH, env)
     out = dict(kernels)
     out["manifest.json"] = _manifest(request, packs, ragged, kernels)
     out["table.txt"], out["times.txt"] = _tables(request.variants, digest())

@@ -45,28 +45,9 @@ def render_kernel(v: Variant, env: Environment) -> str:
     return env.get_template(family.template).render(v=v, d=family.view(v), asserts=asserts)
 
 
-def render_plan(env: Environment) -> str:
-    return env.get_template("plan.cu.j2").render()
-
-
-def render_pack_mask(env: Environment) -> str:
-    return env.get_template("pack_mask.cu.j2").render()
-
-
-def render_merge(env: Environment) -> str:
-    return env.get_template("merge.cu.j2").render()
-
-
-def render_cut(env: Environment) -> str:
-    return env.get_template("cut.cu.j2").render()
-
-
-def render_append(env: Environment) -> str:
-    return env.get_template("append.cu.j2").render()
-
-
-def render_route(env: Environment) -> str:
-    return env.get_template("route.cu.j2").render()
+def render_single(path: str, env: Environment) -> str:
+    """A kernel of which there is one, by its path in the generated folder."""
+    return env.get_template(f"{path}.j2").render()
 
 
 def render_decode(d: Decode, env: Environment) -> str:

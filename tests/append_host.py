@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from compilers import ROOT, host_library, planted
 
-from codegen.render import environment, render_append
+from codegen.render import environment, render_single
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)  # of appending::Type, in order
 THREADS, COLUMNS = 256, 16  # kAppendThreads, kColumns
@@ -80,7 +80,7 @@ class Kernel:
             (headers / name).parent.mkdir(parents=True, exist_ok=True)
             copy(source, headers / name)
         kernel = folder / "kernel.cu"
-        kernel.write_text(render_append(environment()))
+        kernel.write_text(render_single("append.cu", environment()))
         for file, old, new in edits:
             planted(headers / "append" / file, old, new)
         flags = [f'-DKERNEL_FILE="{kernel}"']

@@ -16,7 +16,7 @@ from compilers import ROOT, host_library, planted
 
 from codegen.arch import TARGETS
 from codegen.decode import ALL, HEAD_DIMS, candidates
-from codegen.render import environment, render_cut, render_decode
+from codegen.render import environment, render_decode, render_single
 
 FAR = 1 << 30
 LIMITS = (2.0**-126, 2.0**126)  # of descales
@@ -125,7 +125,7 @@ class Kernel:
         (headers / "fp8cutlass" / "decode" / "instructions.cuh").unlink()
         source, cut = folder / "kernel.cu", folder / "cut.cu"
         source.write_text(render_decode(self.spec, env))
-        cut.write_text(render_cut(env))
+        cut.write_text(render_single("cut.cu", env))
         for file, old, new in edits:
             planted(source if file == "kernel.cu" else headers / "fp8cutlass" / "decode" / file, old, new)
         flags = [f"-DKERNEL={name}", f'-DKERNEL_FILE="{source}"', f'-DCUT_FILE="{cut}"']

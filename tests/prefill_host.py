@@ -14,7 +14,7 @@ import torch
 from compilers import ROOT, host_library, planted
 
 from codegen.pack import Pack, Source
-from codegen.render import environment, render_pack, render_route
+from codegen.render import environment, render_pack, render_single
 
 BLOCK = 128  # prefill::kBlock
 HEADERS = ("prefill", "decode", "walk", "pack_fp8.cuh", "pack_ragged.cuh")  # that edits may change
@@ -76,7 +76,7 @@ class Kernels:
         (headers / "decode" / "instructions.cuh").unlink()
         kernel, route = folder / "kernel.cu", folder / "route.cu"
         kernel.write_text(render_pack(pack, environment()))
-        route.write_text(render_route(environment()))
+        route.write_text(render_single("route.cu", environment()))
         for file, old, new in edits:
             planted(kernel if file == "kernel.cu" else headers / file, old, new)
         files = [f'-DKERNEL_FILE="{kernel}"', f'-DROUTE_FILE="{route}"', f"-DKERNEL={pack.id}_gather"]

@@ -11,7 +11,7 @@ from codegen.arch import TARGETS
 from codegen.decode import Decode
 from codegen.gates.subject import Kernel, ahead, write_source
 from codegen.outputs import APPEND, APPEND_PATH, CUT, CUT_PATH, ROUTE, ROUTE_PATH
-from codegen.render import environment, render_append, render_cut, render_decode, render_route
+from codegen.render import environment, render_decode, render_single
 
 FAMILY = "decode"
 ROUTED = "sm90a"  # the target that has kernels of ragged batches
@@ -41,12 +41,12 @@ def render(chosen: Mapping[str, tuple[Decode, ...]], folder: Path) -> list[Kerne
                 )
             )
         if decodes:
-            write_source(folder / CUT_PATH, render_cut(env))
+            write_source(folder / CUT_PATH, render_single(CUT_PATH, env))
             kernels.append(ahead(CUT, target, folder / CUT_PATH, "decode/params.h", "kCutThreads"))
-            write_source(folder / APPEND_PATH, render_append(env))
+            write_source(folder / APPEND_PATH, render_single(APPEND_PATH, env))
             appends = ahead(APPEND, target, folder / APPEND_PATH, "append/params.h", "kAppendThreads")
             kernels.append(replace(appends, ctas_per_sm=APPEND_CTAS))
         if decodes and target == ROUTED:
-            write_source(folder / ROUTE_PATH, render_route(env))
+            write_source(folder / ROUTE_PATH, render_single(ROUTE_PATH, env))
             kernels.append(ahead(ROUTE, target, folder / ROUTE_PATH, "prefill/params.h", "kRouteThreads"))
     return sorted(kernels, key=lambda k: (k.target, k.id))

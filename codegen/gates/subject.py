@@ -10,7 +10,7 @@ from pathlib import Path
 from codegen.arch import TARGETS
 from codegen.families import FAMILIES, derive
 from codegen.outputs import MERGE, MERGE_PATH, PACK_MASK, PACK_MASK_PATH, PLAN, PLAN_PATH, kernel_path
-from codegen.render import environment, render_kernel, render_merge, render_pack_mask, render_plan
+from codegen.render import environment, render_kernel, render_single
 from codegen.variant import Variant
 from scripts.cubins import INCLUDE
 
@@ -193,14 +193,14 @@ def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kern
             kernels += [plain, *forms]
     ragged = [t for t, variants in chosen.items() if any(v.walk.tables for v in variants)]
     if ragged:
-        write_source(folder / PLAN_PATH, render_plan(env))
+        write_source(folder / PLAN_PATH, render_single(PLAN_PATH, env))
     header = "walk/plan_params.h"
     kernels += [ahead(PLAN, target, folder / PLAN_PATH, header, "kThreads") for target in ragged]
     listed = [t for t, variants in chosen.items() if any(v.listed for v in variants)]
     if listed:
-        write_source(folder / PACK_MASK_PATH, render_pack_mask(env))
+        write_source(folder / PACK_MASK_PATH, render_single(PACK_MASK_PATH, env))
     header = "mask/params.h"
     kernels += [ahead(PACK_MASK, target, folder / PACK_MASK_PATH, header, "kMaskThreads") for target in listed]
-    write_source(folder / MERGE_PATH, render_merge(env))
+    write_source(folder / MERGE_PATH, render_single(MERGE_PATH, env))
     kernels += [ahead(MERGE, target, folder / MERGE_PATH, "merge/params.h", "kMergeThreads") for target in chosen]
     return sorted(kernels, key=lambda k: (k.target, k.id))

@@ -24,16 +24,11 @@ from codegen.outputs import APPEND_PATH, CUT_PATH, MERGE_PATH, PACK_MASK_PATH, P
 from codegen.pack import packs_of
 from codegen.render import (
     environment,
-    render_append,
-    render_cut,
     render_decode,
     render_kernel,
-    render_merge,
     render_pack,
-    render_pack_mask,
-    render_plan,
     render_resident,
-    render_route,
+    render_single,
 )
 from codegen.resident import ALL as ALL_RESIDENTS
 from codegen.select import select
@@ -51,15 +46,12 @@ def rendered() -> dict[str, str]:
     """Every kernel by its path in a folder that has all."""
     env = environment()
     packs = {p.path: render_pack(p, env) for p in packs_of(select().emitted)}
-    decodes = {d.path: render_decode(d, env) for d in ALL} | {
-        CUT_PATH: render_cut(env),
-        APPEND_PATH: render_append(env),
-        ROUTE_PATH: render_route(env),
-    }
+    decodes = {d.path: render_decode(d, env) for d in ALL}
     variants = {kernel_path(v): render_kernel(v, env) for v in select().emitted}
     residents = {r.path: render_resident(r, env) for r in ALL_RESIDENTS}
-    ahead = {PLAN_PATH: render_plan(env), PACK_MASK_PATH: render_pack_mask(env), MERGE_PATH: render_merge(env)}
-    return variants | packs | ahead | decodes | residents
+    paths = (PLAN_PATH, CUT_PATH, APPEND_PATH, ROUTE_PATH, PACK_MASK_PATH, MERGE_PATH)
+    singles = {path: render_single(path, env) for path in paths}
+    return variants | packs | singles | decodes | residents
 
 
 def lines(text: str, name: str) -> set[str]:

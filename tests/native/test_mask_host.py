@@ -15,7 +15,7 @@ import pytest
 import torch
 from compilers import ROOT, host_library
 
-from codegen.render import environment, render_pack_mask
+from codegen.render import environment, render_single
 from fp8cutlass.masks.bits import TILE, WORDS, Packed, pack
 
 _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -44,7 +44,7 @@ class Kernel:
                 text = text.replace(old, new)
             (headers / name).write_text(text)
         kernel = folder / "kernel.cu"
-        kernel.write_text(render_pack_mask(environment()))
+        kernel.write_text(render_single("pack_mask.cu", environment()))
         self.library = host_library("mask_host.cpp", folder, folder / "include", f'-DKERNEL_FILE="{kernel}"')
         self.library.run.restype = self.library.see.restype = ctypes.c_char_p
         self.library.params_bytes.restype = ctypes.c_size_t

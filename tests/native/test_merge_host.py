@@ -14,7 +14,7 @@ import pytest
 import torch
 from compilers import ROOT, host_library
 
-from codegen.render import environment, render_merge
+from codegen.render import environment, render_single
 from fp8cutlass.call.merge import weights
 
 _P, _L, _U, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_int32
@@ -45,7 +45,7 @@ class Kernel:
                 text = text.replace(old, new)
             (headers / name).write_text(text)
         kernel = folder / "kernel.cu"
-        kernel.write_text(render_merge(environment()))
+        kernel.write_text(render_single("merge.cu", environment()))
         self.library = host_library("merge_host.cpp", folder, folder / "include", f'-DKERNEL_FILE="{kernel}"')
         self.library.run.restype = ctypes.c_char_p
         self.library.params_bytes.restype = ctypes.c_size_t

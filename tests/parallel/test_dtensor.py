@@ -35,6 +35,7 @@ REFUSED = {
     "three heads of key": "key has 3 heads, which the 2 ranks that share them must divide",
     "head_dim": "query must be sharded by batch, heads or rows, or replicated",
     "plain key": "k must be a DTensor as query is, got Tensor",
+    "plain query": "query must be a DTensor as another operand is, got Tensor",
 }
 
 
@@ -65,6 +66,7 @@ def found(result: Any) -> list[torch.Tensor]:
 
 def work(rank: int) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.debug import CommDebugMode
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
 
@@ -79,9 +81,15 @@ def work(rank: int) -> dict[str, Any]:
     for name, (at, _) in CASES.items():
         tensors, options = arguments(name)
         given = {n: spread(x, None if at == ROWS and n in ("key", "value") else at) for n, x in tensors.items()}
-        results = found(attention(**given, **options))
+        with CommDebugMode() as exchanges:
+            results = found(attention(**given, **options))
         shares = [x.to_local().shape for x in results]
-        made[name] = [x.full_tensor() for x in results], shares, str(results[0].placements)
+        made[name] = (
+            [x.full_tensor() for x in results],
+            shares,
+            str(results[0].placements),
+            exchanges.get_total_counts(),
+        )
     q, k, v = operands()
     whole = spread(q, ROWS), spread(k, None), spread(v, None)
     made["rows, causal"] = ranks.error_of(lambda: attention(*whole, is_causal=True, enable_gqa=True))
@@ -89,6 +97,8 @@ def work(rank: int) -> dict[str, Any]:
     made["three heads of key"] = ranks.error_of(lambda: attention(*three, enable_gqa=True))
     made["head_dim"] = ranks.error_of(lambda: attention(*(spread(x, 3) for x in (q, k, v)), enable_gqa=True))
     made["plain key"] = ranks.error_of(lambda: attention(spread(q, None), k, v, enable_gqa=True))
+    whole = spread(k, None), spread(v, None)
+    made["plain query"] = ranks.error_of(lambda: attention(q, *whole, enable_gqa=True))
     return made
 
 
@@ -104,7 +114,8 @@ def test_the_bits_of_plain_tensors(outcomes: Any, name: str) -> None:
     tensors, options = arguments(name)
     wanted = found(attention(**tensors, **options))
     for rank, of_rank in enumerate(outcomes):
-        got, shares, placements = of_rank[name]
+        got, shares, placements, sent = of_rank[name]
+        assert sent == 0
         assert len(got) == len(wanted)
         for x, y in zip(got, wanted, strict=True):
             assert x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)

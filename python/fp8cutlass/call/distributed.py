@@ -7,7 +7,7 @@ keys are sharded are ``fp8cutlass.parallel``'s.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from ..errors import UnsupportedError
 from .call import Call, Outputs, Tensors
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -42,10 +43,10 @@ def attend(call: Call, t: Tensors, run: Callable[[Call, Tensors], Outputs]) -> O
     placed = _placements(call, t)
     q: DTensor = t.q  # type: ignore[assignment]
     outputs = run(call, Tensors(*(_local(x, where) for x, where in zip(t, placed, strict=True))))
-    shape = q.shape
-    lse = None if outputs.lse is None else _whole(outputs.lse, q, shape[:3], q.placements)
-    amax = None if outputs.amax is None else _whole(outputs.amax, q, torch.Size((1,)), _largest(q))
-    return Outputs(_whole(outputs.out, q, shape, q.placements), lse, amax)
+    mesh, shape = q.device_mesh, q.shape
+    lse = None if outputs.lse is None else whole(outputs.lse, mesh, q.placements, shape[:3])
+    amax = None if outputs.amax is None else whole(outputs.amax, mesh, _largest(q), torch.Size((1,)))
+    return Outputs(whole(outputs.out, mesh, q.placements, shape), lse, amax)
 
 
 def _placements(call: Call, t: Tensors) -> list[tuple[Placement, ...] | None]:
@@ -104,10 +105,9 @@ def _largest(q: DTensor) -> tuple[Placement, ...]:
     return tuple(p if p == Replicate() else Partial("max") for p in q.placements)
 
 
-def _whole(local: torch.Tensor, q: DTensor, shape: torch.Size, placements: tuple[Placement, ...]) -> DTensor:
+def whole(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """What a rank has as a DTensor of ``shape``, contiguous; nothing is exchanged."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local.contiguous(), q.device_mesh, placements, run_check=False, shape=shape, stride=stride
-    )
+    return DTensor.from_local(local.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -57,7 +57,7 @@ def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def execute(call: Call, t: Tensors) -> Outputs:
     """Run a call through the operator, which torch's modes, transforms and compilers see."""
-    if type(t.q) not in distributed.PLAIN and distributed.given(t):
+    if distributed.given(t):
         return distributed.attend(call, t, execute)
     results = list(attend(t.q, t.k, t.v, list(t[3:]), call.text(), *call.numbers()))
     lse = results[1] if call.return_lse else None

@@ -12,6 +12,7 @@ from ..choose.target import granularities, head_dims, unserved
 from ..dtypes import DTYPE_NAMES, OUT_NAMES, operand_name
 from ..errors import NoKernelError
 from ..manifest import INTEGER, KEY_BLOCK
+from ..masks.block_mask import BlockMask
 from ..quant.descale import all_canonical, to_canonical
 from . import checks, masks
 from .call import Call, Tensors, mask_of
@@ -71,7 +72,7 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
         smooth_k=half and transformed(options, "smooth_k"),
         hadamard=half and transformed(options, "hadamard"),
         masked=masked,
-        whole=masked and getattr(request.attn_mask, "bits", request) is None,
+        whole=isinstance(request.attn_mask, BlockMask) and request.attn_mask.bits is None,
         biased=biased,
         key_block=KEY_BLOCK if packed is None else packed.key_block,
         amax=0.0 if packed is None else packed.amax,

@@ -60,10 +60,8 @@ def special_kernels(manifest: Manifest, arch: str, head_dim: int, asked: Asked) 
         and v.softmax in softmaxes
     ]
     narrowest = min((v.head_dim for v in found), default=0)
-    wider = -1 if asked.whole else 1
-    return sorted(
-        (v for v in found if v.head_dim == narrowest), key=lambda v: (softmaxes.index(v.softmax), -wider * v.tile_n)
-    )
+    fitting = (v for v in found if v.head_dim == narrowest)
+    return sorted(fitting, key=lambda v: (softmaxes.index(v.softmax), v.tile_n if asked.whole else -v.tile_n))
 
 
 def no_special_kernel(asked: Asked) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..call.distributed import whole
 from ..errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Opened:
 
     def closed(self, out: torch.Tensor) -> torch.Tensor:
         """The result as a DTensor that is sharded as query is."""
-        return self._of(out, self.shape, self.placements)
+        return whole(out, self.mesh, self.placements, self.shape)
 
     def closed_lse(self, lse: torch.Tensor) -> torch.Tensor:
         """(B, H, S), sharded along S."""
@@ -35,14 +36,7 @@ class Opened:
 
         batch, heads = (self.shape[0], self.shape[2 if self.tokens == 1 else 1])
         shape = torch.Size((batch, heads, self.shape[self.tokens]))
-        return self._of(lse, shape, tuple(Shard(2) for _ in self.placements))
-
-    def _of(self, local: torch.Tensor, shape: torch.Size, placements: tuple[Placement, ...]) -> torch.Tensor:
-        from torch.distributed.tensor import DTensor
-
-        local = local.contiguous()
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+        return whole(lse, self.mesh, tuple(Shard(2) for _ in self.placements), shape)
 
 
 def opened(query: Any, key: Any, value: Any, layout: Any, group: Any) -> Opened | None:

@@ -23,6 +23,7 @@ from edges import EdgeCases  # noqa: E402
 from outcomes import mutants_line  # noqa: E402
 from processes import one_of_many  # noqa: E402
 
+from fp8cutlass.call import fallback  # noqa: E402
 from fp8cutlass.manifest import Manifest, generated_dir, load_manifest  # noqa: E402
 from fp8cutlass.native import extension  # noqa: E402
 
@@ -100,6 +101,12 @@ def _nothing_old_is_collected() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_warned_about() -> None:
+    """A fallback is warned about once in a process, so which test saw the warning would depend on their order."""
+    fallback._warned.clear()
 
 
 @pytest.fixture(scope="session")

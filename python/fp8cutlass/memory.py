@@ -1,10 +1,13 @@
-"""How tensors lie in memory: the two orders of (B, H, S, D), alignment, and views as bytes."""
+"""How tensors lie in memory: the two orders of (B, H, S, D), alignment, views as bytes and as words."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 ALIGNMENT = 16  # bytes of one vector access
+WORD = torch.int64  # what copies move
 TENSOR_MAP_STRIDE = 2**40  # bytes, of the copy engine: a stride has to be less
 
 
@@ -37,3 +40,39 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """FP8 viewed as uint8, for what is not defined on FP8; anything else as it is."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors viewed as words of 8 bytes where all consist of these, else as they are. torch copies one element a
+    thread, so that a copy of bytes that are not dense takes up to eight times as long."""
+    return tuple(x.view(WORD) for x in tensors) if all(map(_is_words, tensors)) else tensors
+
+
+def _is_words(x: torch.Tensor) -> bool:
+    """Whether ``x`` can be viewed as words: its rows are dense, and begin and end between words."""
+    size = x.element_size()
+    if x.requires_grad or x.dim() == 0 or x.stride(-1) != 1 or WORD.itemsize % size:
+        return False
+    lengths = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    return all(n * size % WORD.itemsize == 0 for n in lengths)
+
+
+def concatenated(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """``torch.cat`` of tensors of one dtype, in words."""
+    found = torch.cat(words(*tensors), dim)
+    return found if found.dtype is tensors[0].dtype else found.view(tensors[0].dtype)
+
+
+def in_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of tensors, one after the other, each contiguous. One tensor at least; dtypes may differ."""
+    sizes = [x.numel() * x.element_size() for x in tensors]
+    buffer = tensors[0].new_empty((sum(sizes),), dtype=torch.uint8)
+    for room, x in zip(buffer.split(sizes), tensors, strict=True):
+        copy_into(room.view(x.dtype).view(x.shape), x)
+    return buffer
+
+
+def copy_into(room: torch.Tensor, x: torch.Tensor) -> None:
+    """``room.copy_(x)`` of tensors of one dtype, in words."""
+    into, source = words(room, x)
+    into.copy_(source)

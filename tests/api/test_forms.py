@@ -18,7 +18,6 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import fp8cutlass
 from fp8cutlass import UnsupportedError, attention, explain, pack_kv, supports
-from fp8cutlass.call import fallback
 from fp8cutlass.errors import NoKernelError
 
 LIMIT = 0.08  # relative L2 of FP8 operands against bf16 ones
@@ -266,7 +265,6 @@ def test_wide_dtypes_are_torchs(dtype: torch.dtype) -> None:
     q, k, v = (x.to(dtype) for x in draw((4, 16, 64), (4, 40, 64), (4, 40, 32)))
     with pytest.raises(NoKernelError, match="query has dtype torch.float(32|64); accepted are torch.bfloat16"):
         attention(q, k, v)
-    fallback._warned.clear()
     with pytest.warns(UserWarning, match="falls back to torch's attention: query has dtype"):
         got = attention(q, k, v, fallback="sdpa")
     assert got.dtype == dtype and torch.equal(got, F.scaled_dot_product_attention(q, k, v))

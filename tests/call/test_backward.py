@@ -17,7 +17,7 @@ from reference import randn, relative_l2
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8cutlass import UnsupportedError, attention, attention_varlen, explain, pack_kv, quantize, supports
-from fp8cutlass.call import backward, fallback
+from fp8cutlass.call import backward
 from fp8cutlass.call.request import request_of
 from fp8cutlass.call.settle import settle
 from fp8cutlass.errors import NoKernelError
@@ -182,7 +182,6 @@ def test_the_default_refuses_and_says_what_there_is() -> None:
     q, k, v = leaves(*PLAIN)
     with pytest.raises(NoKernelError, match="requires_grad=True .*torch.no_grad.*backward='flash'"):
         attention(q, k, v)
-    fallback._warned.clear()
     with pytest.warns(UserWarning, match="requires_grad=True") as caught:
         for _ in range(3):
             out = attention(q, k, v, fallback="sdpa")

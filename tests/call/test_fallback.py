@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from reference import randn, relative_l2
 
 from fp8cutlass import BlockMask, UnsupportedError, attention, quantize
-from fp8cutlass.call import fallback
 
 E4M3 = torch.float8_e4m3fn
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2] / "python")}
@@ -45,7 +44,6 @@ def test_fallback_runs_sdpa_and_says_so(arguments: dict[str, Any], kind: str) ->
     head_dim = 320
     shapes = [(2, 4, 16, head_dim), (2, 4, 24, head_dim), (2, 4, 24, head_dim)]
     q, k, v = (randn(*shape, seed=seed) for seed, shape in enumerate(shapes))
-    fallback._warned.clear()
     if arguments.get("layout") == "bshd":
         view = [x.transpose(1, 2) for x in (q, k, v)]
     else:
@@ -121,7 +119,6 @@ def test_a_patched_sdpa_ends_in_torchs_own(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("masked", [True, False])
 def test_compile_keeps_one_graph_and_warns_while_tracing(masked: bool, dynamic: bool | None) -> None:
     torch._dynamo.reset()
-    fallback._warned.clear()
     q = randn(1, 4, 16, 320, seed=4)
     mask = torch.ones(16, 16, dtype=torch.bool).tril() if masked else None
 

@@ -30,8 +30,8 @@ pytestmark = pytest.mark.gpu
 METHODS = ("gather", "ulysses", "ring")
 PATIENCE = timedelta(seconds=15)
 PROBLEMS = {  # tokens, or lengths of ranks; heads, kv_heads, head_dim, causal
-    "full": (3072, 8, 8, 64, False),
-    "zigzag": (3072, 8, 4, 128, True),
+    "full": (6144, 8, 8, 64, False),
+    "zigzag": (6144, 16, 8, 128, True),
     "uneven": ((1300, 811), 8, 4, 128, True),
     "uneven4": ((900, 0, 1, 1210), 8, 4, 128, True),
 }
@@ -120,10 +120,12 @@ def test_processes_that_share_a_card(count: int, tmp_path: Path, library: None) 
     check(ranks.run(count, work, tmp_path, count, False), count)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
-def test_cards_over_nccl(tmp_path: Path, library: None) -> None:
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_cards_over_nccl(count: int, tmp_path: Path, library: None) -> None:
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} cards")
     os.environ["NCCL_NVLS_ENABLE"] = "0"
-    check(ranks.run(2, work, tmp_path, 2, True), 2)
+    check(ranks.run(count, work, tmp_path, count, True), count)
 
 
 def left_alone(rank: int, blocking: str, begun: str) -> tuple[str, str]:

@@ -40,8 +40,9 @@ def test_a_ragged_call_gives_every_argument_its_place(name: str, monkeypatch: py
         given.append(dict(zip([a.name for a in stated()[name].arguments], arguments, strict=True)))
         return out
 
+    packet = SimpleNamespace(default=SimpleNamespace(_op=operator))
     monkeypatch.setattr(ragged.extension, "load", lambda: None)
-    monkeypatch.setattr(ragged.extension, "compiled", lambda: SimpleNamespace(**{name: operator}))
+    monkeypatch.setattr(ragged.extension, "compiled", lambda: SimpleNamespace(**{name: packet}))
     variant = next(x for x in load_manifest(generated_dir()).variants if x.kind == "ragged" and x.softmax == "exp2")
     assert ragged.launch(call, variant, 11, lse, leave_q=False) is out
     (got,) = given

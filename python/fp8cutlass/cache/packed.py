@@ -18,6 +18,7 @@ from ..choose.target import granularities
 from ..dtypes import OPERANDS, operand_name
 from ..errors import UnsupportedError
 from ..manifest import GROUPS, KEY_BLOCK
+from ..memory import concatenated
 from ..native.fused import descale_shape, packed_shape
 
 HELD = ("scaling", "precision", "smooth_k", "hadamard")  # arguments of attention that packing has settled
@@ -201,7 +202,8 @@ class PackedKV:
         if len(some) == 1:
             return some[0]
         axes = {"k": 2, "v": 3, "k_descale": 2, "v_descale": 2}
-        return replace(some[0], **{name: torch.cat([getattr(x, name) for x in some], at) for name, at in axes.items()})  # type: ignore[arg-type]
+        found = {name: concatenated([getattr(x, name) for x in some], at) for name, at in axes.items()}
+        return replace(some[0], **found)  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedKV:
         """The same on another device, itself where it is there. Kernels of that device read it if they read such keys

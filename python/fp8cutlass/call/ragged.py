@@ -26,13 +26,12 @@ from ..errors import NoKernelError, UnsupportedError
 from ..manifest import KEY_BLOCK, Variant, load_manifest
 from ..memory import as_bytes
 from ..native import extension
-from ..native.fused import readable
 from ..quant.quantize import V_AMAX, quantize
-from ..quant.sinks import join_lse
 from ..quant.v_layout import pack_v
 from .call import FAR, Call, Tensors
 from .launch import quantised, score_amax
 from .ragged_call import RaggedCall
+from .ragged_launch import launch, leaves_q, with_sinks
 
 SOFTMAXES = {"fast": ("linear", "exp2"), "accurate": ("exp2",)}  # what serves a precision, the preferred one first
 
@@ -114,47 +113,8 @@ def run(call: RaggedCall) -> tuple[torch.Tensor, torch.Tensor]:
     variant, number = choose(at, call)
     if not tokens or not call.k.shape[0]:
         return call.q.new_zeros((tokens, heads, head_dim), dtype=call.out_dtype), lse.fill_(-torch.inf)
-    out = launch(call, variant, number, lse if call.return_lse else None, leaves_q(call))
+    out = launch(call, variant, number, lse if call.return_lse else None, leaves_q(tokens, call.cu_q.shape[0] - 1))
     return (out if variant.head_dim == head_dim else out[..., :head_dim].contiguous()), lse
-
-
-LEAVE_FROM = 128  # rows of a sequence, on average (docs/lab/walk.md, row 11)
-
-
-def leaves_q(call: RaggedCall) -> bool:
-    """Whether the attention kernel should quantise Q, where it can. Short sequences have nothing to hide it behind."""
-    return call.q.shape[0] >= LEAVE_FROM * (call.cu_q.shape[0] - 1)
-
-
-def launch(
-    call: RaggedCall, variant: Variant, number: int, lse: torch.Tensor | None, leave_q: bool = True
-) -> torch.Tensor:
-    """Make the operands of one kernel and run it: out (tokens, H, the kernel's head_dim). All of ``lse`` is written.
-
-    ``leave_q``: the attention kernel quantises Q itself, where it can; the bits are the same.
-    """
-    extension.load()
-    q, k, v = (readable(x.transpose(0, 1)[None])[0].transpose(0, 1) for x in (call.q, call.k, call.v))
-    ends = (FAR if end < 0 else end for end in (call.left, call.right))
-    out: torch.Tensor
-    if call.descales:
-        out = extension.compiled().attend_ragged_fp8(
-            number, q, k, v, *call.descales, call.cu_q, call.cu_k, call.used_q, call.used_k, lse, call.scale, *ends,
-            call.bottom_right, call.softcap, call.sinks,
-        )  # fmt: skip
-        return _with_sinks(call, out, lse)
-    out = extension.compiled().attend_ragged(
-        number, q, k, v, call.cu_q, call.cu_k, call.used_q, call.used_k, lse, score_amax(variant), V_AMAX, call.scale,
-        *ends, call.bottom_right, leave_q, None, call.softcap, call.sinks,
-    )  # fmt: skip
-    return _with_sinks(call, out, lse)
-
-
-def _with_sinks(call: RaggedCall, out: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-    """``out`` itself, which has the sinks; ``lse`` gets them."""
-    if lse is not None and call.sinks is not None:
-        join_lse(lse, call.sinks)
-    return out
 
 
 @dataclass(frozen=True)
@@ -183,7 +143,7 @@ def launch_made(call: RaggedCall, made: Made, variant: Variant, number: int, lse
         number, made.q, made.k, made.v, *made.descales, *tables, as_bytes(out).view(out.dtype), lse, abs(call.scale),
         *ends, call.bottom_right, made.in_blocks, call.softcap, call.sinks,
     )  # fmt: skip
-    return _with_sinks(call, out, lse)
+    return with_sinks(call.sinks, out, lse)
 
 
 def fp8_by_torch(call: RaggedCall, variant: Variant) -> Made:

@@ -99,8 +99,7 @@ class Attend:
                 named = {} if mask is NO_LISTS else mask._asdict()
                 out = self.operator(self.constants, *inputs, out_descale, lse, amax, sinks, *more, **named)
         except RuntimeError as error:
-            if "out of memory" in str(error):  # the stable ABI has no type for it
-                raise torch.OutOfMemoryError(str(error)) from error
+            extension.name_memory_error(error)
             raise
         if lse is not None and sinks is not None:
             join_lse(lse, sinks)

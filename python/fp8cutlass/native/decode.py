@@ -168,8 +168,7 @@ class Launch:
         try:
             return self.operator(self.numbers, *tensors)
         except RuntimeError as error:
-            if "out of memory" in str(error):  # the stable ABI has no type for it
-                raise torch.OutOfMemoryError(str(error)) from error
+            extension.name_memory_error(error)
             raise
 
 

@@ -228,3 +228,9 @@ def _compare(library: str, manifest: Manifest) -> None:
             )
     if (digest() or b"").decode() != hashlib.sha256(path.read_bytes()).hexdigest():
         raise UnsupportedError(f"{library} was built from another {path.name} than {path}", BUILD_HINT)
+
+
+def name_memory_error(error: RuntimeError) -> None:
+    """Raise torch's error where an operator found no memory: the stable ABI has no type for it."""
+    if "out of memory" in str(error):
+        raise torch.OutOfMemoryError(str(error)) from error

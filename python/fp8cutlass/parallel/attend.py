@@ -13,6 +13,7 @@ from ..autocast import under_autocast
 from ..call.options import flag, one_of
 from ..call.reasons import wrong_tensors
 from ..errors import UnsupportedError
+from ..memory import concatenated
 from . import sharding
 from .agree import Groups, settled
 from .gather import gather
@@ -173,6 +174,10 @@ def _over_both(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
     first = outer.rank() * inner.size()
     rows, keys = (every.lengths[first : first + inner.size()] for every in (plan.every_row, plan.every_key))
     arrived = to_heads([q, k, v], [rows, keys, keys], inner).wait()
-    found = WAYS[plan.asked.method](plan, outer, *(torch.cat(parts, 2) for parts in arrived))
-    out, *lse = from_heads([(x if x.dim() == 4 else x.unsqueeze(-1)).split(rows, 2) for x in found], inner)
+    found = WAYS[plan.asked.method](plan, outer, *(concatenated(parts, 2) for parts in arrived))
+    out, *lse = from_heads([_by_rank(x if x.dim() == 4 else x.unsqueeze(-1), rows) for x in found], inner)
     return [out, *(x.squeeze(-1) for x in lse)]
+
+
+def _by_rank(x: torch.Tensor, rows: Sequence[int]) -> list[list[torch.Tensor]]:
+    return [[mine] for mine in x.split(list(rows), 2)]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from ..api.attention import attention
 from ..cache.packed import PackedKV
+from ..memory import concatenated
+from .abreast import abreast
 from .exchange import Group, Pending, all_gather
 from .moves import moved
 from .pieces import pieces
@@ -43,7 +46,7 @@ def gather(plan: Plan, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.
         keys = ordered(plan, some, pending.wait())
         found.append(attend(plan, rows, q[:, ends[i] * shared : ends[i + 1] * shared], keys))
         under_way[i] = (some, _DONE)
-    return [torch.cat(parts, 1) if count > 1 else parts[0] for parts in zip(*found, strict=True)]
+    return [concatenated(parts, 1) if count > 1 else parts[0] for parts in zip(*found, strict=True)]
 
 
 def fitting(received: int) -> int:
@@ -72,15 +75,17 @@ def attend(plan: Plan, rows: Sequence[Segment], q: torch.Tensor, keys: PackedKV)
     """The result of q, whose tokens are ``rows``, over all keys, and the LSE if asked for: by the kernel of all ranks,
     so that bits do not depend on how many there are."""
     asked, tokens = plan.asked, keys.shape[2]
-    found = []
+    calls = []
     for piece in pieces(rows, ((0, tokens),), asked.causal):
         masked = {}
         if asked.causal:  # the mask's kernel also where these rows see all
             masked = {"is_causal": True, "causal_offset": tokens if piece.offset is None else piece.offset}
-        found.append(call(plan, q[:, :, slice(*piece.rows)], keys, plan.kernel, asked.return_lse, **masked))
-    if not found:
+        some = q[:, :, slice(*piece.rows)]
+        calls.append(partial(call, plan, some, keys, plan.kernel, asked.return_lse, **masked))
+    if not calls:
         return call(plan, q, keys, None, asked.return_lse)
-    return [torch.cat(parts, 2) if len(found) > 1 else parts[0] for parts in zip(*found, strict=True)]
+    found = abreast(calls, q.device)  # with causal masks later rows see more keys
+    return [concatenated(parts, 2) if len(found) > 1 else parts[0] for parts in zip(*found, strict=True)]
 
 
 def call(

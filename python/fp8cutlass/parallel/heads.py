@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
+from ..memory import copy_into, in_one
 from .exchange import Group, Pending, all_to_all
 
 
 def to_heads(tensors: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]], group: Group) -> ToHeads:
     """Begin to send each rank its heads of tensors (B, H, S, D), whose ranks have ``lengths`` tokens of each."""
     ranks = group.size()
-    parts = [part.contiguous().view(torch.uint8).flatten() for i in range(ranks) for part in _of(tensors, i, ranks)]
+    parts = [part for i in range(ranks) for part in _of(tensors, i, ranks)]
     widths = [x.shape[0] * x.shape[1] // ranks * x.shape[3] * x.element_size() for x in tensors]
     mine = sum(w * x.shape[2] for w, x in zip(widths, tensors, strict=True))
     received = [sum(w * n[r] for w, n in zip(widths, lengths, strict=True)) for r in range(ranks)]
-    return ToHeads(all_to_all(torch.cat(parts), [mine] * ranks, received, group), tensors, lengths, ranks)
+    return ToHeads(all_to_all(in_one(parts), [mine] * ranks, received, group), tensors, lengths, ranks)
 
 
 def _of(tensors: Sequence[torch.Tensor], rank: int, ranks: int) -> list[torch.Tensor]:
@@ -45,19 +46,26 @@ class ToHeads:
         return found
 
 
-def from_heads(parts: Sequence[Sequence[torch.Tensor]], group: Group) -> list[torch.Tensor]:
-    """Send each rank its rows: of each tensor the parts (B, H / ranks, S of the rank, D) for all ranks, against
-    (B, H, S, D) of this rank's rows."""
+def from_heads(parts: Sequence[Sequence[Sequence[torch.Tensor]]], group: Group) -> list[torch.Tensor]:
+    """Send each rank its rows: of each tensor and each rank the pieces (B, H / ranks, S of the piece, D), in their
+    order, against (B, H, S, D) of this rank's rows."""
     ranks, me = group.size(), group.rank()
-    sent = [part[r].contiguous().view(torch.uint8).flatten() for r in range(ranks) for part in parts]
-    sizes = [sum(part[r].numel() * part[r].element_size() for part in parts) for r in range(ranks)]
-    mine = sizes[me]
-    buffer, at = all_to_all(torch.cat(sent), sizes, [mine] * ranks, group).wait(), 0
-    found: list[list[torch.Tensor]] = [[] for _ in parts]
-    for _ in range(ranks):
-        for made, part in zip(found, parts, strict=True):
-            like = part[me]
-            count = like.numel() * like.element_size()
-            made.append(buffer.narrow(0, at, count).view(like.dtype).view(like.shape))
-            at += count
-    return [torch.cat(made, 1) for made in found]
+    pieces = [x for r in range(ranks) for of_ranks in parts for x in of_ranks[r]]
+    sizes = [sum(x.numel() * x.element_size() for of_ranks in parts for x in of_ranks[r]) for r in range(ranks)]
+    buffer, at = all_to_all(in_one(pieces), sizes, [sizes[me]] * ranks, group).wait(), 0
+    found = [_rows_of_all(of_ranks[me], ranks) for of_ranks in parts]
+    for r in range(ranks):
+        for made, of_ranks in zip(found, parts, strict=True):
+            first = 0
+            for like in of_ranks[me]:
+                count, heads, rows = like.numel() * like.element_size(), like.shape[1], like.shape[2]
+                room = made.narrow(1, r * heads, heads).narrow(2, first, rows)
+                copy_into(room, buffer.narrow(0, at, count).view(like.dtype).view(like.shape))
+                at, first = at + count, first + rows
+    return found
+
+
+def _rows_of_all(mine: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
+    """Room for these pieces of rows with the heads of all ranks."""
+    batch, heads, _, width = mine[0].shape
+    return mine[0].new_empty((batch, heads * ranks, sum(x.shape[2] for x in mine), width))

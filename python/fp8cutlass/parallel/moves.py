@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..memory import concatenated, in_one
 from .exchange import Group, all_to_all
 from .shards import Segment, Shards
 
@@ -21,12 +22,12 @@ def moved(tensors: Sequence[torch.Tensor], source: Shards, target: Shards, group
     widths = [x.numel() // max(1, x.shape[2]) * x.element_size() for x in tensors]  # bytes of a token
     batch = [x.shape[:2] for x in tensors]
     parts = [
-        _rows(x, source.segments[me], common).contiguous().view(torch.uint8).flatten()
+        _rows(x, source.segments[me], common)
         for rank, common in enumerate(_sent(source, target, me))
         if rank != me
         for x in tensors
     ]
-    room = torch.cat(parts) if parts else tensors[0].new_empty((0,), dtype=torch.uint8)
+    room = in_one(parts) if parts else tensors[0].new_empty((0,), dtype=torch.uint8)
     arrived = all_to_all(room, [n * sum(widths) for n in sizes], [n * sum(widths) for n in received], group).wait()
     found: list[list[tuple[int, torch.Tensor]]] = [[] for _ in tensors]
     at = 0
@@ -43,7 +44,9 @@ def moved(tensors: Sequence[torch.Tensor], source: Shards, target: Shards, group
                 found[i].append((start, rows.narrow(2, first, stop - start)))
                 first += stop - start
     return [
-        torch.cat([rows for _, rows in sorted(pieces, key=lambda piece: piece[0])], 2) if pieces else x.narrow(2, 0, 0)
+        concatenated([rows for _, rows in sorted(pieces, key=lambda piece: piece[0])], 2)
+        if pieces
+        else x.narrow(2, 0, 0)
         for pieces, x in zip(found, tensors, strict=True)
     ]
 
@@ -73,4 +76,4 @@ def _rows(x: torch.Tensor, mine: Sequence[Segment], wanted: Sequence[Segment]) -
             if start <= a < stop:
                 found.append(x.narrow(2, at + a - start, b - a))
         at += stop - start
-    return torch.cat(found, 2) if found else x.narrow(2, 0, 0)
+    return concatenated(found, 2) if found else x.narrow(2, 0, 0)

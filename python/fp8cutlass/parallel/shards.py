@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 
 from ..errors import UnsupportedError
+from ..memory import concatenated
 
 Segment = tuple[int, int]  # first token, and one past the last
 
@@ -75,10 +76,14 @@ class Shards:
 
     def shard(self, x: torch.Tensor, rank: int, dim: int = 2) -> torch.Tensor:
         """A rank's tokens of a tensor of the whole sequence, with tokens in dimension ``dim``; contiguous."""
+        return concatenated(self.pieces(x, rank, dim), dim)
+
+    def pieces(self, x: torch.Tensor, rank: int, dim: int = 2) -> list[torch.Tensor]:
+        """The same as views of ``x``, one for each segment; an empty one for a rank without tokens."""
         if x.shape[dim] != self.tokens:
             raise UnsupportedError(f"x has {x.shape[dim]} tokens in dimension {dim}, the sequence has {self.tokens}")
         mine = [x.narrow(dim, start, stop - start) for start, stop in self.segments[rank]]
-        return torch.cat(mine, dim) if mine else x.narrow(dim, 0, 0).clone()
+        return mine or [x.narrow(dim, 0, 0)]
 
     def unshard(self, parts: Sequence[torch.Tensor], dim: int = 2) -> torch.Tensor:
         """The tensor of the whole sequence of those of all ranks, in their order."""
@@ -89,7 +94,7 @@ class Shards:
         ]
         if wrong or len(parts) != self.ranks:
             raise UnsupportedError(*wrong, f"{len(parts)} parts for {self.ranks} ranks")
-        return torch.cat([parts[r].narrow(dim, at, stop - start) for start, stop, r, at in self.in_order()], dim)
+        return concatenated([parts[r].narrow(dim, at, stop - start) for start, stop, r, at in self.in_order()], dim)
 
     def in_order(self) -> list[tuple[int, int, int, int]]:
         """(start, stop, rank, where it begins in the rank's tensor) of all segments, by their tokens; none is empty."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ..memory import concatenated
 from .exchange import Group, all_to_all
 from .gather import attend, ordered
 from .heads import from_heads, to_heads
@@ -21,12 +22,12 @@ def ulysses(plan: Plan, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch
     packed, heads = plan.pack(k, v), k.shape[1] // ranks
     parts = [packed.heads(r * heads, heads) for r in range(ranks)]
     lengths = plan.cut.lengths
-    buffers = torch.cat([to_wire(part) for part in parts])
+    buffers = concatenated([to_wire(part) for part in parts], 0)
     sizes = [size(parts[0], n) for n in lengths]
     arrived = all_to_all(buffers, [size(parts[0], packed.shape[2])] * ranks, sizes, group)
     whole = plan.rows.unshard(queries.wait()[0])
     keys = ordered(plan, parts[0], arrived.wait().split(sizes))
     found = attend(plan, ((0, plan.rows.tokens),), whole, keys)
-    rows = [[plan.rows.shard(x if x.dim() == 4 else x.unsqueeze(-1), r) for r in range(ranks)] for x in found]
+    rows = [[plan.rows.pieces(x if x.dim() == 4 else x.unsqueeze(-1), r) for r in range(ranks)] for x in found]
     out, *lse = from_heads(rows, group)
     return [out, *(x.squeeze(-1) for x in lse)]

@@ -7,6 +7,7 @@ import math
 import torch
 
 from ..cache.packed import PackedKV
+from ..memory import copy_into
 
 ALIGNMENT = 128  # of each tensor in the buffer
 
@@ -31,7 +32,7 @@ def to_wire(packed: PackedKV, out: torch.Tensor | None = None) -> torch.Tensor:
     buffer = packed.k.new_empty((total,), dtype=torch.uint8) if out is None else out
     tensors = packed.tensors()
     for name, (at, shape, dtype) in where.items():
-        _view(buffer, at, shape, dtype).copy_(tensors[name])
+        copy_into(_view(buffer, at, shape, dtype), tensors[name])
     return buffer
 
 

@@ -59,7 +59,7 @@ def _slowest(call: Callable[[], Any], count: int) -> float:
 
 # Where each method looks up the exchanges; what stands in for them returns buffers of the right size at once.
 PLACES: dict[tuple[Any, str], Callable[..., exchange.Pending]] = {
-    (gather, "all_gather"): lambda mine, group: _done(mine.unsqueeze(0).expand(group.size(), -1)),
+    (gather, "all_gather"): lambda mine, group: _done(mine.new_empty((group.size(), mine.numel()))),
     (ring, "pass_on"): lambda mine, n, group: _done(mine if n == mine.numel() else mine.new_empty((n,))),
     (ulysses, "all_to_all"): lambda parts, sizes, received, group: _done(parts.new_empty((sum(received),))),
     (heads, "all_to_all"): lambda parts, sizes, received, group: _done(parts.new_empty((sum(received),))),

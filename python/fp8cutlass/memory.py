@@ -8,6 +8,7 @@ import torch
 
 ALIGNMENT = 16  # bytes of one vector access
 WORD = torch.int64  # what copies move
+WORTH = 1 << 22  # bytes of a tensor from which on words pay: looking at them costs the host some microseconds
 TENSOR_MAP_STRIDE = 2**40  # bytes, of the copy engine: a stride has to be less
 
 
@@ -43,9 +44,10 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors viewed as words of 8 bytes where all consist of these, else as they are. torch copies one element a
-    thread, so that a copy of bytes that are not dense takes up to eight times as long."""
-    return tuple(x.view(WORD) for x in tensors) if all(map(_is_words, tensors)) else tensors
+    """Tensors viewed as words of 8 bytes where all consist of these and the first is large, else as they are. torch
+    copies one element a thread."""
+    large = tensors[0].numel() * tensors[0].element_size() >= WORTH
+    return tuple(x.view(WORD) for x in tensors) if large and all(map(_is_words, tensors)) else tensors
 
 
 def _is_words(x: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp8cutlass import memory
 from fp8cutlass.memory import WORD, as_bytes, concatenated, copy_into, in_one, words
 
 DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64]
@@ -18,6 +19,11 @@ CUTS = {  # of (2, 3, 16, 24): a view, and whether it consists of words in any d
     "transposed": (lambda x: x.transpose(1, 2), True),
     "rows_apart": (lambda x: x.transpose(2, 3), False),
 }
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "WORTH", 0)
 
 
 def drawn(dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -58,3 +64,11 @@ def test_bytes_of_several_dtypes_follow_one_another() -> None:
 def test_no_words_where_gradients_are_wanted() -> None:
     x = torch.zeros(4, 8, requires_grad=True)
     assert words(x, x)[0] is x and concatenated([x, x], 0).requires_grad
+
+
+def test_small_tensors_are_copied_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = drawn(torch.uint8)
+    monkeypatch.setattr(memory, "WORTH", x.numel())
+    assert words(x)[0].dtype is WORD
+    monkeypatch.setattr(memory, "WORTH", x.numel() + 1)
+    assert words(x)[0] is x

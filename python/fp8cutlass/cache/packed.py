@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,12 +14,10 @@ from torch.utils import _pytree as pytree
 
 from .._version import __version__
 from ..choose.reuse import KVForm
-from ..choose.target import granularities
-from ..dtypes import OPERANDS, operand_name
 from ..errors import UnsupportedError
-from ..manifest import GROUPS, KEY_BLOCK
+from ..manifest import KEY_BLOCK
 from ..memory import concatenated
-from ..native.fused import descale_shape, packed_shape
+from .packed_kind import Kind, cuts_of, shapes_of, shared_by
 
 HELD = ("scaling", "precision", "smooth_k", "hadamard")  # arguments of attention that packing has settled
 
@@ -100,16 +98,13 @@ class PackedKV:
 
     def shapes(self, tokens: int | None = None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each of ``tensors()``; of as many ``tokens`` packed alike, where they are given."""
-        batch, heads, keys, columns = self.k.shape
-        whole = (batch, heads, keys if tokens is None else tokens, columns)
-        shared = self._shared_by()
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            f"{name}_descale": (descale_shape(name, whole, shared[name], self.key_block), torch.float32)
-            for name in ("k", "v")
-        }
-        if self.k_mean is not None:
-            found["k_mean"] = ((batch, heads, columns), torch.float32)
-        return found | {"k": (whole, torch.uint8), "v": (packed_shape(whole), torch.uint8)}
+        return dict(shapes_of(self.kind, self.k.shape[2] if tokens is None else tokens))
+
+    @property
+    def kind(self) -> Kind:
+        """What its shapes depend on but for the number of tokens."""
+        shared, (batch, heads, _, columns) = self._shared_by(), self.k.shape
+        return Kind(batch, heads, columns, self.key_block, shared["k"], shared["v"], self.k_mean is not None)
 
     def rebuilt(self, tensors: dict[str, torch.Tensor]) -> PackedKV:
         """The same form around other tensors, of any number of tokens: what another process packed alike.
@@ -150,15 +145,9 @@ class PackedKV:
             )
         if (start, tokens) == (0, keys):
             return self
-        cut: dict[str, torch.Tensor] = {"k": self.k.narrow(2, start, tokens)}
-        cut["v"] = self.v.narrow(3, start, packed_shape(cut["k"].shape)[3]).contiguous()
-        for name, (shape, _) in self.shapes(tokens).items():
-            x = getattr(self, name)
-            if name.endswith("_descale") and tuple(shape) != tuple(x.shape):  # blocks or tokens in the last dimension
-                blocks, shared = start // self.key_block, self._shared_by()[name[0]]
-                first = {"block": blocks, "group": GROUPS * blocks}.get(shared, start)
-                cut[name] = x.narrow(2, first, shape[2]).contiguous()
-        return replace(self, **cut)  # type: ignore[arg-type]
+        cuts = cuts_of(self.kind, keys, start, tokens)
+        cut = {name: getattr(self, name).narrow(*where) for name, where in cuts.items()}
+        return replace(self, **{name: x if name == "k" else x.contiguous() for name, x in cut.items()})
 
     def heads(self, start: int, count: int) -> PackedKV:
         """``count`` heads from ``start`` on: views where these are contiguous, as with one sequence, else copies."""
@@ -211,9 +200,8 @@ class PackedKV:
         moved = {name: x.to(device, non_blocking=non_blocking) for name, x in self._tensors().items()}
         return self if all(x is getattr(self, name) for name, x in moved.items()) else replace(self, **moved)  # type: ignore[arg-type]
 
-    def _shared_by(self) -> dict[str, str]:
-        mode = dict(zip("qkv", granularities(self.scaling), strict=True))
-        return OPERANDS[operand_name(self.dtype, self.precision)].granularity(mode)
+    def _shared_by(self) -> Mapping[str, str]:
+        return shared_by(self.scaling, self.dtype, self.precision)
 
     def _all(self) -> list[torch.Tensor | None]:
         return [getattr(self, name) for name in LEAVES]

@@ -10,14 +10,14 @@ import torch
 
 from ..api.attention import attention
 from ..cache.packed import PackedKV
-from ..memory import concatenated
+from ..memory import copy_into
 from .abreast import abreast
 from .exchange import Group, Pending, all_gather
 from .moves import moved
 from .pieces import pieces
 from .plan import Plan
 from .shards import Segment
-from .wire import from_wire, size, to_wire
+from .wire import in_order, size, to_wire
 
 AHEAD = 2  # groups of heads that are under way or arrived
 # What NVLink brings in the time that a group of heads costs in launches, by an estimate of 0.35 ms and 200 GB/s. Of n
@@ -35,7 +35,7 @@ def gather(plan: Plan, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.
     ends = [i * heads // count for i in range(count + 1)]
     shared = q.shape[1] // max(1, heads)
     under_way: list[tuple[PackedKV, Pending]] = []
-    found: list[list[torch.Tensor]] = []
+    found: list[Part] = []
     for i in range(count):
         while len(under_way) < min(i + AHEAD, count):
             j = len(under_way)
@@ -43,10 +43,12 @@ def gather(plan: Plan, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.
             buffer = to_wire(some, some.k.new_empty((size(some, room),), dtype=torch.uint8))
             under_way.append((some, all_gather(buffer, group)))
         some, pending = under_way[i]
-        keys = ordered(plan, some, pending.wait())
-        found.append(attend(plan, rows, q[:, ends[i] * shared : ends[i + 1] * shared], keys))
+        arrived = pending.wait()
+        keys = in_order(some, arrived.view(-1), plan.cut, range(0, arrived.numel(), arrived.shape[1]))
+        of_group = slice(ends[i] * shared, ends[i + 1] * shared)
+        found += [(of_group, *part) for part in attend(plan, rows, q[:, of_group], keys)]
         under_way[i] = (some, _DONE)
-    return [concatenated(parts, 1) if count > 1 else parts[0] for parts in zip(*found, strict=True)]
+    return assembled(found, q.shape)
 
 
 def fitting(received: int) -> int:
@@ -65,27 +67,36 @@ class _Done(Pending):
 _DONE = _Done()
 
 
-def ordered(plan: Plan, like: PackedKV, buffers: torch.Tensor) -> PackedKV:
-    """All keys in their order, of the buffers of all ranks."""
-    parts = [from_wire(like, buffer, n) for buffer, n in zip(buffers, plan.cut.lengths, strict=True)]
-    return PackedKV.joined([parts[r].narrow(at, stop - start) for start, stop, r, at in plan.cut.in_order()])
-
-
-def attend(plan: Plan, rows: Sequence[Segment], q: torch.Tensor, keys: PackedKV) -> list[torch.Tensor]:
-    """The result of q, whose tokens are ``rows``, over all keys, and the LSE if asked for: by the kernel of all ranks,
-    so that bits do not depend on how many there are."""
+def attend(
+    plan: Plan, rows: Sequence[Segment], q: torch.Tensor, keys: PackedKV
+) -> list[tuple[slice, list[torch.Tensor]]]:
+    """The results of q, whose tokens are ``rows``, over all keys, and the LSE if asked for, each with its rows of q. By
+    the kernel of all ranks, so that bits do not depend on how many there are."""
     asked, tokens = plan.asked, keys.shape[2]
-    calls = []
+    parts, calls = [], []
     for piece in pieces(rows, ((0, tokens),), asked.causal):
         masked = {}
         if asked.causal:  # the mask's kernel also where these rows see all
             masked = {"is_causal": True, "causal_offset": tokens if piece.offset is None else piece.offset}
-        some = q[:, :, slice(*piece.rows)]
-        calls.append(partial(call, plan, some, keys, plan.kernel, asked.return_lse, **masked))
+        parts.append(slice(*piece.rows))
+        calls.append(partial(call, plan, q[:, :, parts[-1]], keys, plan.kernel, asked.return_lse, **masked))
     if not calls:
-        return call(plan, q, keys, None, asked.return_lse)
-    found = abreast(calls, q.device)  # with causal masks later rows see more keys
-    return [concatenated(parts, 2) if len(found) > 1 else parts[0] for parts in zip(*found, strict=True)]
+        return [(slice(None), call(plan, q, keys, None, asked.return_lse))]
+    return list(zip(parts, abreast(calls, q.device), strict=True))  # with causal masks later rows see more keys
+
+
+Part = tuple[slice, slice, list[torch.Tensor]]  # heads, rows and their results
+
+
+def assembled(parts: Sequence[Part], shape: Sequence[int]) -> list[torch.Tensor]:
+    """Results (B, H, S, ...) of parts of heads and rows, each copied once; one alone as it is."""
+    if len(parts) == 1:
+        return parts[0][2]
+    whole = [x.new_empty((*shape[:3], *x.shape[3:])) for x in parts[0][2]]
+    for heads, rows, results in parts:
+        for room, x in zip(whole, results, strict=True):
+            copy_into(room[:, heads, rows], x)
+    return whole
 
 
 def call(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -11,69 +13,70 @@ from .exchange import Group, all_to_all
 from .shards import Segment, Shards
 
 
+class Route(NamedTuple):
+    """What a rank sends, gets and keeps. Rows are counted in its own tensors, bytes in tokens."""
+
+    sent: tuple[tuple[Segment, ...], ...]  # rows for each rank, none for itself
+    got: tuple[tuple[int, ...], ...]  # the lengths of the pieces of each rank
+    # The result in the order of its tokens: rows of its own (None, first, count), or piece (rank, number, count).
+    made: tuple[tuple[int | None, int, int], ...]
+
+
 def moved(tensors: Sequence[torch.Tensor], source: Shards, target: Shards, group: Group) -> list[torch.Tensor]:
     """Tensors (B, H, S, D) of one dtype whose tokens are those of ``source``, with those of ``target``. Only rows that
     change their rank are sent, in one exchange."""
-    me = group.rank()
-    sizes, received = ([_tokens(x) for x in row] for row in (_sent(source, target, me), _got(source, target, me)))
-    sizes[me] = received[me] = 0
     if source == target:
         return list(tensors)
-    widths = [x.numel() // max(1, x.shape[2]) * x.element_size() for x in tensors]  # bytes of a token
-    batch = [x.shape[:2] for x in tensors]
-    parts = [
-        _rows(x, source.segments[me], common)
-        for rank, common in enumerate(_sent(source, target, me))
-        if rank != me
-        for x in tensors
-    ]
+    route = _route(source, target, group.rank())
+    widths = [x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in tensors]  # bytes of a token
+    parts = [x.narrow(2, a, b - a) for rows in route.sent for x in tensors for a, b in rows]
     room = in_one(parts) if parts else tensors[0].new_empty((0,), dtype=torch.uint8)
-    arrived = all_to_all(room, [n * sum(widths) for n in sizes], [n * sum(widths) for n in received], group).wait()
-    found: list[list[tuple[int, torch.Tensor]]] = [[] for _ in tensors]
-    at = 0
-    for rank, common in enumerate(_got(source, target, me)):
-        for i, x in enumerate(tensors):
-            if rank == me:
-                rows = _rows(x, source.segments[me], common)
-            else:
-                size = _tokens(common) * widths[i]
-                rows = arrived.narrow(0, at, size).view(x.dtype).view(*batch[i], _tokens(common), x.shape[3])
-                at += size
-            first = 0
-            for start, stop in common:
-                found[i].append((start, rows.narrow(2, first, stop - start)))
-                first += stop - start
-    return [
-        concatenated([rows for _, rows in sorted(pieces, key=lambda piece: piece[0])], 2)
-        if pieces
-        else x.narrow(2, 0, 0)
-        for pieces, x in zip(found, tensors, strict=True)
+    sizes = [sum(b - a for a, b in rows) * sum(widths) for rows in route.sent]
+    received = [sum(counts) * sum(widths) for counts in route.got]
+    arrived, at = all_to_all(room, sizes, received, group).wait(), 0
+    pieces: list[dict[tuple[int, int], torch.Tensor]] = [{} for _ in tensors]
+    for rank, counts in enumerate(route.got):
+        for x, width, of in zip(tensors, widths, pieces, strict=True):
+            for number, count in enumerate(counts):
+                bytes_of = arrived.narrow(0, at, count * width).view(x.dtype)
+                of[rank, number] = bytes_of.view(*x.shape[:2], count, x.shape[3])
+                at += count * width
+    found = []
+    for x, of in zip(tensors, pieces, strict=True):
+        rows_of = [x.narrow(2, first, count) if rank is None else of[rank, first] for rank, first, count in route.made]
+        found.append(concatenated(rows_of, 2) if rows_of else x.narrow(2, 0, 0))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _route(source: Shards, target: Shards, me: int) -> Route:
+    sent = [_common(source.segments[me], theirs) for theirs in target.segments]
+    got = [_common(theirs, target.segments[me]) for theirs in source.segments]
+    kept, sent[me], got[me] = sent[me], [], []
+    places = dict(_places(source.segments[me]))
+    own = [[(places[start] + a - start, places[start] + b - start) for start, a, b in rows] for rows in sent]
+    made: list[tuple[int, tuple[int | None, int, int]]] = [
+        (a, (None, places[start] + a - start, b - a)) for start, a, b in kept
     ]
+    made += [(a, (rank, i, b - a)) for rank, rows in enumerate(got) for i, (_, a, b) in enumerate(rows)]
+    return Route(
+        tuple(map(tuple, own)),
+        tuple(tuple(b - a for _, a, b in rows) for rows in got),
+        tuple(piece for _, piece in sorted(made, key=lambda one: one[0])),
+    )
 
 
-def _sent(source: Shards, target: Shards, rank: int) -> list[list[Segment]]:
-    return [_common(source.segments[rank], theirs) for theirs in target.segments]
-
-
-def _got(source: Shards, target: Shards, rank: int) -> list[list[Segment]]:
-    return [_common(theirs, target.segments[rank]) for theirs in source.segments]
-
-
-def _common(mine: Sequence[Segment], theirs: Sequence[Segment]) -> list[Segment]:
-    found = ((max(a, c), min(b, d)) for a, b in mine for c, d in theirs)
-    return sorted(segment for segment in found if segment[0] < segment[1])
-
-
-def _tokens(segments: Sequence[Segment]) -> int:
-    return sum(stop - start for start, stop in segments)
-
-
-def _rows(x: torch.Tensor, mine: Sequence[Segment], wanted: Sequence[Segment]) -> torch.Tensor:
-    """The rows of some of its tokens, of a tensor that has ``mine``."""
+def _places(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """Of each segment that is not empty its first token, and where that lies in the rank's tensors."""
     found, at = [], 0
-    for start, stop in mine:
-        for a, b in wanted:
-            if start <= a < stop:
-                found.append(x.narrow(2, at + a - start, b - a))
+    for start, stop in segments:
+        if start < stop:
+            found.append((start, at))
         at += stop - start
-    return concatenated(found, 2) if found else x.narrow(2, 0, 0)
+    return found
+
+
+def _common(mine: Sequence[Segment], theirs: Sequence[Segment]) -> list[tuple[int, int, int]]:
+    """The tokens that both have, ascending: the first token of the segment of ``mine``, begin and end."""
+    found = ((a, max(a, c), min(b, d)) for a, b in mine for c, d in theirs)
+    return sorted(((a, c, d) for a, c, d in found if c < d), key=lambda one: one[1])

@@ -3,15 +3,16 @@ are."""
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 
-from ..memory import concatenated
 from .exchange import Group, all_to_all
-from .gather import attend, ordered
+from .gather import attend
 from .heads import from_heads, to_heads
 from .moves import moved
 from .plan import Plan
-from .wire import size, to_wire
+from .wire import in_order, size, to_wire
 
 
 def ulysses(plan: Plan, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
@@ -22,12 +23,14 @@ def ulysses(plan: Plan, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch
     packed, heads = plan.pack(k, v), k.shape[1] // ranks
     parts = [packed.heads(r * heads, heads) for r in range(ranks)]
     lengths = plan.cut.lengths
-    buffers = concatenated([to_wire(part) for part in parts], 0)
-    sizes = [size(parts[0], n) for n in lengths]
-    arrived = all_to_all(buffers, [size(parts[0], packed.shape[2])] * ranks, sizes, group)
+    mine, sizes = size(parts[0], packed.shape[2]), [size(parts[0], n) for n in lengths]
+    buffers = packed.k.new_empty((ranks * mine,), dtype=torch.uint8)
+    for part, room in zip(parts, buffers.split(mine), strict=True):
+        to_wire(part, room)
+    arrived = all_to_all(buffers, [mine] * ranks, sizes, group)
     whole = plan.rows.unshard(queries.wait()[0])
-    keys = ordered(plan, parts[0], arrived.wait().split(sizes))
-    found = attend(plan, ((0, plan.rows.tokens),), whole, keys)
+    keys = in_order(parts[0], arrived.wait(), plan.cut, [0, *accumulate(sizes[:-1])])
+    [(_, found)] = attend(plan, ((0, plan.rows.tokens),), whole, keys)
     rows = [[plan.rows.pieces(x if x.dim() == 4 else x.unsqueeze(-1), r) for r in range(ranks)] for x in found]
     out, *lse = from_heads(rows, group)
     return [out, *(x.squeeze(-1) for x in lse)]

@@ -21,10 +21,15 @@ def under_autocast(operands: Sequence[Any], *, as_torch: bool = False) -> Sequen
     """
     given = [x for x in operands if isinstance(x, torch.Tensor)]
     device = given[0].device.type if given else ""
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+    if not is_on(device):
         return operands
     dtype, kinds = torch.get_autocast_dtype(device), {x.dtype for x in given}
     stays = {dtype} if as_torch else set(HALF_DTYPES)
     if not kinds <= set(FLOATS) or (len(kinds) == 1 and kinds <= stays):
         return operands
     return [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in operands]
+
+
+def is_on(device: str) -> bool:
+    """Whether autocast changes what runs on such a device."""
+    return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)

@@ -63,7 +63,7 @@ REMEDIES = {
     Reason.NO_KERNEL: "fp8cutlass.explain says which kernel is missing; `fp8cutlass doctor` says what is installed",
     Reason.PAGED: "use a cache whose keys are contiguous",
     Reason.POLICY: "a setting of the program keeps such calls out of FP8",
-    Reason.SHORT: "so few tokens are faster in 16 bits; integrations.set_minimum_length(0) serves them all the same",
+    Reason.SHORT: "so small a call is faster in 16 bits; integrations.set_minimum_length(0) serves it all the same",
     Reason.SINKS: "attention sinks are not served in this form",
     Reason.SOFTCAP: "capped scores have no FP8 kernel",
     Reason.VARLEN: "sequences of unequal lengths are not served in this form: pass cu_seqlens of int32",

@@ -20,7 +20,8 @@ from benchmarks.families.lengths import LengthTime
 from benchmarks.families.measure import FamilyTime, _row, small
 from benchmarks.grid import QUICK
 from benchmarks.results import OK, read_records
-from fp8cutlass.integrations import set_minimum_length
+from fp8cutlass import stats
+from fp8cutlass.integrations import CAUSAL, FULL, LAUNCHED_WORK, MASKED, minimum_length, set_minimum_length
 
 
 def test_the_calls() -> None:
@@ -76,3 +77,31 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.exit_code == 0 and (tmp_path / "lengths.md").read_text() == table
     assert CliRunner().invoke(cli, ["lengths", "--head-dim", "7"]).exit_code == 2
     assert CliRunner().invoke(cli, ["lengths", "--tiny"]).exit_code == 2
+
+
+RESULTS = sorted((Path(lengths.__file__).parents[1] / "results" / "h100").glob("lengths*.csv"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_no_call_that_is_served_by_default_was_slower(path: Path) -> None:
+    """Of what was measured without padding, in graphs and launched one by one. Padded batches were measured before
+    calls on ragged ones were remembered."""
+    _, rows = read_records(path, LengthTime)
+    calls: dict[tuple[object, ...], dict[str, LengthTime]] = {}
+    for row in rows:
+        calls.setdefault((row.family, row.part, row.rows, row.mask), {})[row.contender] = row
+    judged = 0
+    for (family, *_, mask), of in calls.items():
+        if "padded" in str(mask) or set(of) != {"sdpa", "ours"}:
+            continue
+        sdpa, ours = of["sdpa"], of["ours"]
+        width = int(str(family).partition("/")[2] or ours.head_dim)
+        kind = MASKED if "window" in str(mask) else CAUSAL if mask == "causal" else FULL
+        work = stats.work(ours.batch, ours.heads, ours.rows, ours.keys, ours.head_dim + width, causal=kind != FULL)
+        if ours.rows < minimum_length(ours.head_dim, width, kind, True):
+            continue
+        judged += 1
+        assert ours.median_us <= sdpa.median_us, (family, mask, ours.part, ours.rows)  # type: ignore[operator]
+        if work >= LAUNCHED_WORK:
+            assert ours.eager_us <= sdpa.eager_us, (family, mask, ours.part, ours.rows)  # type: ignore[operator]
+    assert judged > 20

@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from operators import stated
 from test_host_calls import functions, operations
 
 from fp8cutlass import PagedKVCache, UnsupportedError, attention_with_kvcache, plan_attention
 from fp8cutlass.api import kvcache
+from fp8cutlass.cache import kernel as cache_kernel
+from fp8cutlass.call import kvappend, kvmemo, kvmemo_append
 from fp8cutlass.call import kvcache as call_kvcache
-from fp8cutlass.call import kvmemo
 from fp8cutlass.call import kvplan as plans
 from fp8cutlass.choose.target import Target
 from fp8cutlass.manifest import generated_dir
@@ -48,7 +50,9 @@ class Card:
         self.cuts = 0
         self.out = torch.empty(0)
         self.refuses = ""
+        self.appended: list[tuple[Any, ...]] = []
         self.decode = SimpleNamespace(default=SimpleNamespace(_op=self._attend))
+        self.append = Append(self)
 
     def cut(self, *given: Any) -> None:
         self.cuts += 1
@@ -60,6 +64,23 @@ class Card:
         return self.out
 
 
+class Append:
+    """The operator that appends, by its packet or by its overload. It makes each length one more."""
+
+    def __init__(self, card: Card) -> None:
+        self.card, self.default = card, SimpleNamespace(_op=self)
+
+    def __call__(self, *given: Any) -> None:
+        if self.card.refuses:
+            raise RuntimeError(self.card.refuses)
+        self.card.appended.append(given)
+        torch.add(given[APPEND.index("lengths")], ONE, out=given[APPEND.index("used")])
+
+
+ONE = torch.ones(1, dtype=torch.int32)
+APPEND = [argument.name for argument in stated()["append"].arguments]
+
+
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     made = Card()
@@ -69,8 +90,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     for module in (call_kvcache, kvmemo, plans):
         monkeypatch.setattr(module, "target", lambda device: AT)
-    for module in (kvcache, plans):
+    for module in (kvcache, plans, kvappend):
         monkeypatch.setattr(module, "looks_at", lambda x: False, raising=False)
+    monkeypatch.setattr(cache_kernel, "_there", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     kvmemo.forget()
     yield made
     kvmemo.forget()
@@ -242,3 +265,88 @@ def test_a_cache_that_is_changed_is_seen(card: Card) -> None:
     call()
     assert card.given[-1][2].data_ptr() == cache.pages.data_ptr() != card.given[-2][2].data_ptr()
     assert card.given[-1][7].tolist() == [0.5, 0.5]
+
+
+def appending() -> dict[str, Call]:
+    """One new token a sequence; a bound on the tokens where the ends of queries do not tell."""
+    given = arguments()
+    k, v = torch.randn(2, 2, 1, 2, 64).bfloat16()
+    qkv = torch.randn(2, 1, 12, 64).bfloat16()
+    ends = torch.tensor([0, 1, 2], dtype=torch.int32)
+    ragged = {"q": given["q"][:, 0], "cu_seqlens_q": ends, "k": k[:, 0], "v": v[:, 0], "max_seqlen_q": 1}
+    call = partial(attention_with_kvcache, **given, k=k, v=v)
+    grown = PagedKVCache(4, 2, 64, layers=3, v_scale="pow2")
+    engine = PagedKVCache(4, 2, 64, format="nhd", k_descale=0.5, v_descale=torch.tensor([0.25, 0.5]))
+    return {
+        "native": partial(call, cache=PagedKVCache(4, 2, 64, layers=3), layer=2),
+        "a descale that grows": partial(call, cache=grown),
+        "nhd": partial(call, cache=engine),
+        "of a projection": partial(call, cache=engine, q=qkv[:, :, :8], k=qkv[:, :, 8:10], v=qkv[:, :, 10:]),
+        "lse": partial(call, cache=engine, return_lse=True),
+        "several": partial(call, cache=engine, k=k.repeat(1, 3, 1, 1), v=v.repeat(1, 3, 1, 1)),
+        "ragged": partial(call, cache=grown, **ragged),
+        "ends of their own": partial(call, cache=grown, **ragged, cu_seqlens_k_new=ends.clone()),
+    }
+
+
+@pytest.mark.parametrize("what", appending())
+def test_what_is_appended_is_the_same_in_both_ways(what: str, card: Card) -> None:
+    """The tokens, where they go, their descales and the lengths; the kernel of decode then gets the new lengths."""
+    call = appending()[what]
+    card.out = torch.empty(2, 1, 8, 64).bfloat16()
+    if what in ("ragged", "ends of their own"):
+        card.out = card.out[:, 0]
+    call(), call()
+    assert len(kvmemo._known) == 1 and len(card.appended) == len(card.given) == 2
+    long, short = (dict(zip(APPEND, given, strict=True)) for given in card.appended)
+    for name, a in long.items():
+        b = short[name]
+        if not isinstance(a, torch.Tensor):
+            assert a == b and type(a) is type(b), name
+        elif name.endswith("_descale"):  # by sequences, and for all of them
+            assert torch.equal(a, b.expand(a.shape)), name
+        elif name in ("cu_seqlens", "used"):
+            assert torch.equal(a, b) and a.dtype == b.dtype and b.is_contiguous(), name
+        else:
+            assert a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype, name
+            assert all(s == t for s, t, n in zip(a.stride(), b.stride(), a.shape, strict=True) if n > 1), name
+    assert [given[5].tolist() for given in card.given] == [[101, 8]] * 2
+
+
+def test_a_known_call_that_appends_makes_no_numbers(card: Card) -> None:
+    """But for the room for the lengths, and what the stub does with them."""
+    stub = {"aten::add", "aten::empty_like"}
+    for what, call in appending().items():
+        card.out = torch.empty(2, 1, 8, 64).bfloat16()
+        if what in ("ragged", "ends of their own"):
+            card.out = card.out[:, 0]
+        call(), call()
+        found = {name for name in operations(call) if name.startswith("aten::")}
+        assert found - HOST_ONLY - {"aten::flatten", "aten::empty_strided"} <= stub, (what, found)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rotary_cos": torch.ones(500, 32), "rotary_sin": torch.zeros(500, 32)},
+        {"k": torch.randn(2 * 128 + 1).bfloat16()[1:].view(2, 1, 2, 64)},
+        {"cache": PagedKVCache(4, 2, 64, hadamard=True)},
+        {"page_table": torch.zeros(2, 6, dtype=torch.int32)[:, ::2]},
+        {"cache_seqlens": torch.zeros(4, dtype=torch.int32)[::2]},
+    ],
+    ids=["a turn", "unaligned", "a rotation", "columns apart", "lengths apart"],
+)
+def test_appending_that_is_never_known(card: Card, change: dict[str, Any]) -> None:
+    card.out = torch.empty(2, 1, 8, 64).bfloat16()
+    call = appending()["native"]
+    call(**{"layer": 0, **change})
+    assert not kvmemo._known
+
+
+def test_ends_are_not_made_inside_of_a_graph(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would own them, and other calls read them."""
+    card.out = torch.empty(2, 1, 8, 64).bfloat16()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    appending()["native"]()
+    assert not kvmemo._known
+    assert kvmemo_append._ends(3, torch.device("cpu"))[:4].tolist() == [0, 3, 6, 9]

@@ -213,7 +213,7 @@ def test_each_of_them_tells_calls_apart(card: Card) -> None:
         {"max_seqlen_q": 3.0},
         {"window_size": [-1, -1]},
     ],
-    ids=str,
+    ids=lambda changed: " ".join(changed),
 )
 def test_what_takes_the_long_way(changed: dict[str, Any], card: Card) -> None:
     """It is cast, copied or looked at there, or refused."""

@@ -215,12 +215,15 @@ def test_minimum_length(monkeypatch: pytest.MonkeyPatch) -> None:
     assert integrations.minimum_length(192, 128, integrations.MASKED, True) == measured[integrations.MASKED][256]
     asked: list[tuple[object, ...]] = []
     with monkeypatch.context() as patch:  # what a band is to it
-        patch.setattr(serving, "minimum_length", lambda *given: asked.append(given) or 0)
+        patch.setattr(serving, "short_of", lambda *given: asked.append(given) or "")
         padded = bands.padded(Band(right=0), VALID, 9, 9)
         for band in (Band(), Band(right=0), Band(2, 0), padded):
             assert band is not None
             serve(*operands(9, 9, 24), band, None, None, None)
-    assert [given[:3] for given in asked] == [(32, 24, mask) for mask in (full, causal, "masked", "masked")]
+    kinds = (full, causal, "masked", "masked")
+    assert [given[:4] for given in asked] == [(9, 32, 24, mask) for mask in kinds]
+    whole = serving.work_of(*operands(9, 9, 24), False)
+    assert [given[4] for given in asked] == [whole, whole // 2, whole // 2, whole // 2]
     try:
         integrations.set_minimum_length(10)
         found = serve(q, k, v, Band(), None, None, None)
@@ -235,3 +238,27 @@ def test_minimum_length(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (-1, 1.5, True, "9"):
         with pytest.raises(ValueError, match="a number of tokens"):
             integrations.set_minimum_length(wrong)  # type: ignore[arg-type]
+
+
+def test_small_calls_that_are_launched_singly_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card, outside of graphs and of compiled programs, unless the program has set a number."""
+    integrations.set_minimum_length(None)
+    work, full = integrations.LAUNCHED_WORK, integrations.FULL
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    assert integrations.short_of(2048, 64, 64, full, work, True) == ""
+    assert "outside of a CUDA graph" in integrations.short_of(2048, 64, 64, full, work - 1, True)
+    assert integrations.short_of(2048, 64, 64, full, work - 1, False) == ""
+    assert integrations.short_of(1000, 64, 64, full, work, True) == "less than 1024 rows"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert integrations.short_of(2048, 64, 64, full, 1, True) == ""
+    capturing[0] = True
+    assert integrations.short_of(2048, 64, 64, full, 1, True) == ""
+    capturing[0] = False
+    try:
+        for least in (0, 2048):
+            integrations.set_minimum_length(least)
+            assert integrations.short_of(2048, 64, 64, full, 1, True) == ""
+    finally:
+        integrations.set_minimum_length(None)

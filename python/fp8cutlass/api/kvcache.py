@@ -96,15 +96,16 @@ def attention_with_kvcache(
             kernel serves it yet.
     """
     signed = None
-    plain = k is v is cu_seqlens_k_new is rotary_cos is rotary_sin is None and rotary_interleaved is True
-    if plain and not torch.compiler.is_compiling():
+    new = (k, v, cu_seqlens_k_new)
+    still = rotary_cos is rotary_sin is None and rotary_interleaved is True
+    if still and not torch.compiler.is_compiling():
         tensors = (q, cache, layer, page_table, cache_seqlens, cu_seqlens_q, k_descale, v_descale, sinks, plan, out)
         options = (softmax_scale, causal, softcap, num_splits, return_lse, max_seqlen_q, window_size)
-        signed = kvmemo.signature(*tensors, options)
+        signed = kvmemo.signature(*tensors, new, options)
         known = None if signed is None else kvmemo.look_up(signed)
         if known is not None:
             try:
-                return known(*tensors)
+                return known(*tensors, *new)
             except RuntimeError as error:
                 if not kvmemo.refused(error):
                     raise
@@ -123,8 +124,8 @@ def attention_with_kvcache(
             cos, sin, interleaved = turn
             ends = at.ends(at.cu_q, at.tokens)
             tokens = rope(tokens, cos, sin, positions(ends, at.lengths, len(tokens), step), interleaved)
-        new = k.reshape(at.new, *k.shape[-2:]), v.reshape(at.new, *v.shape[-2:])
-        used = append(at.cache, new, at.ends(at.cu_new, at.new), used, at.table(), at.spread(), layer, turn)
+        rows = k.reshape(at.new, *k.shape[-2:]), v.reshape(at.new, *v.shape[-2:])
+        used = append(at.cache, rows, at.ends(at.cu_new, at.new), used, at.table(), at.spread(), layer, turn)
     left, right = window_size[0], 0 if causal else window_size[1]
     inside = pages.k_descale is not None and pages.v_descale is not None
     descales = (pages.k_descale, pages.v_descale) if inside else at.descales
@@ -139,8 +140,8 @@ def attention_with_kvcache(
     )  # fmt: skip
     if signed is not None and at.tokens and at.batch and at.columns and may_be_kept(most_q, at.tokens):
         kvmemo.remember(
-            signed, q, cache, at.cache.kv_heads, at.batch, (k_descale, v_descale), scale=scale, left=left, right=right,
-            softcap=float(softcap), splits=num_splits, return_lse=return_lse, most_q=most_q,
+            signed, q, cache, at.cache.kv_heads, at.batch, (k_descale, v_descale), new, scale=scale, left=left,
+            right=right, softcap=float(softcap), splits=num_splits, return_lse=return_lse, most_q=most_q,
         )  # fmt: skip
     result = result.view(q.shape)
     if q.dim() == 4 and return_lse:

@@ -19,6 +19,7 @@ class Held:
     v_descale: torch.Tensor | None
     k_token: torch.Tensor | None
     v_page: torch.Tensor | None
+    v_written: torch.Tensor | None  # by which V is appended; None where that in the pages grows
     of: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]  # attributes of the cache that the views are of
 
 
@@ -34,5 +35,6 @@ def held(cache: PagedKVCache, layer: int) -> Held:
     of = (cache.pages, cache.k_descale, cache.v_descale)
     inside = views.k_descale is not None
     k, v = (None, None) if inside else (cache.k_descale[layer], cache.v_descale[layer])
-    kept[layer] = made = Held(views.k, views.v, k, v, views.k_descale, views.v_descale, of)
+    written = None if cache.v_scale == "pow2" else cache.v_descale[layer]
+    kept[layer] = made = Held(views.k, views.v, k, v, views.k_descale, views.v_descale, written, of)
     return made

@@ -2,9 +2,9 @@
 
 What is checked and chosen depends on metadata and options alone. The operator checks what tensors a kernel may be
 given; what it refuses takes the long way, which says why or copies. As :mod:`.memo` has it for dense calls, these are
-never kept: tensors with a gradient, subclasses, modes and transforms, and under torch.compile. Nor are calls that
-append or turn, caches with a mean or a rotation, calls that may have long chunks, and calls while ``FP8CUTLASS_CHECK``
-is set.
+never kept: tensors with a gradient, subclasses, modes and transforms, and under torch.compile. Nor are calls that turn
+tokens or append them to anything but a ``PagedKVCache``, caches with a mean or a rotation, calls that may have long
+chunks, and calls while ``FP8CUTLASS_CHECK`` is set.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from ..cache.paged import PagedKVCache
 from ..checking import checked
 from ..choose.target import target
 from ..native.decode import kernel_for, launch_of, uncut
+from . import kvmemo_append
 from .kvlaunch import rows_of
+from .kvmemo_append import Append
 from .kvplan import AttentionPlan
 from .memo import LIMIT
 
 Signature = tuple[Any, ...]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-# q, cache, layer, page_table, lengths, cu_q, k_descale, v_descale, sinks, plan, out
+# q, cache, layer, page_table, lengths, cu_q, k_descale, v_descale, sinks, plan, out, k, v, cu_new
 Known = Callable[..., Result]
 
 _known: dict[Signature, Known] = {}
@@ -45,10 +47,11 @@ def signature(
     sinks: Any,
     plan: Any,
     out: Any,
+    new: tuple[Any, ...],
     options: tuple[Any, ...],
 ) -> Signature | None:
-    """What the checks and choices of a call depend on, or None where it is never kept. ``options`` are the other
-    arguments that are no tensors; the last one is the window."""
+    """What the checks and choices of a call depend on, or None where it is never kept. ``new`` are k, v and
+    cu_seqlens_k_new. ``options`` are the other arguments that are no tensors; the last one is the window."""
     if type(q) is not _Tensor or not q.is_cuda or _modes() or _transforms() or checked():
         return None
     if torch.autograd.forward_ad._current_level >= 0 or type(lengths) is not _Tensor or type(layer) is not int:
@@ -78,6 +81,11 @@ def signature(
             kind += (x.shape,) if type(x) is _Tensor else (type(x), x)
     else:
         return None
+    appended = None
+    if not (new[0] is new[1] is new[2] is None):  # tuples of tensors are not compared: that makes a tensor of each pair
+        appended = kvmemo_append.signature(cache, page_table, lengths, cu_q, new)
+        if appended is None:
+            return None
     return (
         q.shape,
         q.stride(),
@@ -89,6 +97,7 @@ def signature(
         cu_q is None,
         None if sinks is None else sinks.dtype,
         None if plan is None else (plan.form, plan.max_seqlen_q),
+        appended,
         options,
         *map(type, options),
         *map(type, window),
@@ -121,6 +130,7 @@ def remember(
     kv_heads: int,
     sequences: int,
     descales: tuple[Any, Any],
+    new: tuple[Any, ...],
     *,
     scale: float,
     left: int,
@@ -130,7 +140,11 @@ def remember(
     return_lse: bool,
     most_q: int | None,
 ) -> None:
-    """Keep a call that has succeeded. ``descales``: of K and V, as they were given with a pair of caches."""
+    """Keep a call that has succeeded, if what it appends can be read as it lies. ``descales``: of K and V, as they were
+    given with a pair of caches."""
+    append = None
+    if new[0] is not None and (append := kvmemo_append.prepared(*new[:2])) is None:
+        return
     heads, head_dim = q.shape[-2:]
     tokens = q.numel() // (heads * head_dim)
     at = target(q.device)
@@ -144,15 +158,17 @@ def remember(
     if len(_known) >= LIMIT:
         _known.clear()
     sums = (heads, tokens) if return_lse else None
-    _known[signed] = _of_paged(launch, sums) if type(cache) is PagedKVCache else _of_pair(launch, tensors, sums)
+    _known[signed] = _of_paged(launch, sums, append) if type(cache) is PagedKVCache else _of_pair(launch, tensors, sums)
 
 
-def _of_paged(launch: Callable[..., torch.Tensor], sums: tuple[int, int] | None) -> Known:
+def _of_paged(launch: Callable[..., torch.Tensor], sums: tuple[int, int] | None, append: Append | None) -> Known:
     def run(
         q: Any, cache: Any, layer: Any, table: Any, lengths: Any, cu_q: Any, _k: Any, _v: Any, sinks: Any, plan: Any,
-        out: Any,
+        out: Any, *new: Any,
     ) -> Result:  # fmt: skip
         at = held(cache, layer)
+        if append is not None:
+            lengths = append(cache, layer, table, lengths, cu_q, *new)
         lse = None if sums is None else q.new_empty(sums, dtype=torch.float32)
         result = launch(
             q, at.k, at.v, table, lengths, cu_q, at.k_descale, at.v_descale, at.k_token, at.v_page, sinks,
@@ -168,7 +184,7 @@ def _of_pair(launch: Callable[..., torch.Tensor], tensors: tuple[bool, ...], sum
 
     def run(
         q: Any, cache: Any, _layer: Any, table: Any, lengths: Any, cu_q: Any, k_descale: Any, v_descale: Any,
-        sinks: Any, plan: Any, out: Any,
+        sinks: Any, plan: Any, out: Any, *_new: Any,
     ) -> Result:  # fmt: skip
         lse = None if sums is None else q.new_empty(sums, dtype=torch.float32)
         result = launch(

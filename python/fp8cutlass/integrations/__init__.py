@@ -3,10 +3,13 @@
 Every adapter counts its calls (``fp8cutlass.served()``). What it cannot serve runs as it would have without it.
 
 ``set_minimum_length`` is for all adapters: calls with fewer query tokens are left alone. A call from bf16 quantises all
-its keys, so that few queries do not pay for it.
+its keys, so that few queries do not pay for it. Nor does a small call that the host launches by itself: it costs the
+host more than torch's attention does.
 """
 
 from __future__ import annotations
+
+import torch
 
 FULL, CAUSAL, MASKED = "full", "causal", "masked"
 # From how many query tokens a whole call from bf16 is faster than torch's attention, by mask and head_dim. MASKED is a
@@ -19,6 +22,8 @@ MEASURED = {
 }
 # The same where values are narrower than keys, as in DeepSeek's latent attention: they are padded to the width of keys.
 NARROW_VALUES = 8192
+# The work from which on a call pays that is launched by itself, outside of a CUDA graph: as `stats.work` counts it.
+LAUNCHED_WORK = 18_000_000_000
 
 _minimum: int | None = None
 
@@ -26,8 +31,9 @@ _minimum: int | None = None
 def set_minimum_length(tokens: int | None) -> None:
     """Leave calls with fewer than ``tokens`` query tokens (of the longest sequence) to the library.
 
-    ``None`` is the default: on a card what was measured (``MEASURED``, ``NARROW_VALUES``), on the CPU no minimum, as
-    nothing there is about speed. 0 serves every call. Calls on packed keys and values (``PackedKV``) have no minimum.
+    ``None`` is the default: on a card what was measured (``MEASURED``, ``NARROW_VALUES``, ``LAUNCHED_WORK``), on the
+    CPU no minimum, as nothing there is about speed. 0 serves every call. Calls on packed keys and values (``PackedKV``)
+    have no minimum.
     """
     global _minimum
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0):
@@ -44,3 +50,18 @@ def minimum_length(head_dim: int, value_dim: int, mask: str, on_card: bool) -> i
     by_width = MEASURED[mask]
     least = next((tokens for width, tokens in by_width.items() if head_dim <= width), by_width[256])
     return max(least, NARROW_VALUES) if value_dim < head_dim and mask != MASKED else least
+
+
+def short_of(rows: int, head_dim: int, value_dim: int, mask: str, work: int, on_card: bool) -> str:
+    """What a call lacks to be served, or "". ``mask`` as in ``minimum_length``, ``work`` as in ``stats.work``."""
+    least = minimum_length(head_dim, value_dim, mask, on_card)
+    if rows < least:
+        return f"less than {least} rows"
+    if _minimum is None and on_card and work < LAUNCHED_WORK and _launched_singly():
+        return f"work of {work / 1e9:.3g}e9, less than {LAUNCHED_WORK / 1e9:g}e9, outside of a CUDA graph"
+    return ""
+
+
+def _launched_singly() -> bool:
+    """Whether the host launches a call by itself. Compiled programs may become a graph, and cost it less."""
+    return not torch.compiler.is_compiling() and not torch.cuda.is_current_stream_capturing()

@@ -13,10 +13,10 @@ import torch
 from .. import stats
 from ..api.arguments import Layout, Precision, Scaling
 from ..api.attention import attention
-from ..autocast import under_autocast
+from ..autocast import is_on, under_autocast
 from ..errors import NoKernelError, UnsupportedError
 from ..stats import Reason
-from . import CAUSAL, FULL, minimum_length
+from . import CAUSAL, FULL, short_of
 from .refusal import refusal_of
 
 
@@ -85,18 +85,22 @@ def attend(
     work = effort(q, k, v, is_causal, layout)
     if reason is None:
         reason = refusal(q, k, v, attn_mask, dropout_p)
-    if reason is None and not short:
-        least = minimum_length(q.shape[-1], v.shape[-1], CAUSAL if is_causal else FULL, q.is_cuda)
-        if least and q.shape[-2 if layout == "bhsd" else -3] < least:
-            reason = Reason.SHORT
     text = ""
+    if reason is None and not short:
+        rows = q.shape[-2 if layout == "bhsd" else -3]
+        text = short_of(rows, q.shape[-1], v.shape[-1], CAUSAL if is_causal else FULL, work, q.is_cuda)
+        reason = Reason.SHORT if text else None
     if reason is None:
+        given = (q, k, v, None, 0.0, is_causal, scale, enable_gqa)
+        options: Any = {"layout": layout, "return_lse": return_lse, **(accuracy or {})}
         try:
-            with torch.autocast(q.device.type, enabled=False):  # the emulator's own products are no part of the model
-                result = attention(
-                    q, k, v, None, 0.0, is_causal, scale, enable_gqa,
-                    layout=layout, return_lse=return_lse, **(accuracy or {}),
-                )  # fmt: skip
+            if is_on(q.device.type):
+                with torch.autocast(
+                    q.device.type, enabled=False
+                ):  # the emulator's own products are no part of the model
+                    result = attention(*given, **options)
+            else:
+                result = attention(*given, **options)
         except NoKernelError as error:
             reason, text = Reason.NO_KERNEL, str(error)
         except UnsupportedError as error:

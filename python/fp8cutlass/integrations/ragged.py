@@ -13,7 +13,7 @@ from .. import stats
 from ..api.varlen import attention_varlen
 from ..errors import NoKernelError, UnsupportedError
 from ..stats import Reason
-from . import CAUSAL, FULL, minimum_length
+from . import CAUSAL, FULL, short_of
 from .dense import Accuracy
 from .refusal import refusal_of
 
@@ -57,11 +57,11 @@ def forward(
     reason = _refusal(
         accuracy, (query, key, value), cum_seq_q is None or cum_seq_k is None, dropout_p, return_debug_mask, rest
     )
+    work, text = _work(query, key, cum_seq_q, is_causal), ""
     if reason is None:
         kind = CAUSAL if is_causal or right == 0 else FULL
-        if max_q < minimum_length(query.shape[2], value.shape[2], kind, query.is_cuda):
-            reason = Reason.SHORT
-    work, text = _work(query, key, cum_seq_q, is_causal), ""
+        text = short_of(max_q, query.shape[2], value.shape[2], kind, work, query.is_cuda)
+        reason = Reason.SHORT if text else None
     if reason is None and cum_seq_q is not None and cum_seq_k is not None:
         try:
             out, lse = attention_varlen(

@@ -29,12 +29,13 @@ def refusal_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Refusal | N
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return Refusal(Reason.GRAD)
-    if q.is_nested or min(q.dim(), k.dim(), v.dim()) < 3:
+    if q.is_nested or q.dim() < 3 or k.dim() < 3 or v.dim() < 3:
         return Refusal(Reason.LAYOUT)
-    if q.device.type not in ("cpu", "cuda") or k.device != q.device or v.device != q.device:
+    device, dtype = q.device, q.dtype
+    if device.type not in ("cpu", "cuda") or k.device != device or v.device != device:
         return Refusal(Reason.DEVICE)
-    if q.dtype not in HALF_DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        return Refusal(Reason.DTYPE, f"{q.dtype}, {k.dtype}, {v.dtype}")
+    if dtype not in HALF_DTYPES or k.dtype is not dtype or v.dtype is not dtype:
+        return Refusal(Reason.DTYPE, f"{dtype}, {k.dtype}, {v.dtype}")
     if q.shape[-1] > WIDEST:
         return Refusal(Reason.HEAD_DIM, f"{q.shape[-1]}")
     return None

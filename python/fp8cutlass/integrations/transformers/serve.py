@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from ... import stats
 from ...api.attention import attention
 from ...api.varlen import attention_varlen
+from ...autocast import is_on
 from ...cache.packed import PackedKV
 from ...errors import NoKernelError, UnsupportedError
 from ...stats import Reason
-from .. import CAUSAL, FULL, MASKED, minimum_length
+from .. import CAUSAL, FULL, MASKED, short_of
 from ..refusal import Refusal, refusal_of
 from .band import Band, cut, version_of
 
@@ -91,11 +92,11 @@ def serve(
     """(B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv) -> (B, Sq, H, Dv) contiguous, or why no kernel serves it."""
     packed = None if band.ragged else _packed_of(k, v)
     rows = band.longest_q if band.ragged else q.shape[2]
-    if packed is None and rows < (least := _least(q, v, band)):
-        return Refusal(Reason.SHORT, f"less than {least} rows")
+    if packed is None and (text := _short(q, k, v, band, rows)):
+        return Refusal(Reason.SHORT, text)
     width, given = v.shape[3], Scores(scale, softcap or 0.0, sinks)
     try:
-        if torch.is_autocast_enabled(q.device.type):
+        if is_on(q.device.type):
             with torch.autocast(q.device.type, enabled=False):  # the emulator's own operations are none of the model
                 out = _attend(q, k, v, packed, band, given)
         else:
@@ -110,10 +111,10 @@ def serve(
     return out[..., :width].contiguous()
 
 
-def _least(q: torch.Tensor, v: torch.Tensor, band: Band) -> int:
-    """The minimum length. ``sdpa`` gets a mask of a window, and of padding."""
+def _short(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, rows: int) -> str:
+    """Why a call is too short to be worth it, or "". ``sdpa`` gets a mask of a window, and of padding."""
     mask = MASKED if band.ragged or band.left >= 0 else CAUSAL if band.right == 0 else FULL
-    return minimum_length(q.shape[3], v.shape[3], mask, q.device.type == "cuda")
+    return short_of(rows, q.shape[3], v.shape[3], mask, work_of(q, k, v, band.right == 0), q.is_cuda)
 
 
 def note_packed(k: torch.Tensor, v: torch.Tensor, packed: PackedKV) -> None:

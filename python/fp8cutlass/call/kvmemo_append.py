@@ -1,0 +1,84 @@
+"""What a known call of ``attention_with_kvcache`` does first where it appends: one launch, of which everything but
+tensors is known. Tokens go to a ``PagedKVCache`` in 16 bits, and nothing turns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..cache.held import held
+from ..cache.paged import PagedKVCache
+from ..dtypes import HALF_DTYPES
+from ..native import append as kernel
+from ..native import extension
+
+MOST = 4096  # sequences whose ends are kept
+# cache, layer, page_table, lengths, cu_q, k, v, cu_new -> the lengths with the new tokens
+Append = Callable[..., torch.Tensor]
+
+_Tensor = torch.Tensor
+
+
+def signature(cache: Any, page_table: Any, lengths: torch.Tensor, cu_q: Any, new: tuple[Any, ...]) -> Any:
+    """What the checks of ``new``, which are k, v and cu_seqlens_k_new, depend on; None where a call is never kept."""
+    k, v, cu_new = new
+    if type(k) is not _Tensor or type(v) is not _Tensor or type(cache) is not PagedKVCache:
+        return None
+    if k.dtype not in HALF_DTYPES or (k.data_ptr() | v.data_ptr()) % kernel.ALIGNMENT or not k.numel():
+        return None
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        return None
+    if type(page_table) is not _Tensor or page_table.stride(-1) != 1 or not lengths.is_contiguous():
+        return None
+    if k.dim() == 4:
+        if lengths.shape[0] > MOST or cu_new is not None:
+            return None
+    else:
+        cu = cu_q if cu_new is None else cu_new
+        if type(cu) is not _Tensor or not cu.is_contiguous():
+            return None
+        cu_new = None if cu_new is None else (cu.shape, cu.dtype)
+    return (
+        k.shape, v.shape, k.stride(), v.stride(), k.dtype, v.dtype, cu_new, page_table.dtype, lengths.dtype,
+    )  # fmt: skip
+
+
+def prepared(k: torch.Tensor, v: torch.Tensor) -> Append | None:
+    """How further calls append tokens like these; None where each is copied first, or where the ends of their sequences
+    would be made inside of a graph."""
+    if any(kernel._aligned(tokens_of(x)).data_ptr() != x.data_ptr() for x in (k, v)):
+        return None
+    ends = None
+    if k.dim() == 4:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        ends = _ends(k.shape[1], k.device)
+    operator = extension.compiled().append.default._op  # the overload's own frame costs 0.2 us
+
+    def run(
+        cache: Any, layer: int, table: Any, lengths: torch.Tensor, cu_q: Any, k: torch.Tensor, v: torch.Tensor,
+        cu_new: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        at, used = held(cache, layer), torch.empty_like(lengths)
+        cu = (cu_q if cu_new is None else cu_new) if ends is None else ends[: lengths.shape[0] + 1]
+        operator(
+            tokens_of(k), tokens_of(v), at.k, at.v, at.k_token, at.v_page, at.k_descale, at.v_written, None, None, cu,
+            lengths, table, used, None, None, False, None, False,
+        )  # fmt: skip
+        return used
+
+    return run
+
+
+def tokens_of(x: torch.Tensor) -> torch.Tensor:
+    """(T, Hkv, D)."""
+    return x if x.dim() == 3 else x.flatten(0, 1)
+
+
+@lru_cache(maxsize=64)
+def _ends(step: int, device: torch.device) -> torch.Tensor:
+    """Where sequences of so many tokens begin. Copied from the host, which waits for it: any stream may read it."""
+    return (torch.arange(MOST + 1, dtype=torch.int32, device="cpu") * step).to(device)

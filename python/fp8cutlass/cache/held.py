@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from .paged import PagedKVCache
+from .pages import Pages
+
+
+class Cache(Protocol):
+    """What is read of a ``PagedKVCache``."""
+
+    pages: torch.Tensor | None
+    k_descale: torch.Tensor
+    v_descale: torch.Tensor
+    v_scale: str
+
+    def views(self, layer: int = 0) -> Pages:
+        """Of one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +33,11 @@ class Held:
     k_token: torch.Tensor | None
     v_page: torch.Tensor | None
     v_written: torch.Tensor | None  # by which V is appended; None where that in the pages grows
+    pages: Pages  # the same views as those of the cache
     of: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]  # attributes of the cache that the views are of
 
 
-def held(cache: PagedKVCache, layer: int) -> Held:
+def held(cache: Cache, layer: int) -> Held:
     """Of eager calls alone: a graph wants views of its own. UnsupportedError for a layer that is not there."""
     kept: dict[int, Held] = cache.__dict__.setdefault("_held", {})
     found = kept.get(layer)
@@ -36,5 +50,5 @@ def held(cache: PagedKVCache, layer: int) -> Held:
     inside = views.k_descale is not None
     k, v = (None, None) if inside else (cache.k_descale[layer], cache.v_descale[layer])
     written = None if cache.v_scale == "pow2" else cache.v_descale[layer]
-    kept[layer] = made = Held(views.k, views.v, k, v, views.k_descale, views.v_descale, written, of)
+    kept[layer] = made = Held(views.k, views.v, k, v, views.k_descale, views.v_descale, written, views, of)
     return made

@@ -25,6 +25,7 @@ from .checks import (
     wrong_tokens,
 )
 from .engines import Source, source_of
+from .held import held
 from .kernel import Launched, launch
 from .pages import Pages, dequantised, page_bytes, views
 
@@ -146,12 +147,15 @@ class PagedKVCache:
 
     def views(self, layer: int = 0) -> Pages:
         """K and V (num_pages, page_size, kv_heads, head_dim) uint8 of a layer, and the descales in its pages."""
-        if not 0 <= layer < self.layers:
-            raise UnsupportedError(f"layer must be 0 to {self.layers - 1}, got {layer}")
+        self._check_layer(layer)
         # Made anew in each call: a compiled graph then has one input for all views that it writes to.
         if self.pages is None:
             return self._source.pages()
         return views(self.pages[layer], self.kv_heads, self.head_dim, self.page_size, self.format)
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.layers:
+            raise UnsupportedError(f"layer must be 0 to {self.layers - 1}, got {layer}")
 
     def mean(self, layer: int = 0) -> torch.Tensor | None:
         """What is subtracted from the keys of a layer, (kv_heads, head_dim), or None."""
@@ -185,7 +189,7 @@ class PagedKVCache:
         Raises:
             UnsupportedError: an argument outside the above.
         """
-        self.views(layer)  # refuses a layer that is not there
+        self._check_layer(layer)
         changed = rotary_cos is not None or self.k_mean is not None or self.hadamard
         dtypes = token_dtypes(self.format, changed)
         wrong = wrong_tokens(k, v, self.kv_heads, self.head_dim, self.device, dtypes)
@@ -218,7 +222,9 @@ class PagedKVCache:
     ) -> Launched | None:
         """``append`` of what is checked, by the kernel; None where torch operations have to: a turn, then ``write``."""
         given = (descales[0], None if self.v_scale == "pow2" else descales[1])
-        return launch(self.views(layer), k, v, at, given, Change(turn, self.mean(layer), self.hadamard))
+        anew = self.pages is None or torch.compiler.is_compiling()
+        pages = self.views(layer) if anew else held(self, layer).pages
+        return launch(pages, k, v, at, given, Change(turn, self.mean(layer), self.hadamard))
 
     def write(
         self,

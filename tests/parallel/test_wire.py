@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from fp8cutlass import PackedKV, pack_kv
-from fp8cutlass.parallel import Shards, contiguous, gather, moves, zigzag
+from fp8cutlass import PackedKV, merge_attention, pack_kv
+from fp8cutlass.parallel import Shards, contiguous, gather, moves, ring, zigzag
 from fp8cutlass.parallel.abreast import abreast
+from fp8cutlass.parallel.pieces import Piece
 from fp8cutlass.parallel.wire import from_wire, in_order, size, to_wire
 
 CUTS = {
@@ -124,3 +125,21 @@ def test_results_are_put_where_they_belong() -> None:
 def test_calls_keep_their_order() -> None:
     calls = [lambda i=i: [torch.tensor(i)] for i in range(3)]
     assert [int(x) for (x,) in abreast(calls, torch.device("cpu"))] == [0, 1, 2]
+
+
+def test_partial_results_are_merged_where_there_are_some() -> None:
+    """Rows that nothing was added to, once, and again, in parts that overlap; the bits of merging into zeros."""
+    generator = torch.Generator().manual_seed(5)
+    q = torch.zeros(1, 2, 12, 8).bfloat16()
+    pieces = [(2, 5), (4, 9), (2, 5), (8, 9)]
+    found, want = ring._Merged(q, True), torch.zeros(1, 2, 12, 8)
+    want_lse = torch.full((1, 2, 12), -torch.inf)
+    for rows in pieces:
+        out = torch.randn(1, 2, rows[1] - rows[0], 8, generator=generator).bfloat16()
+        lse = torch.randn(1, 2, rows[1] - rows[0], generator=generator)
+        found.add(Piece(rows, (0, 1), None), [out, lse])
+        merge_attention(want[:, :, slice(*rows)], want_lse[:, :, slice(*rows)], out, lse, inplace=True)
+    out, lse = found.result(torch.float32)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    none, lse = ring._Merged(q, True).result(None)
+    assert not none.any() and bool((lse == -torch.inf).all()) and none.dtype == q.dtype

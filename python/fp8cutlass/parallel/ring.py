@@ -12,6 +12,7 @@ from .gather import call
 from .moves import moved
 from .pieces import Piece, pieces
 from .plan import Plan
+from .shards import Segment
 from .wire import from_wire, size, to_wire
 
 
@@ -43,23 +44,48 @@ class _Merged:
         self._q, self._return_lse = q, return_lse
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
+        self._bare = [(0, q.shape[2])]  # rows that have no result yet, and nothing in their place
 
     def add(self, piece: Piece, result: Sequence[torch.Tensor]) -> None:
         """The result of some rows and its LSE."""
         out, lse = result
         if self._out is None or self._lse is None:
             if piece.rows == (0, self._q.shape[2]):
-                self._out, self._lse = out.float(), lse
+                self._out, self._lse, self._bare = out.float(), lse, []
                 return
-            self._out = torch.zeros_like(self._q, dtype=torch.float32)
-            self._lse = lse.new_full(self._q.shape[:3], -torch.inf)
-        rows = slice(*piece.rows)
-        merge_attention(self._out[:, :, rows], self._lse[:, :, rows], out, lse, inplace=True)
+            self._out = torch.empty_like(self._q, dtype=torch.float32)
+            self._lse = lse.new_empty(self._q.shape[:3])
+        rows, bare = slice(*piece.rows), _within(self._bare, piece.rows)
+        if bare == [piece.rows]:
+            self._out[:, :, rows], self._lse[:, :, rows] = out, lse
+        else:
+            self._clear(bare)
+            merge_attention(self._out[:, :, rows], self._lse[:, :, rows], out, lse, inplace=True)
+        self._bare = _without(self._bare, piece.rows)
+
+    def _clear(self, segments: Sequence[Segment]) -> None:
+        """Rows that see no key."""
+        if self._out is None or self._lse is None:
+            self._out = torch.empty_like(self._q, dtype=torch.float32)
+            self._lse = self._out.new_empty(self._q.shape[:3])
+        for start, stop in segments:
+            self._out[:, :, start:stop].zero_()
+            self._lse[:, :, start:stop].fill_(-torch.inf)
 
     def result(self, out_dtype: torch.dtype | None) -> list[torch.Tensor]:
         """Zeros, and an LSE of -inf, where nothing was added."""
+        self._clear(self._bare)
         if self._out is None or self._lse is None:
-            self._out = torch.zeros_like(self._q, dtype=torch.float32)
-            self._lse = self._out.new_full(self._q.shape[:3], -torch.inf)
+            raise RuntimeError("there is no room for results")
         out = self._out.to(out_dtype or self._q.dtype)
         return [out, self._lse] if self._return_lse else [out]
+
+
+def _within(segments: Sequence[Segment], rows: Segment) -> list[Segment]:
+    found = ((max(a, rows[0]), min(b, rows[1])) for a, b in segments)
+    return [(a, b) for a, b in found if a < b]
+
+
+def _without(segments: Sequence[Segment], rows: Segment) -> list[Segment]:
+    found = [part for a, b in segments for part in ((a, min(b, rows[0])), (max(a, rows[1]), b))]
+    return [(a, b) for a, b in found if a < b]

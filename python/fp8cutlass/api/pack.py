@@ -137,6 +137,14 @@ def pack_kv(
     )
 
 
+def packed_alike(like: PackedKV, key: torch.Tensor, value: torch.Tensor) -> PackedKV:
+    """Key and value (B, Hkv, Sk, D) packed as those of ``like`` were, which passed the checks; nothing is checked."""
+    made = pack_kv_operator(key, value, like.kernel, like.scaling, like.smooth_k, like.hadamard)
+    k, v, k_descale, v_descale, k_mean = made
+    mean = k_mean if like.smooth_k else None
+    return replace(like, k=k, v=v, k_descale=k_descale, v_descale=v_descale, k_mean=mean)
+
+
 @constant
 def chosen_kernel(
     kind: str,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from .._version import __version__
-from ..api.pack import chosen_kernel, pack_kv
+from ..api.pack import chosen_kernel, pack_kv, packed_alike
 from ..cache.packed import PackedKV, key_grid
 from ..call.request import request_of
 from ..call.settle import settle
@@ -62,6 +62,7 @@ class Plan:
     cut: Shards  # of ``keys``, as they are packed
     kernel: str
     key_block: int
+    forms: list[PackedKV] = field(default_factory=list, compare=False)  # what was packed first, without its tensors
 
     @property
     def grid(self) -> int:
@@ -70,9 +71,14 @@ class Plan:
 
     def pack(self, k: torch.Tensor, v: torch.Tensor) -> PackedKV:
         """Keys and values of a shard for the kernel of all ranks."""
-        asked = self.asked
-        made: dict[str, Any] = {"is_causal": asked.causal, "out_dtype": asked.out_dtype, "kernel": self.kernel}
-        return pack_kv(k, v, query_shape=k.shape, **made, **asked.held)
+        if not self.forms:
+            asked = self.asked
+            made: dict[str, Any] = {"is_causal": asked.causal, "out_dtype": asked.out_dtype, "kernel": self.kernel}
+            packed = pack_kv(k, v, query_shape=k.shape, **made, **asked.held)
+            nothing = {name: x.new_empty(0) for name, x in packed.tensors().items()}
+            self.forms.append(replace(packed, **nothing))  # type: ignore[arg-type]
+            return packed
+        return packed_alike(self.forms[0], k, v)
 
 
 def plan_of(

@@ -9,6 +9,7 @@ import torch
 
 from ..cache.paged import PagedKVCache
 from ..call import kvmemo
+from ..call.kept import refused
 from ..call.kvappend import append, positions
 from ..call.kvcache import KVCall, refuse_device, run
 from ..call.kvplan import AttentionPlan, Form, differs
@@ -107,7 +108,7 @@ def attention_with_kvcache(
             try:
                 return known(*tensors, *new)
             except RuntimeError as error:
-                if not kvmemo.refused(error):
+                if not refused(error):
                     raise
     given = Given(
         q, cache, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q, k, v, cu_seqlens_k_new, rotary_cos, rotary_sin,

@@ -10,6 +10,7 @@ from ..autocast import under_autocast
 from ..call import ragged_memo
 from ..call.checks import WIDE_DTYPES
 from ..call.enter import number
+from ..call.kept import refused
 from ..call.operators import register
 from ..call.ragged import PRECISIONS, RaggedCall, choose, default_scale, run
 from ..call.reasons import no_derivatives, wrong_dtype
@@ -89,7 +90,7 @@ def attention_varlen(
             try:
                 return known(*tensors)
             except RuntimeError as error:
-                if not ragged_memo.refused(error):
+                if not refused(error):
                     raise
     made = _checked(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal,

@@ -20,17 +20,17 @@ from ..checking import checked
 from ..choose.target import target
 from ..native.decode import kernel_for, launch_of, uncut
 from . import kvmemo_append
+from .kept import Kept, Signature
 from .kvlaunch import rows_of
 from .kvmemo_append import Append
 from .kvplan import AttentionPlan
-from .memo import LIMIT
 
-Signature = tuple[Any, ...]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 # q, cache, layer, page_table, lengths, cu_q, k_descale, v_descale, sinks, plan, out, k, v, cu_new
 Known = Callable[..., Result]
 
-_known: dict[Signature, Known] = {}
+_known: Kept[Known] = Kept()
+look_up = _known.look_up
 _Tensor = torch.Tensor
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 
@@ -104,20 +104,6 @@ def signature(
     )
 
 
-def look_up(signed: Signature) -> Known | None:
-    """The call with this signature; None where there was none."""
-    try:
-        return _known.get(signed)
-    except TypeError:  # an option that cannot be hashed; the long way refuses it
-        return None
-
-
-def refused(error: RuntimeError) -> bool:
-    """Whether the operator has refused a tensor, before it launched anything."""
-    said = str(error)
-    return "fp8cutlass: " in said and "CUDA" not in said
-
-
 def forget() -> None:
     """Forget all calls, as what they would choose has changed."""
     _known.clear()
@@ -155,10 +141,9 @@ def remember(
         k_descale=numbers[0], v_descale=numbers[1],
     )  # fmt: skip
     tensors = tuple(isinstance(x, torch.Tensor) for x in descales)
-    if len(_known) >= LIMIT:
-        _known.clear()
     sums = (heads, tokens) if return_lse else None
-    _known[signed] = _of_paged(launch, sums, append) if type(cache) is PagedKVCache else _of_pair(launch, tensors, sums)
+    run = _of_paged(launch, sums, append) if type(cache) is PagedKVCache else _of_pair(launch, tensors, sums)
+    _known.keep(signed, run)
 
 
 def _of_paged(launch: Callable[..., torch.Tensor], sums: tuple[int, int] | None, append: Append | None) -> Known:

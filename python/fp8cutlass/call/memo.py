@@ -19,18 +19,17 @@ from ..masks.block_mask import BlockMask
 from ..memory import ALIGNMENT
 from .call import Call, Tensors
 from .card import Known, known
+from .kept import Kept, Signature
 from .options import Options
 from .plan import resolve
 
-LIMIT = 4096  # calls that are kept; then all are forgotten, as a program with ever new shapes gains nothing
 _FLAGS = ("is_causal", "enable_gqa", "smooth_k", "hadamard", "return_lse", "return_amax")
 _TYPED = ("dropout_p", "scale", "softcap", "causal_offset", *_FLAGS)
 _numbers = itemgetter(*map(Options._fields.index, _TYPED))  # their types count as well: 1 is not True
 
-Signature = tuple[Any, ...]
-
 SINKS = (torch.Tensor, torch.nn.Parameter)
-_known: dict[Signature, Known] = {}
+_known: Kept[Known] = Kept()
+look_up = _known.look_up
 _Tensor = torch.Tensor
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 
@@ -144,14 +143,6 @@ def refused(error: RuntimeError, descales: tuple[Any, ...]) -> bool:
     return bool(descales) and "_descale" in str(error)
 
 
-def look_up(signed: Signature) -> Known | None:
-    """The call with this signature; None where there was none."""
-    try:
-        return _known.get(signed)
-    except TypeError:  # an option that cannot be hashed; the long way refuses it
-        return None
-
-
 def taken_as_given(tensors: Tensors, query: torch.Tensor, key: Any, value: Any, scale: Any) -> bool:
     """Whether a call was made of these arguments themselves: autocast is no part of the signature, nor is the value of
     a scale that is a tensor."""
@@ -166,9 +157,7 @@ def remember(signed: Signature, call: Call, tensors: Tensors, descales: tuple[An
     run = known(resolve(call, tensors.q, tensors.k), tensors, descales)
     if run is None:
         return
-    if len(_known) >= LIMIT:
-        _known.clear()
-    _known[signed] = run
+    _known.keep(signed, run)
 
 
 def forget() -> None:

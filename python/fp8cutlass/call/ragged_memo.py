@@ -17,18 +17,18 @@ import torch
 from ..checking import checked
 from ..choose.target import target
 from ..memory import ALIGNMENT
-from .memo import LIMIT
+from .kept import Kept, Signature
 from .ragged import choose
 from .ragged_call import RaggedCall
 from .ragged_launch import launch_of, leaves_q, legible
 
-Signature = tuple[Any, ...]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 # q, k and v; cu_seqlens of q and k, seqused of both; the descales of q, k and v; sinks
 Known = Callable[[Tensors, tuple[Any, ...], tuple[Any, ...], torch.Tensor | None], Result]
 
-_known: dict[Signature, Known] = {}
+_known: Kept[Known] = Kept()
+look_up = _known.look_up
 _Tensor = torch.Tensor
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 _SCALES = (type(None), float, int)
@@ -119,20 +119,6 @@ def _of_sinks(x: Any) -> Any:
     return type(x), x.shape, x.get_device()
 
 
-def look_up(signed: Signature) -> Known | None:
-    """The call with this signature; None where there was none."""
-    try:
-        return _known.get(signed)
-    except TypeError:  # an option that cannot be hashed; the long way refuses it
-        return None
-
-
-def refused(error: RuntimeError) -> bool:
-    """Whether the operator has refused a tensor, before it launched anything."""
-    said = str(error)
-    return "fp8cutlass: " in said and "CUDA" not in said
-
-
 def forget() -> None:
     """Forget all calls, as what they would choose has changed."""
     _known.clear()
@@ -158,6 +144,4 @@ def remember(signed: Signature, call: RaggedCall, descales: tuple[Any, ...]) -> 
             out = out[..., :width].contiguous()
         return out if lse is None else (out, lse)
 
-    if len(_known) >= LIMIT:
-        _known.clear()
-    _known[signed] = run
+    _known.keep(signed, run)

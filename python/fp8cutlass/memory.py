@@ -26,16 +26,19 @@ def empty_rows(q: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tens
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a contiguous copy where its rows do not start on multiples of 16 bytes, lie too far apart, or are
-    all the same row, for which tensor maps have no word. A dimension of size 1 may have any stride."""
+    """Return x, or a contiguous copy where it is not ``is_aligned``."""
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether rows (B, H, S) start on multiples of 16 bytes, lie near enough, and are not all the same row, for which
+    tensor maps have no word. A dimension of size 1 may have any stride."""
     if x.shape[2] > 1 and x.stride(2) == 0:
-        return x.clone(memory_format=torch.contiguous_format)
+        return False
     size = x.element_size()
     strides = [size * stride for length, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if length > 1]
     served = all(stride % ALIGNMENT == 0 and stride < TENSOR_MAP_STRIDE for stride in strides)
-    if served and x.data_ptr() % ALIGNMENT == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return served and x.data_ptr() % ALIGNMENT == 0
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
@@ -70,8 +73,19 @@ def in_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     sizes = [x.numel() * x.element_size() for x in tensors]
     buffer = tensors[0].new_empty((sum(sizes),), dtype=torch.uint8)
     for room, x in zip(buffer.split(sizes), tensors, strict=True):
-        copy_into(room.view(x.dtype).view(x.shape), x)
+        if room.storage_offset() % x.element_size():
+            room.copy_(x.contiguous().view(-1).view(torch.uint8))
+        else:
+            copy_into(room.view(x.dtype).view(x.shape), x)
     return buffer
+
+
+def taken(buffer: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
+    """What ``in_one`` has put into a buffer from byte ``at`` on, of the dtype and shape of ``like``: a view, or a copy
+    where it does not begin at a multiple of an element."""
+    part = buffer.narrow(0, at, like.numel() * like.element_size())
+    part = part.clone() if part.storage_offset() % like.element_size() else part
+    return part.view(like.dtype).view(like.shape)
 
 
 def copy_into(room: torch.Tensor, x: torch.Tensor) -> None:

@@ -442,3 +442,20 @@ def test_torch_load_reads_packed_keys_by_default(tmp_path: Path) -> None:
     again = torch.load(tmp_path / "kv.pt")
     q = randn(1, 2, 9, 64, seed=3)
     assert torch.equal(attention(q, packed), attention(q, again))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_cut_keys_are_exported_with_a_symbolic_batch(strict: bool) -> None:
+    """Shapes that are worked out once are worked out anew where sizes are symbols."""
+    k, v = torch.randn(2, 2, 2, 512, 64).bfloat16()
+    packed = pack_kv(k, v, key_block=128)
+
+    class Cut(torch.nn.Module):
+        def forward(self, packed: PackedKV, q: torch.Tensor) -> torch.Tensor:
+            return attention(q, packed.narrow(128, 256))  # type: ignore[return-value]
+
+    batch = {0: torch.export.Dim("B", min=2, max=64)}
+    leaves = len(torch.utils._pytree.tree_leaves(packed))
+    shapes = ([batch] * leaves, batch)
+    made = torch.export.export(Cut(), (packed, k), dynamic_shapes=shapes, strict=strict)
+    assert torch.equal(made.module()(packed, k), attention(k, packed.narrow(128, 256)))

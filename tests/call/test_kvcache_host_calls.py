@@ -333,11 +333,28 @@ def test_a_known_call_that_appends_makes_no_numbers(card: Card) -> None:
         {"cache": PagedKVCache(4, 2, 64, hadamard=True)},
         {"page_table": torch.zeros(2, 6, dtype=torch.int32)[:, ::2]},
         {"cache_seqlens": torch.zeros(4, dtype=torch.int32)[::2]},
+        {"sinks": torch.zeros(16)[::2]},
+        {"out": torch.empty(2, 1, 8, 128).bfloat16()[..., :64]},
+        {"q": torch.randn(2 * 8 * 64 + 1).bfloat16()[1:].view(2, 1, 8, 64)},
+        {
+            "q": torch.randn(2, 4, 8, 64).bfloat16(),
+            **dict.fromkeys("kv", torch.randn(2, 2, 4, 64).bfloat16().transpose(1, 2)),
+        },
     ],
-    ids=["a turn", "unaligned", "a rotation", "columns apart", "lengths apart"],
+    ids=[
+        "a turn",
+        "unaligned",
+        "a rotation",
+        "columns apart",
+        "lengths apart",
+        "sinks apart",
+        "out apart",
+        "queries unaligned",
+        "heads before tokens",
+    ],
 )
 def test_appending_that_is_never_known(card: Card, change: dict[str, Any]) -> None:
-    card.out = torch.empty(2, 1, 8, 64).bfloat16()
+    card.out = torch.empty(change["q"].shape if "q" in change else (2, 1, 8, 64)).bfloat16()
     call = appending()["native"]
     call(**{"layer": 0, **change})
     assert not kvmemo._known
@@ -350,3 +367,36 @@ def test_ends_are_not_made_inside_of_a_graph(card: Card, monkeypatch: pytest.Mon
     appending()["native"]()
     assert not kvmemo._known
     assert kvmemo_append._ends(3, torch.device("cpu"))[:4].tolist() == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize("name", ["sinks", "out"])
+def test_nothing_is_written_before_a_call_is_refused(name: str, card: Card) -> None:
+    """What the kernel of decode would refuse tells a call apart from those that are known."""
+    card.out = torch.empty(2, 1, 8, 64).bfloat16()
+    good = {"sinks": torch.zeros(8), "out": torch.empty(2, 1, 8, 64).bfloat16()}[name]
+    wrong = {"sinks": torch.zeros(7), "out": torch.empty(2, 1, 8, 64)}[name]
+    call = partial(appending()["native"], **{name: good})
+    call(), call()
+    before = len(card.appended)
+    assert before == 2 and len(kvmemo._known) == 1
+    with pytest.raises(UnsupportedError, match=name):
+        call(**{name: wrong})
+    assert len(card.appended) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cache_seqlens": torch.tensor(5, dtype=torch.int32)}, {"page_table": torch.tensor(0, dtype=torch.int32)}],
+    ids=["lengths", "table"],
+)
+def test_too_few_dimensions_are_refused_by_name(change: dict[str, Any], card: Card) -> None:
+    with pytest.raises(UnsupportedError):
+        appending()["native"](**change)
+
+
+def test_ends_of_a_captured_graph_outlive_other_steps(card: Card) -> None:
+    """A replay reads them where they lay."""
+    first = kvmemo_append._ends(1, torch.device("cpu"))
+    for step in range(2, 300):
+        kvmemo_append._ends(step, torch.device("cpu"))
+    assert kvmemo_append._ends(1, torch.device("cpu")) is first

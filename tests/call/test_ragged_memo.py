@@ -59,6 +59,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     ragged_memo.forget()
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
 def arguments(tokens: int = 300, sequences: int = 3, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Heads 4 on 2; as many keys as rows, and 7 more."""
     q, k, v = (torch.randn(n, h, head_dim).to(dtype) for n, h in ((tokens, 4), (tokens + 7, 2), (tokens + 7, 2)))
@@ -212,6 +216,7 @@ def test_each_of_them_tells_calls_apart(card: Card) -> None:
         {"softmax_scale": torch.tensor(0.5)},
         {"max_seqlen_q": 3.0},
         {"window_size": [-1, -1]},
+        {"sinks": torch.zeros(4).as_subclass(Subclass)},
     ],
     ids=lambda changed: " ".join(changed),
 )
@@ -255,6 +260,20 @@ def test_what_the_operator_refuses_is_refused_by_name(card: Card) -> None:
     card.refuses = "CUDA out of memory"
     with pytest.raises(torch.OutOfMemoryError):
         attention_varlen(**given)
+
+
+@pytest.mark.parametrize("sinks", [[0.0] * 4, 0.5, (0.0,) * 4], ids=str)
+def test_sinks_of_another_kind_are_refused_by_name(sinks: Any, card: Card) -> None:
+    with pytest.raises(UnsupportedError, match="sinks"):
+        attention_varlen(**arguments() | {"sinks": sinks})
+
+
+def test_what_is_copied_is_copied_once(card: Card) -> None:
+    """To know that a call is not kept costs no copy."""
+    from test_host_calls import operations
+
+    given = arguments() | {"q": torch.randn(300, 64, 4).bfloat16().transpose(1, 2)}
+    assert operations(partial(attention_varlen, **given))["aten::contiguous"] <= 1 and not ragged_memo._known
 
 
 def test_no_operation_of_torch_is_between_a_known_call_and_its_launch(card: Card) -> None:

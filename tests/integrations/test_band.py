@@ -253,6 +253,8 @@ def test_small_calls_that_are_launched_singly_are_left_alone(monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
         assert integrations.short_of(2048, 64, 64, full, 1, True) == ""
+        # What is not compared makes no guard of the program.
+        assert integrations.short_of(2048, 64, 64, full, object(), True) == ""  # type: ignore[arg-type]
     capturing[0] = True
     assert integrations.short_of(2048, 64, 64, full, 1, True) == ""
     capturing[0] = False

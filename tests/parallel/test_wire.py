@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fp8cutlass import PackedKV, merge_attention, pack_kv
+from fp8cutlass.memory import in_one, taken
 from fp8cutlass.parallel import Shards, contiguous, gather, moves, ring, zigzag
 from fp8cutlass.parallel.abreast import abreast
 from fp8cutlass.parallel.pieces import Piece
@@ -143,3 +144,12 @@ def test_partial_results_are_merged_where_there_are_some() -> None:
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
     none, lse = ring._Merged(q, True).result(None)
     assert not none.any() and bool((lse == -torch.inf).all()) and none.dtype == q.dtype
+
+
+def test_results_of_odd_sizes_are_taken_as_they_were_put() -> None:
+    """A float32 LSE behind 16-bit rows that end between its elements."""
+    rows, lse = torch.randn(1, 1, 33, 33).bfloat16(), torch.randn(1, 1, 33, 1)
+    buffer = in_one([rows, lse, rows])
+    at = rows.numel() * 2
+    assert torch.equal(taken(buffer, 0, rows), rows) and torch.equal(taken(buffer, at, lse), lse)
+    assert torch.equal(taken(buffer, at + 4 * 33, rows), rows)

@@ -7,7 +7,10 @@ tensor that are guessed.
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from paged_cases import POISON, make, rope64, slots
 
 from fp8cutlass import PagedKVCache, UnsupportedError, quantize
 from fp8cutlass.cache import write
+from fp8cutlass.cache.held import held
 from fp8cutlass.cache.write import E4M3, power_of_two
 from fp8cutlass.quant.rope import rope
 from fp8cutlass.quant.rotate import rotate
@@ -428,3 +432,20 @@ def test_what_scales_of_v_cost(size: float, one: float, found: float) -> None:
         off[name] = error(real, v)
     assert off["own"] < found and off["pow2"] < 1.03 * off["own"]
     assert (off["one"] < one) if size == 1 else (off["one"] > one)
+
+
+@pytest.mark.parametrize("made", [{}, {"v_scale": "pow2"}, {"format": "nhd"}], ids=str)
+def test_a_cache_that_was_appended_to_is_saved_and_read(made: dict[str, Any]) -> None:
+    """As small as before, and what is appended to the copy goes to the copy's pages."""
+    cache, tokens = PagedKVCache(8, 2, 64, 16, **made), torch.randn(3, 2, 64).bfloat16()
+    empty = len(pickle.dumps(cache))
+    cache.append(tokens, tokens, torch.arange(3))
+    assert len(pickle.dumps(cache)) <= empty + 64
+    buffer = io.BytesIO()
+    torch.save(cache, buffer)
+    buffer.seek(0)
+    for copied in (pickle.loads(pickle.dumps(cache)), torch.load(buffer, weights_only=False), copy.copy(cache)):
+        assert held(copied, 0) is not held(cache, 0)
+        assert torch.equal(copied.pages, cache.pages)
+        copied.append(tokens, tokens, torch.arange(3, 6))
+        assert held(copied, 0).k.untyped_storage().data_ptr() == copied.pages.untyped_storage().data_ptr()

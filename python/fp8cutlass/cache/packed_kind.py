@@ -36,9 +36,13 @@ def shared_by(scaling: str, dtype: torch.dtype, precision: str) -> Mapping[str, 
     return MappingProxyType(OPERANDS[operand_name(dtype, precision)].granularity(mode))
 
 
-@lru_cache(maxsize=4096)
 def shapes_of(kind: Kind, tokens: int) -> Shapes:
     """Shape and dtype of each tensor of so many tokens, by name."""
+    return _shapes(kind, tokens) if _plain(*kind, tokens) else _shapes.__wrapped__(kind, tokens)
+
+
+@lru_cache(maxsize=4096)
+def _shapes(kind: Kind, tokens: int) -> Shapes:
     whole = (kind.batch, kind.heads, tokens, kind.columns)
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         f"{name}_descale": (descale_shape(name, whole, shared, kind.key_block), torch.float32)
@@ -49,10 +53,20 @@ def shapes_of(kind: Kind, tokens: int) -> Shapes:
     return MappingProxyType(found | {"k": (whole, torch.uint8), "v": (packed_shape(whole), torch.uint8)})
 
 
-@lru_cache(maxsize=4096)
 def cuts_of(kind: Kind, tokens: int, start: int, count: int) -> Mapping[str, tuple[int, int, int]]:
     """How ``count`` of the ``tokens`` are cut out of each tensor: dimension, first and length. Tensors that belong to
     all tokens alike have no entry."""
+    cuts = _cuts if _plain(*kind, tokens, start, count) else _cuts.__wrapped__
+    return cuts(kind, tokens, start, count)
+
+
+def _plain(*values: object) -> bool:
+    """Whether they can be kept: none is symbolic, and nothing is traced."""
+    return not torch.compiler.is_compiling() and not any(isinstance(x, torch.SymInt) for x in values)
+
+
+@lru_cache(maxsize=4096)
+def _cuts(kind: Kind, tokens: int, start: int, count: int) -> Mapping[str, tuple[int, int, int]]:
     before, after = shapes_of(kind, tokens), shapes_of(kind, count)
     found = {"k": (2, start, count), "v": (3, start, after["v"][0][3])}
     for name, shared in (("k_descale", kind.k_shared), ("v_descale", kind.v_shared)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -153,6 +154,10 @@ class PagedKVCache:
             return self._source.pages()
         return views(self.pages[layer], self.kv_heads, self.head_dim, self.page_size, self.format)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what ``held`` keeps: views of a copy's pages would be of another memory."""
+        return {name: x for name, x in vars(self).items() if name != "_held"}
+
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.layers:
             raise UnsupportedError(f"layer must be 0 to {self.layers - 1}, got {layer}")
@@ -222,7 +227,7 @@ class PagedKVCache:
     ) -> Launched | None:
         """``append`` of what is checked, by the kernel; None where torch operations have to: a turn, then ``write``."""
         given = (descales[0], None if self.v_scale == "pow2" else descales[1])
-        anew = self.pages is None or torch.compiler.is_compiling()
+        anew = self.pages is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
         pages = self.views(layer) if anew else held(self, layer).pages
         return launch(pages, k, v, at, given, Change(turn, self.mean(layer), self.hadamard))
 

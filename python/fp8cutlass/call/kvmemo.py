@@ -83,7 +83,7 @@ def signature(
         return None
     appended = None
     if not (new[0] is new[1] is new[2] is None):  # tuples of tensors are not compared: that makes a tensor of each pair
-        appended = kvmemo_append.signature(cache, page_table, lengths, cu_q, new)
+        appended = kvmemo_append.signature(q, cache, page_table, lengths, cu_q, sinks, out, new)
         if appended is None:
             return None
     return (

@@ -4,7 +4,7 @@ tensors is known. Tokens go to a ``PagedKVCache`` in 16 bits, and nothing turns 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ..cache.paged import PagedKVCache
 from ..dtypes import HALF_DTYPES
 from ..native import append as kernel
 from ..native import extension
+from .kvlaunch import ROW_BYTES
 
 MOST = 4096  # sequences whose ends are kept
 # cache, layer, page_table, lengths, cu_q, k, v, cu_new -> the lengths with the new tokens
@@ -22,14 +23,49 @@ Append = Callable[..., torch.Tensor]
 _Tensor = torch.Tensor
 
 
-def signature(cache: Any, page_table: Any, lengths: torch.Tensor, cu_q: Any, new: tuple[Any, ...]) -> Any:
-    """What the checks of ``new``, which are k, v and cu_seqlens_k_new, depend on; None where a call is never kept."""
+def signature(
+    q: torch.Tensor,
+    cache: Any,
+    page_table: Any,
+    lengths: torch.Tensor,
+    cu_q: Any,
+    sinks: Any,
+    out: Any,
+    new: tuple[Any, ...],
+) -> Any:
+    """What the checks of ``new``, which are k, v and cu_seqlens_k_new, depend on, and of what is given to the kernel of
+    decode once they are written; None where a call is never kept."""
+    try:
+        if not _fit(q, cu_q, sinks, out):
+            return None
+        return _of_new(q, cache, page_table, lengths, cu_q, new)
+    except (RuntimeError, IndexError):  # a layout without strides or data, too few dimensions
+        return None
+
+
+def _fit(q: torch.Tensor, cu_q: Any, sinks: Any, out: Any) -> bool:
+    """Whether the kernel of decode takes them: it must not refuse what is written already."""
+    at, heads = q.get_device(), q.shape[-2]
+    if q.data_ptr() % ROW_BYTES:
+        return False
+    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_contiguous() or sinks.get_device() != at):
+        return False
+    if out is not None and (out.dtype is not q.dtype or not out.is_contiguous() or out.get_device() != at):
+        return False
+    if cu_q is None:
+        return True
+    return type(cu_q) is _Tensor and cu_q.dtype is torch.int32 and cu_q.is_contiguous() and cu_q.get_device() == at
+
+
+def _of_new(
+    q: torch.Tensor, cache: Any, page_table: Any, lengths: torch.Tensor, cu_q: Any, new: tuple[Any, ...]
+) -> Any:
     k, v, cu_new = new
     if type(k) is not _Tensor or type(v) is not _Tensor or type(cache) is not PagedKVCache:
         return None
     if k.dtype not in HALF_DTYPES or (k.data_ptr() | v.data_ptr()) % kernel.ALIGNMENT or not k.numel():
         return None
-    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+    if k.get_device() != q.get_device() or (torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)):
         return None
     if type(page_table) is not _Tensor or page_table.stride(-1) != 1 or not lengths.is_contiguous():
         return None
@@ -42,14 +78,15 @@ def signature(cache: Any, page_table: Any, lengths: torch.Tensor, cu_q: Any, new
             return None
         cu_new = None if cu_new is None else (cu.shape, cu.dtype)
     return (
-        k.shape, v.shape, k.stride(), v.stride(), k.dtype, v.dtype, cu_new, page_table.dtype, lengths.dtype,
+        k.shape, v.shape, k.stride(), v.stride(), k.dtype, v.dtype, v.get_device(), cu_new, page_table.dtype,
+        lengths.dtype, None if cu_q is None else cu_q.shape,
     )  # fmt: skip
 
 
 def prepared(k: torch.Tensor, v: torch.Tensor) -> Append | None:
     """How further calls append tokens like these; None where each is copied first, or where the ends of their sequences
     would be made inside of a graph."""
-    if any(kernel._aligned(tokens_of(x)).data_ptr() != x.data_ptr() for x in (k, v)):
+    if not all(_is_dense(x) and kernel.is_aligned(x) for x in (k, v)):
         return None
     ends = None
     if k.dim() == 4:
@@ -78,7 +115,12 @@ def tokens_of(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 3 else x.flatten(0, 1)
 
 
-@lru_cache(maxsize=64)
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether ``tokens_of`` gives a view."""
+    return x.dim() == 3 or 1 in x.shape[:2] or x.stride(0) == x.stride(1) * x.shape[1]
+
+
+@cache  # a captured graph reads them for as long as it is replayed
 def _ends(step: int, device: torch.device) -> torch.Tensor:
-    """Where sequences of so many tokens begin. Copied from the host, which waits for it: any stream may read it."""
+    """Where sequences of so many tokens begin, 16 KB. Copied from the host, which waits: any stream may read it."""
     return (torch.arange(MOST + 1, dtype=torch.int32, device="cpu") * step).to(device)

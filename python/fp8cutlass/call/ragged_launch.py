@@ -11,7 +11,7 @@ import torch
 from .._ops import LIBRARY
 from ..manifest import Variant
 from ..native import extension
-from ..native.fused import readable
+from ..native.fused import is_readable, readable
 from ..quant.quantize import V_AMAX
 from ..quant.sinks import join_lse
 from .call import FAR
@@ -91,6 +91,11 @@ def launch(
 def legible(x: torch.Tensor) -> torch.Tensor:
     """x (tokens, heads, D), or a copy where the kernel cannot read it."""
     return readable(x.transpose(0, 1)[None])[0].transpose(0, 1)
+
+
+def is_legible(x: torch.Tensor) -> bool:
+    """Whether ``legible`` gives x itself."""
+    return is_readable(x.transpose(0, 1)[None])
 
 
 def leaves_q(rows: int, sequences: int) -> bool:

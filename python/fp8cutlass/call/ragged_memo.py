@@ -18,9 +18,10 @@ from ..checking import checked
 from ..choose.target import target
 from ..memory import ALIGNMENT
 from .kept import Kept, Signature
+from .memo import SINKS
 from .ragged import choose
 from .ragged_call import RaggedCall
-from .ragged_launch import launch_of, leaves_q, legible
+from .ragged_launch import is_legible, launch_of, leaves_q
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -114,7 +115,12 @@ def _of_descale(x: Any) -> Any:
 
 def _of_sinks(x: Any) -> Any:
     """Those that kernels read as they are."""
-    if x.dtype is not torch.float32 or not x.is_contiguous() or (torch.is_grad_enabled() and x.requires_grad):
+    if (
+        type(x) not in SINKS
+        or x.dtype is not torch.float32
+        or not x.is_contiguous()
+        or (torch.is_grad_enabled() and x.requires_grad)
+    ):
         raise _Unknown
     return type(x), x.shape, x.get_device()
 
@@ -127,7 +133,7 @@ def forget() -> None:
 def remember(signed: Signature, call: RaggedCall, descales: tuple[Any, ...]) -> None:
     """Keep a call that has succeeded, if its operands were read as they were given. ``descales`` are as they came."""
     operands = (call.q, call.k, call.v)
-    if not call.q.shape[0] or not call.k.shape[0] or any(legible(x).data_ptr() != x.data_ptr() for x in operands):
+    if not call.q.shape[0] or not call.k.shape[0] or not all(map(is_legible, operands)):
         return
     if any(made is not given for made, given in zip(call.descales, descales, strict=False)):
         return  # they were spread over heads

@@ -57,7 +57,7 @@ def short_of(rows: int, head_dim: int, value_dim: int, mask: str, work: int, on_
     least = minimum_length(head_dim, value_dim, mask, on_card)
     if rows < least:
         return f"less than {least} rows"
-    if _minimum is None and on_card and work < LAUNCHED_WORK and _launched_singly():
+    if _minimum is None and on_card and _launched_singly() and work < LAUNCHED_WORK:  # no guard in a compiled program
         return f"work of {work / 1e9:.3g}e9, less than {LAUNCHED_WORK / 1e9:g}e9, outside of a CUDA graph"
     return ""
 

@@ -112,7 +112,10 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """Rows (..., D) that are contiguous and begin at multiples of 16 bytes."""
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether rows (..., D) are that by themselves."""
     steps = [step * x.element_size() for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-    if x.stride(-1) == 1 and not any(step % ALIGNMENT for step in (*steps, x.data_ptr())):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return x.stride(-1) == 1 and not any(step % ALIGNMENT for step in (*steps, x.data_ptr()))

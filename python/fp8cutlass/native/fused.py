@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..manifest import KEY_BLOCK
-from ..memory import ALIGNMENT, aligned, as_bytes, empty_rows
+from ..memory import ALIGNMENT, aligned, as_bytes, empty_rows, is_aligned
 from ..quant.descale import canonical_shape
 from ..quant.quantize import GRANULARITIES, V_AMAX
 from . import extension
@@ -44,6 +44,11 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     if x.shape[3] % chunk:
         x = F.pad(as_bytes(x), (0, -x.shape[3] % chunk)).view(x.dtype)
     return aligned(x if x.stride(3) == 1 else x.contiguous())
+
+
+def is_readable(x: torch.Tensor) -> bool:
+    """Whether ``readable`` returns x itself."""
+    return x.shape[3] * x.element_size() % ALIGNMENT == 0 and x.stride(3) == 1 and is_aligned(x)
 
 
 def quantise_and_pack(

@@ -17,10 +17,12 @@ def abreast(calls: Sequence[Callable[[], Results]], device: torch.device) -> lis
         return [call() for call in calls]
     here, beside = torch.cuda.current_stream(device), _second_stream(device)
     beside.wait_stream(here)
-    last = calls[-1]()
-    with torch.cuda.stream(beside):
-        others = [call() for call in calls[:-1]]
-    here.wait_stream(beside)
+    try:
+        last = calls[-1]()
+        with torch.cuda.stream(beside):
+            others = [call() for call in calls[:-1]]
+    finally:  # what a call has launched before it failed reads tensors that are freed after this
+        here.wait_stream(beside)
     for x in (x for result in others for x in result):
         x.record_stream(here)
     return [*others, last]

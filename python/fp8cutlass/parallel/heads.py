@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..memory import copy_into, in_one
+from ..memory import copy_into, in_one, taken
 from .exchange import Group, Pending, all_to_all
 
 
@@ -60,7 +60,7 @@ def from_heads(parts: Sequence[Sequence[Sequence[torch.Tensor]]], group: Group) 
             for like in of_ranks[me]:
                 count, heads, rows = like.numel() * like.element_size(), like.shape[1], like.shape[2]
                 room = made.narrow(1, r * heads, heads).narrow(2, first, rows)
-                copy_into(room, buffer.narrow(0, at, count).view(like.dtype).view(like.shape))
+                copy_into(room, taken(buffer, at, like))
                 at, first = at + count, first + rows
     return found
 

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fp8cutlass import attention, pack_kv, quantize
+from fp8cutlass import PagedKVCache, attention, attention_varlen, attention_with_kvcache, pack_kv, quantize
 from fp8cutlass.call.card import prepared_call
 from fp8cutlass.choose.target import target
+from fp8cutlass.integrations import dense
 from fp8cutlass.manifest import PACKAGE_DIR
 
 from .data import make_data
@@ -113,11 +114,42 @@ def steps(shape: Shape, device: torch.device | str = "cuda") -> dict[str, Step]:
         "attention, FP8, padded": lambda: attention(q_narrow, k_narrow, v_narrow, **options, **descales),
         "attention, bf16, PackedKV": lambda: attention(q, packed, **options),
         "attention, bf16, torch.compile": lambda: compiled(q, k, v, **options),
+        "pack_kv": lambda: pack_kv(k, v, query_shape=q.shape, is_causal=shape.causal),
+        **_of_serving(q, k, v, shape.causal),
         "part: the extension's operator": lambda: operator()(q, k, v),
         "part: quantise and pack": lambda: make_operands(data, variant, at, "block"),
         "part: launch the kernel": launcher(number, operands, out, data.scale),
         "torch: scaled_dot_product_attention, bf16": lambda: F.scaled_dot_product_attention(q, k, v, **options),
         "torch: empty_like": lambda: torch.empty_like(q),
+    }
+
+
+def _of_serving(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> dict[str, Step]:
+    """Ragged batches, pages, and what adapters add to a dense call."""
+    batch, heads, rows, head_dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    ragged_q, ragged_k, ragged_v = (x.transpose(1, 2).reshape(-1, x.shape[1], head_dim) for x in (q, k, v))
+    ends_q, ends_k = (torch.arange(batch + 1, dtype=torch.int32, device=q.device) * n for n in (rows, keys))
+    columns = -(-keys // 64)
+    cache = PagedKVCache(batch * columns, kv_heads, head_dim, 64, device=q.device)
+    table = torch.arange(batch * columns, dtype=torch.int32, device=q.device).view(batch, columns)
+    lengths = torch.full((batch,), keys - 1, dtype=torch.int32, device=q.device)
+    one, new_k, new_v = (x[:, :, :1].transpose(1, 2).contiguous() for x in (q, k, v))
+    slots = table[:, -1].long() * 64 + (keys - 1) % 64
+    pages: dict[str, Any] = {"page_table": table, "cache_seqlens": lengths}
+    shared = heads != kv_heads
+    return {
+        "attention_varlen, bf16": lambda: attention_varlen(
+            ragged_q, ragged_k, ragged_v, ends_q, ends_k, rows, keys, causal=causal
+        ),
+        "attention_with_kvcache, a token": lambda: attention_with_kvcache(one, cache, **pages),
+        "attention_with_kvcache, a token that is appended": lambda: attention_with_kvcache(
+            one, cache, k=new_k, v=new_v, **pages
+        ),
+        "PagedKVCache.append, a token": lambda: cache.append(new_k[:, 0], new_v[:, 0], slots),
+        "adapter, bf16": lambda: dense.attend(
+            "benchmarks", "", q, k, v, is_causal=causal, enable_gqa=shared, short=True
+        ),
     }
 
 

@@ -14,7 +14,7 @@ from .shards import Segment, Shards
 
 
 class Route(NamedTuple):
-    """What a rank sends, gets and keeps. Rows are counted in its own tensors, bytes in tokens."""
+    """What a rank sends, gets and keeps. Rows are counted in its own tensors."""
 
     sent: tuple[tuple[Segment, ...], ...]  # rows for each rank, none for itself
     got: tuple[tuple[int, ...], ...]  # the lengths of the pieces of each rank

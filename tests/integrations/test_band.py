@@ -245,6 +245,8 @@ def test_small_calls_that_are_launched_singly_are_left_alone(monkeypatch: pytest
     integrations.set_minimum_length(None)
     work, full = integrations.LAUNCHED_WORK, integrations.FULL
     capturing = [False]
+    assert "outside of a CUDA graph" in integrations.short_of(2048, 64, 64, full, work - 1, True)  # of a fake tensor
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     assert integrations.short_of(2048, 64, 64, full, work, True) == ""
     assert "outside of a CUDA graph" in integrations.short_of(2048, 64, 64, full, work - 1, True)

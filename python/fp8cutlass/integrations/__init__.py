@@ -64,4 +64,6 @@ def short_of(rows: int, head_dim: int, value_dim: int, mask: str, work: int, on_
 
 def _launched_singly() -> bool:
     """Whether the host launches a call by itself. Compiled programs may become a graph, and cost it less."""
-    return not torch.compiler.is_compiling() and not torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling():
+        return False
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

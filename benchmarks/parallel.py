@@ -110,8 +110,10 @@ def operands(p: Problem) -> list[torch.Tensor]:
     return [torch.randn(s, device="cuda", dtype=torch.bfloat16, generator=generator) for s in shapes]
 
 
-def measured(p: Problem, contenders: Sequence[str], repetitions: int, check: bool) -> Iterator[ParallelTime]:
-    """A row for each contender that there is for so many ranks."""
+def measured(
+    p: Problem, contenders: Sequence[str], repetitions: int, check: bool, multiple: int = 1
+) -> Iterator[ParallelTime]:
+    """A row for each contender that there is for so many ranks. Our shards end at multiples of ``multiple``."""
     rank, whole = dist.get_rank(), operands(p)
     q, k, v = whole
     mask = "zigzag" if p.causal else "full"
@@ -126,7 +128,7 @@ def measured(p: Problem, contenders: Sequence[str], repetitions: int, check: boo
             if name in TORCH:
                 row = _torch(replace(base, contender=name), p, whole, repetitions)
             else:
-                row = _ours(replace(base, contender=name), p, whole, made, repetitions, check, rank)
+                row = _ours(replace(base, contender=name), p, whole, made, repetitions, check, rank, multiple)
         except Exception as error:  # on all ranks alike; one that breaks must not end the run
             row = replace(base, contender=name, status=FAILED, reason=first_line(error))
         if row is not None:
@@ -141,6 +143,7 @@ def _ours(
     repetitions: int,
     check: bool,
     rank: int,
+    multiple: int,
 ) -> ParallelTime | None:
     both, _, outer = row.contender.partition("_")
     group: Any = None
@@ -151,9 +154,9 @@ def _ours(
         inner = 2 if p.ranks == 4 else p.ranks // 2
         group = dist.device_mesh.init_device_mesh("cuda", (p.ranks // inner, inner))
     word = "zigzag" if p.causal else "contiguous"
-    shards = getattr(parallel, word)(p.tokens, p.ranks // inner).split(inner)
+    shards = getattr(parallel, word)(p.tokens, p.ranks // inner, multiple=multiple).split(inner)
     mine = [shards.shard(x, rank) for x in whole]
-    given: dict[str, Any] = {"method": outer or both, "shards": word, **made}
+    given: dict[str, Any] = {"method": outer or both, "shards": word if multiple == 1 else shards, **made}
 
     def call() -> torch.Tensor:
         q, k, v = mine

@@ -27,6 +27,13 @@ REPETITIONS, QUICK_REPETITIONS = 7, 3
 @click.option("--tokens", "lengths", type=int, multiple=True, help="Of the whole sequence; repeat for several.")
 @click.option("--contender", "names", multiple=True, help="Only these; repeat for several.")
 @click.option("--ranks", type=click.IntRange(min=2), help="Default: all cards of this machine.")
+@click.option(
+    "--multiple",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Tokens of which our shards have multiples: with 384 no rows move between ranks.",
+)
 @click.option("--quick", is_flag=True, help="Fewer problems and repetitions: three minutes on two cards.")
 @click.option(
     "--budget",
@@ -46,6 +53,7 @@ def parallel(
     lengths: tuple[int, ...],
     names: tuple[str, ...],
     ranks: int | None,
+    multiple: int,
     quick: bool,
     budget: float,
     model: bool,
@@ -70,7 +78,7 @@ def parallel(
     need_card("measuring over several cards")
     import torch
 
-    given = (lengths or (QUICK_TOKENS if quick else TOKENS), names, quick, budget, out, commit)
+    given = (lengths or (QUICK_TOKENS if quick else TOKENS), names, multiple, quick, budget, out, commit)
     if "RANK" in os.environ:  # torchrun
         sys.exit(_rank(int(os.environ["RANK"]), *given))
     count = ranks or torch.cuda.device_count()
@@ -97,6 +105,7 @@ def _rank(
     rank: int,
     lengths: tuple[int, ...],
     names: tuple[str, ...],
+    multiple: int,
     quick: bool,
     budget: float,
     out: Path | None,
@@ -112,6 +121,7 @@ def _rank(
     begin()
     began, ranks = time.monotonic(), dist.get_world_size()
     stamp = machine.stamp(commit) | {"cards": str(ranks), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    stamp |= {"shards of multiples of": str(multiple)} if multiple > 1 else {}
     path = results_folder(out, stamp) / f"parallel_{ranks}.csv"
     rows: list[ParallelTime] = []
     left = False
@@ -124,7 +134,11 @@ def _rank(
                 continue
             p = Problem(ranks, tokens, heads, kv_heads, head_dim, causal)
             for row in measured(
-                p, names or (*METHODS, *TORCH), QUICK_REPETITIONS if quick else REPETITIONS, p.flop <= ONE_CARD
+                p,
+                names or (*METHODS, *TORCH),
+                QUICK_REPETITIONS if quick else REPETITIONS,
+                p.flop <= ONE_CARD,
+                multiple,
             ):
                 rows.append(row)
                 if rank == 0:

@@ -164,8 +164,14 @@ class Stored:
         """Nothing."""
         self.seen = 0  # rows of all forward passes, padding included
         self.lengths: list[int] = []  # tokens of each sequence
-        # (batch, seen): which of the rows are in the pages
-        self.tokens = torch.zeros(0, 0, dtype=torch.bool, device=CPU)
+        self._tokens: torch.Tensor | None = None  # None while all rows are tokens: nothing is kept of each step then
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """(batch, seen) bool, on the CPU: which of the rows are in the pages."""
+        if self._tokens is not None:
+            return self._tokens
+        return torch.ones(len(self.lengths), self.seen, dtype=torch.bool, device=CPU)
 
     def rows_of(self, band: Band | None, batch: int, rows: int) -> Rows | None:
         """Which rows of a forward pass are to be appended so that the band is then that of the pages, or None.
@@ -203,10 +209,11 @@ class Stored:
         if step.index is not None:
             k, v = k[step.index], v[step.index]
         cache.append(k, v, step.slots, layer=self.layer)
-        new = torch.zeros(batch, rows, dtype=torch.bool, device=CPU)
-        for b, (begin, count) in enumerate(zip(tokens.begins, tokens.counts, strict=True)):
-            new[b, begin : begin + count] = True
-        self.tokens = torch.cat((self.tokens if self.seen else self.tokens.new_zeros(batch, 0), new), 1)
+        if self._tokens is not None or tokens != everything(batch, rows):
+            new = torch.zeros(batch, rows, dtype=torch.bool, device=CPU)
+            for b, (begin, count) in enumerate(zip(tokens.begins, tokens.counts, strict=True)):
+                new[b, begin : begin + count] = True
+            self._tokens = torch.cat((self.tokens, new), 1) if self.seen else new
         self.lengths = [length + count for length, count in zip(lengths, tokens.counts, strict=True)]
         self.seen += rows
         return step
@@ -228,13 +235,15 @@ class Stored:
     def crop(self, rows: int) -> None:
         """Forget the last rows."""
         self.seen = max(0, self.seen - rows)
-        self.tokens = self.tokens[:, : self.seen]
+        if self._tokens is not None:
+            self._tokens = self._tokens[:, : self.seen]
         self.lengths = self.tokens.sum(1).tolist() if self.seen else []
 
     def take(self, sequences: list[int]) -> None:
         """As ``Pool.take``, of what this layer knows."""
         if self.lengths:
-            self.tokens = self.tokens[sequences]
+            if self._tokens is not None:
+                self._tokens = self._tokens[sequences]
             self.lengths = [self.lengths[i] for i in sequences]
 
 

@@ -400,3 +400,12 @@ def test_ends_of_a_captured_graph_outlive_other_steps(card: Card) -> None:
     for step in range(2, 300):
         kvmemo_append._ends(step, torch.device("cpu"))
     assert kvmemo_append._ends(1, torch.device("cpu")) is first
+
+
+@pytest.mark.parametrize("each", [0, 1, 3])
+@pytest.mark.parametrize("step", [0, 1])
+def test_tokens_of_equal_sequences_stand_where_those_of_ragged_ones_do(each: int, step: int) -> None:
+    lengths = torch.tensor([100, 0, 7], dtype=torch.int32)
+    ends = torch.arange(4, dtype=torch.int32) * each
+    want = kvappend.positions(ends, lengths, 3 * each, step)
+    assert torch.equal(kvappend.positions(None, lengths, 3 * each, step).long(), want)

@@ -123,8 +123,7 @@ def attention_with_kvcache(
         if turn is not None:
             step = 0 if not causal and tuple(window_size) == (-1, -1) else 1
             cos, sin, interleaved = turn
-            ends = at.ends(at.cu_q, at.tokens)
-            tokens = rope(tokens, cos, sin, positions(ends, at.lengths, len(tokens), step), interleaved)
+            tokens = rope(tokens, cos, sin, positions(at.cu_q, at.lengths, len(tokens), step), interleaved)
         rows = k.reshape(at.new, *k.shape[-2:]), v.reshape(at.new, *v.shape[-2:])
         used = append(at.cache, rows, at.ends(at.cu_new, at.new), used, at.table(), at.spread(), layer, turn)
     left, right = window_size[0], 0 if causal else window_size[1]

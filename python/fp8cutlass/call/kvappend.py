@@ -23,10 +23,16 @@ def places(cu: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, t
     return sequence, token - cu.long()[sequence], there
 
 
-def positions(cu: torch.Tensor, lengths: torch.Tensor, tokens: int, step: int) -> torch.Tensor:
-    """Where tokens (T,) stand that begin at the length of their sequence, ``step`` apart."""
+def positions(cu: torch.Tensor | None, lengths: torch.Tensor, tokens: int, step: int) -> torch.Tensor:
+    """Where tokens (T,) stand that begin at the length of their sequence, ``step`` apart. Without ``cu`` all sequences
+    have as many; one token each stands at its length."""
     if len(lengths) == 0:
-        return torch.zeros(tokens, dtype=torch.int64, device=cu.device)
+        return torch.zeros(tokens, dtype=torch.int64, device=lengths.device)
+    if cu is None:
+        each = tokens // len(lengths)
+        if each == 1:
+            return lengths
+        return (lengths.long()[:, None] + step * torch.arange(each, device=lengths.device)).flatten()
     sequence, number, _ = places(cu, tokens)
     return lengths.long()[sequence] + step * number
 

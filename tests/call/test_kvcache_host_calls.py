@@ -267,6 +267,10 @@ def test_a_cache_that_is_changed_is_seen(card: Card) -> None:
     assert card.given[-1][7].tolist() == [0.5, 0.5]
 
 
+TURN = {"rotary_cos": torch.rand(500, 16), "rotary_sin": torch.rand(500, 16)}
+RAGGED = ("ragged", "ends of their own", "a ragged turn")
+
+
 def appending() -> dict[str, Call]:
     """One new token a sequence; a bound on the tokens where the ends of queries do not tell."""
     given = arguments()
@@ -284,6 +288,9 @@ def appending() -> dict[str, Call]:
         "of a projection": partial(call, cache=engine, q=qkv[:, :, :8], k=qkv[:, :, 8:10], v=qkv[:, :, 10:]),
         "lse": partial(call, cache=engine, return_lse=True),
         "several": partial(call, cache=engine, k=k.repeat(1, 3, 1, 1), v=v.repeat(1, 3, 1, 1)),
+        "a turn": partial(call, cache=engine, **TURN),
+        "a turn without a mask": partial(call, cache=engine, **TURN, causal=False, rotary_interleaved=False),
+        "a ragged turn": partial(call, cache=grown, **ragged, **TURN),
         "ragged": partial(call, cache=grown, **ragged),
         "ends of their own": partial(call, cache=grown, **ragged, cu_seqlens_k_new=ends.clone()),
     }
@@ -294,7 +301,7 @@ def test_what_is_appended_is_the_same_in_both_ways(what: str, card: Card) -> Non
     """The tokens, where they go, their descales and the lengths; the kernel of decode then gets the new lengths."""
     call = appending()[what]
     card.out = torch.empty(2, 1, 8, 64).bfloat16()
-    if what in ("ragged", "ends of their own"):
+    if what in RAGGED:
         card.out = card.out[:, 0]
     call(), call()
     assert len(kvmemo._known) == 1 and len(card.appended) == len(card.given) == 2
@@ -311,14 +318,19 @@ def test_what_is_appended_is_the_same_in_both_ways(what: str, card: Card) -> Non
             assert a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype, name
             assert all(s == t for s, t, n in zip(a.stride(), b.stride(), a.shape, strict=True) if n > 1), name
     assert [given[5].tolist() for given in card.given] == [[101, 8]] * 2
+    assert torch.equal(card.given[0][1].flatten(), card.given[1][1].flatten())  # the queries
+    given = call.keywords["q"]
+    assert torch.equal(card.given[0][1].flatten(), given.flatten()) is ("turn" not in what)
 
 
 def test_a_known_call_that_appends_makes_no_numbers(card: Card) -> None:
     """But for the room for the lengths, and what the stub does with them."""
     stub = {"aten::add", "aten::empty_like"}
     for what, call in appending().items():
+        if "turn" in what:  # of queries by torch operations
+            continue
         card.out = torch.empty(2, 1, 8, 64).bfloat16()
-        if what in ("ragged", "ends of their own"):
+        if what in RAGGED:
             card.out = card.out[:, 0]
         call(), call()
         found = {name for name in operations(call) if name.startswith("aten::")}
@@ -328,7 +340,7 @@ def test_a_known_call_that_appends_makes_no_numbers(card: Card) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"rotary_cos": torch.ones(500, 32), "rotary_sin": torch.zeros(500, 32)},
+        {"rotary_cos": torch.ones(500, 32), "rotary_sin": torch.zeros(500, 32).double()},
         {"k": torch.randn(2 * 128 + 1).bfloat16()[1:].view(2, 1, 2, 64)},
         {"cache": PagedKVCache(4, 2, 64, hadamard=True)},
         {"page_table": torch.zeros(2, 6, dtype=torch.int32)[:, ::2]},
@@ -342,7 +354,7 @@ def test_a_known_call_that_appends_makes_no_numbers(card: Card) -> None:
         },
     ],
     ids=[
-        "a turn",
+        "a wide turn",
         "unaligned",
         "a rotation",
         "columns apart",

@@ -97,9 +97,8 @@ def attention_with_kvcache(
             kernel serves it yet.
     """
     signed = None
-    new = (k, v, cu_seqlens_k_new)
-    still = rotary_cos is rotary_sin is None and rotary_interleaved is True
-    if still and not torch.compiler.is_compiling():
+    new = (k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved)
+    if not torch.compiler.is_compiling():
         tensors = (q, cache, layer, page_table, cache_seqlens, cu_seqlens_q, k_descale, v_descale, sinks, plan, out)
         options = (softmax_scale, causal, softcap, num_splits, return_lse, max_seqlen_q, window_size)
         signed = kvmemo.signature(*tensors, new, options)

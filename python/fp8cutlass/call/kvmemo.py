@@ -2,9 +2,9 @@
 
 What is checked and chosen depends on metadata and options alone. The operator checks what tensors a kernel may be
 given; what it refuses takes the long way, which says why or copies. As :mod:`.memo` has it for dense calls, these are
-never kept: tensors with a gradient, subclasses, modes and transforms, and under torch.compile. Nor are calls that turn
-tokens or append them to anything but a ``PagedKVCache``, caches with a mean or a rotation, calls that may have long
-chunks, and calls while ``FP8CUTLASS_CHECK`` is set.
+never kept: tensors with a gradient, subclasses, modes and transforms, and under torch.compile. Nor are calls that
+append to anything but a ``PagedKVCache``, caches with a mean or a rotation, calls that may have long chunks, and calls
+while ``FP8CUTLASS_CHECK`` is set.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from .kvmemo_append import Append
 from .kvplan import AttentionPlan
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-# q, cache, layer, page_table, lengths, cu_q, k_descale, v_descale, sinks, plan, out, k, v, cu_new
+# q, cache, layer, page_table, lengths, cu_q, k_descale, v_descale, sinks, plan, out, and what is appended: k, v,
+# cu_new, cos, sin, interleaved
 Known = Callable[..., Result]
 
 _known: Kept[Known] = Kept()
@@ -50,8 +51,9 @@ def signature(
     new: tuple[Any, ...],
     options: tuple[Any, ...],
 ) -> Signature | None:
-    """What the checks and choices of a call depend on, or None where it is never kept. ``new`` are k, v and
-    cu_seqlens_k_new. ``options`` are the other arguments that are no tensors; the last one is the window."""
+    """What the checks and choices of a call depend on, or None where it is never kept. ``new`` are k, v,
+    cu_seqlens_k_new, and the arguments of a turn. ``options`` are the other arguments that are no tensors; the last one
+    is the window."""
     if type(q) is not _Tensor or not q.is_cuda or _modes() or _transforms() or checked():
         return None
     if torch.autograd.forward_ad._current_level >= 0 or type(lengths) is not _Tensor or type(layer) is not int:
@@ -82,7 +84,10 @@ def signature(
     else:
         return None
     appended = None
-    if not (new[0] is new[1] is new[2] is None):  # tuples of tensors are not compared: that makes a tensor of each pair
+    if new[0] is new[1] is new[2] is new[3] is new[4] is None:  # tuples are not compared: that compares tensors
+        if new[5] is not True:
+            return None
+    else:
         appended = kvmemo_append.signature(q, cache, page_table, lengths, cu_q, sinks, out, new)
         if appended is None:
             return None
@@ -142,16 +147,24 @@ def remember(
     )  # fmt: skip
     tensors = tuple(isinstance(x, torch.Tensor) for x in descales)
     sums = (heads, tokens) if return_lse else None
-    run = _of_paged(launch, sums, append) if type(cache) is PagedKVCache else _of_pair(launch, tensors, sums)
+    step = None if new[3] is None else 0 if (left, right) == (-1, -1) else 1
+    paged = type(cache) is PagedKVCache
+    run = _of_paged(launch, sums, append, step) if paged else _of_pair(launch, tensors, sums)
     _known.keep(signed, run)
 
 
-def _of_paged(launch: Callable[..., torch.Tensor], sums: tuple[int, int] | None, append: Append | None) -> Known:
+def _of_paged(
+    launch: Callable[..., torch.Tensor], sums: tuple[int, int] | None, append: Append | None, step: int | None
+) -> Known:
+    """``step``: how far apart the tokens of a sequence stand that are turned; None where none are."""
+
     def run(
         q: Any, cache: Any, layer: Any, table: Any, lengths: Any, cu_q: Any, _k: Any, _v: Any, sinks: Any, plan: Any,
         out: Any, *new: Any,
     ) -> Result:  # fmt: skip
         at = held(cache, layer)
+        if step is not None:
+            q = kvmemo_append.turned(q, cu_q, lengths, step, *new[3:])
         if append is not None:
             lengths = append(cache, layer, table, lengths, cu_q, *new)
         lse = None if sums is None else q.new_empty(sums, dtype=torch.float32)

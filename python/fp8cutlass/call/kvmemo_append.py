@@ -1,5 +1,5 @@
 """What a known call of ``attention_with_kvcache`` does first where it appends: one launch, of which everything but
-tensors is known. Tokens go to a ``PagedKVCache`` in 16 bits, and nothing turns them."""
+tensors is known. Tokens go to a ``PagedKVCache`` in 16 bits. That launch turns keys, torch operations queries."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from ..cache.paged import PagedKVCache
 from ..dtypes import HALF_DTYPES
 from ..native import append as kernel
 from ..native import extension
+from ..native.append import ANGLES
+from ..quant.rope import rope
+from .kvappend import positions
 from .kvlaunch import ROW_BYTES
 
 MOST = 4096  # sequences whose ends are kept
-# cache, layer, page_table, lengths, cu_q, k, v, cu_new -> the lengths with the new tokens
+# cache, layer, page_table, lengths, cu_q, k, v, cu_new, cos, sin, interleaved -> the lengths with the new tokens
 Append = Callable[..., torch.Tensor]
 
 _Tensor = torch.Tensor
@@ -33,12 +36,13 @@ def signature(
     out: Any,
     new: tuple[Any, ...],
 ) -> Any:
-    """What the checks of ``new``, which are k, v and cu_seqlens_k_new, depend on, and of what is given to the kernel of
-    decode once they are written; None where a call is never kept."""
+    """What the checks of ``new``, which are k, v, cu_seqlens_k_new and the arguments of a turn, depend on, and of what
+    is given to the kernel of decode once they are written; None where a call is never kept."""
     try:
         if not _fit(q, cu_q, sinks, out):
             return None
-        return _of_new(q, cache, page_table, lengths, cu_q, new)
+        of_new, of_turn = _of_new(q, cache, page_table, lengths, cu_q, new[:3]), _of_turn(q, *new[3:])
+        return None if of_new is None or of_turn is None else (of_new, of_turn)
     except (RuntimeError, IndexError):  # a layout without strides or data, too few dimensions
         return None
 
@@ -83,6 +87,36 @@ def _of_new(
     )  # fmt: skip
 
 
+def _of_turn(q: torch.Tensor, cos: Any, sin: Any, interleaved: Any) -> tuple[Any, ...] | None:
+    if type(interleaved) is not bool:
+        return None
+    if cos is None and sin is None:
+        return (interleaved,)
+    if type(cos) is not _Tensor or type(sin) is not _Tensor or cos.dtype is not sin.dtype or cos.dtype not in ANGLES:
+        return None
+    if (cos.data_ptr() | sin.data_ptr()) % kernel.ALIGNMENT or not (cos.is_contiguous() and sin.is_contiguous()):
+        return None
+    if cos.get_device() != q.get_device() or sin.get_device() != q.get_device():
+        return None
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        return None
+    return interleaved, cos.shape, sin.shape, cos.dtype
+
+
+def turned(
+    q: torch.Tensor,
+    cu_q: Any,
+    lengths: torch.Tensor,
+    step: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Queries as the long way turns them."""
+    tokens = q.reshape(-1, *q.shape[-2:])
+    return rope(tokens, cos, sin, positions(cu_q, lengths, len(tokens), step), interleaved).view(q.shape)
+
+
 def prepared(k: torch.Tensor, v: torch.Tensor) -> Append | None:
     """How further calls append tokens like these; None where each is copied first, or where the ends of their sequences
     would be made inside of a graph."""
@@ -97,13 +131,13 @@ def prepared(k: torch.Tensor, v: torch.Tensor) -> Append | None:
 
     def run(
         cache: Any, layer: int, table: Any, lengths: torch.Tensor, cu_q: Any, k: torch.Tensor, v: torch.Tensor,
-        cu_new: Any,
+        cu_new: Any, cos: Any, sin: Any, interleaved: bool,
     ) -> torch.Tensor:  # fmt: skip
         at, used = held(cache, layer), torch.empty_like(lengths)
         cu = (cu_q if cu_new is None else cu_new) if ends is None else ends[: lengths.shape[0] + 1]
         operator(
             tokens_of(k), tokens_of(v), at.k, at.v, at.k_token, at.v_page, at.k_descale, at.v_written, None, None, cu,
-            lengths, table, used, None, None, False, None, False,
+            lengths, table, used, cos, sin, interleaved and cos is not None, None, False,
         )  # fmt: skip
         return used
 

@@ -32,7 +32,7 @@ REPETITIONS, QUICK_REPETITIONS = 7, 3
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Tokens of which our shards have multiples: with 384 no rows move between ranks.",
+    help="Tokens of which our shards have multiples: with 768 no rows move between ranks.",
 )
 @click.option("--quick", is_flag=True, help="Fewer problems and repetitions: three minutes on two cards.")
 @click.option(
@@ -122,7 +122,7 @@ def _rank(
     began, ranks = time.monotonic(), dist.get_world_size()
     stamp = machine.stamp(commit) | {"cards": str(ranks), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     stamp |= {"shards of multiples of": str(multiple)} if multiple > 1 else {}
-    path = results_folder(out, stamp) / f"parallel_{ranks}.csv"
+    path = results_folder(out, stamp) / f"parallel_{ranks}{f'_multiple_{multiple}' if multiple > 1 else ''}.csv"
     rows: list[ParallelTime] = []
     left = False
     for tokens in lengths:

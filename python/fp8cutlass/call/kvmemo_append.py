@@ -19,7 +19,7 @@ from ..quant.rope import rope
 from .kvappend import positions
 from .kvlaunch import ROW_BYTES
 
-MOST = 4096  # sequences whose ends are kept
+MOST, MOST_NEW = 4096, 128  # sequences whose ends are kept, and new tokens of each
 # cache, layer, page_table, lengths, cu_q, k, v, cu_new, cos, sin, interleaved -> the lengths with the new tokens
 Append = Callable[..., torch.Tensor]
 
@@ -49,12 +49,15 @@ def signature(
 
 def _fit(q: torch.Tensor, cu_q: Any, sinks: Any, out: Any) -> bool:
     """Whether the kernel of decode takes them: it must not refuse what is written already."""
-    at, heads = q.get_device(), q.shape[-2]
-    if q.data_ptr() % ROW_BYTES:
+    at, heads, step = q.get_device(), q.shape[-2], ROW_BYTES // q.element_size()
+    apart = [stride for stride, size in zip(q.stride()[:-1], q.shape[:-1], strict=True) if size > 1]
+    if q.data_ptr() % ROW_BYTES or q.stride(-1) != 1 or any(stride % step for stride in apart) or not _is_dense(q):
         return False
     if sinks is not None and (sinks.shape != (heads,) or not sinks.is_contiguous() or sinks.get_device() != at):
         return False
     if out is not None and (out.dtype is not q.dtype or not out.is_contiguous() or out.get_device() != at):
+        return False
+    if out is not None and out.data_ptr() % kernel.ALIGNMENT:
         return False
     if cu_q is None:
         return True
@@ -74,7 +77,7 @@ def _of_new(
     if type(page_table) is not _Tensor or page_table.stride(-1) != 1 or not lengths.is_contiguous():
         return None
     if k.dim() == 4:
-        if lengths.shape[0] > MOST or cu_new is not None:
+        if lengths.shape[0] > MOST or k.shape[1] > MOST_NEW or cu_new is not None:
             return None
     else:
         cu = cu_q if cu_new is None else cu_new

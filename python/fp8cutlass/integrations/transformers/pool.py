@@ -190,8 +190,9 @@ class Stored:
         if band.right != 0 or band.used_q is None or band.used_k is None:
             return None
         begins, counts, first, total = self.pool.read(band, rows, keys)
+        tokens = self.tokens
         for b, length in enumerate(lengths):
-            inside = int(self.tokens[b, first[b] : first[b] + length].sum()) if length else 0
+            inside = int(tokens[b, first[b] : first[b] + length].sum()) if length else 0
             if length + counts[b] != total[b] or inside != length:
                 return None
         return Rows(tuple(begins), tuple(counts))

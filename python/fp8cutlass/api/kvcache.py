@@ -10,7 +10,7 @@ import torch
 from ..cache.paged import PagedKVCache
 from ..call import kvmemo
 from ..call.kept import refused
-from ..call.kvappend import append, positions
+from ..call.kvappend import append, turned
 from ..call.kvcache import KVCall, refuse_device, run
 from ..call.kvplan import AttentionPlan, Form, differs
 from ..call.kvprefill import may_be_kept
@@ -19,7 +19,6 @@ from ..call.ragged import default_scale
 from ..call.reasons import no_derivatives
 from ..checking import looks_at
 from ..errors import NoKernelError, UnsupportedError
-from ..quant.rope import rope
 from .kvcache_checks import Given, Settled, check, check_lengths
 
 
@@ -117,15 +116,13 @@ def attention_with_kvcache(
     at = settled(given)
     pages, tokens = at.cache.views(layer), q.reshape(at.tokens, *q.shape[-2:])
     used = at.lengths
+    left, right = window_size[0], 0 if causal else window_size[1]
     if k is not None and v is not None:
         turn = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin, rotary_interleaved)
         if turn is not None:
-            step = 0 if not causal and tuple(window_size) == (-1, -1) else 1
-            cos, sin, interleaved = turn
-            tokens = rope(tokens, cos, sin, positions(at.cu_q, at.lengths, len(tokens), step), interleaved)
+            tokens = turned(tokens, at.cu_q, at.lengths, (left, right), turn)
         rows = k.reshape(at.new, *k.shape[-2:]), v.reshape(at.new, *v.shape[-2:])
         used = append(at.cache, rows, at.ends(at.cu_new, at.new), used, at.table(), at.spread(), layer, turn)
-    left, right = window_size[0], 0 if causal else window_size[1]
     inside = pages.k_descale is not None and pages.v_descale is not None
     descales = (pages.k_descale, pages.v_descale) if inside else at.descales
     tensors_of = [x if isinstance(x, torch.Tensor) else None for x in descales]

@@ -33,8 +33,12 @@ class Held:
     k_token: torch.Tensor | None
     v_page: torch.Tensor | None
     v_written: torch.Tensor | None  # by which V is appended; None where that in the pages grows
-    pages: Pages  # the same views as those of the cache
     of: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]  # attributes of the cache that the views are of
+
+    @property
+    def pages(self) -> Pages:
+        """The views as the cache makes them."""
+        return Pages(self.k, self.v, self.k_token, self.v_page)
 
 
 def held(cache: Cache, layer: int) -> Held:
@@ -50,5 +54,5 @@ def held(cache: Cache, layer: int) -> Held:
     inside = views.k_descale is not None
     k, v = (None, None) if inside else (cache.k_descale[layer], cache.v_descale[layer])
     written = None if cache.v_scale == "pow2" else cache.v_descale[layer]
-    kept[layer] = made = Held(views.k, views.v, k, v, views.k_descale, views.v_descale, written, views, of)
+    kept[layer] = made = Held(views.k, views.v, k, v, views.k_descale, views.v_descale, written, of)
     return made

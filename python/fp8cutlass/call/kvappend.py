@@ -37,6 +37,15 @@ def positions(cu: torch.Tensor | None, lengths: torch.Tensor, tokens: int, step:
     return lengths.long()[sequence] + step * number
 
 
+def turned(
+    q: torch.Tensor, cu: torch.Tensor | None, lengths: torch.Tensor, window: tuple[int, int], turn: Turn
+) -> torch.Tensor:
+    """Queries (T, H, D) turned by where they stand. With ``window`` (-1, -1), where a row sees all keys, all rows of a
+    sequence stand at its length, as FlashAttention has it."""
+    cos, sin, interleaved = turn
+    return rope(q, cos, sin, positions(cu, lengths, len(q), 0 if window == (-1, -1) else 1), interleaved)
+
+
 def append(
     cache: PagedKVCache,
     tokens: tuple[torch.Tensor, torch.Tensor],

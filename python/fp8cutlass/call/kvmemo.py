@@ -21,6 +21,7 @@ from ..choose.target import target
 from ..native.decode import kernel_for, launch_of, uncut
 from . import kvmemo_append
 from .kept import Kept, Signature
+from .kvappend import turned
 from .kvlaunch import rows_of
 from .kvmemo_append import Append
 from .kvplan import AttentionPlan
@@ -147,26 +148,28 @@ def remember(
     )  # fmt: skip
     tensors = tuple(isinstance(x, torch.Tensor) for x in descales)
     sums = (heads, tokens) if return_lse else None
-    step = None if new[3] is None else 0 if (left, right) == (-1, -1) else 1
-    paged = type(cache) is PagedKVCache
-    run = _of_paged(launch, sums, append, step) if paged else _of_pair(launch, tensors, sums)
+    paged, window = type(cache) is PagedKVCache, None if new[3] is None else (left, right)
+    run = _of_paged(launch, sums, append, window) if paged else _of_pair(launch, tensors, sums)
     _known.keep(signed, run)
 
 
 def _of_paged(
-    launch: Callable[..., torch.Tensor], sums: tuple[int, int] | None, append: Append | None, step: int | None
+    launch: Callable[..., torch.Tensor],
+    sums: tuple[int, int] | None,
+    append: Append | None,
+    window: tuple[int, int] | None,
 ) -> Known:
-    """``step``: how far apart the tokens of a sequence stand that are turned; None where none are."""
+    """``window``: of calls that turn queries; else None."""
 
     def run(
         q: Any, cache: Any, layer: Any, table: Any, lengths: Any, cu_q: Any, _k: Any, _v: Any, sinks: Any, plan: Any,
         out: Any, *new: Any,
     ) -> Result:  # fmt: skip
         at = held(cache, layer)
-        if step is not None:
-            q = kvmemo_append.turned(q, cu_q, lengths, step, *new[3:])
+        if window is not None:
+            q = turned(q.reshape(-1, *q.shape[-2:]), cu_q, lengths, window, new[3:]).view(q.shape)
         if append is not None:
-            lengths = append(cache, layer, table, lengths, cu_q, *new)
+            lengths = append(at, table, lengths, cu_q, *new)
         lse = None if sums is None else q.new_empty(sums, dtype=torch.float32)
         result = launch(
             q, at.k, at.v, table, lengths, cu_q, at.k_descale, at.v_descale, at.k_token, at.v_page, sinks,

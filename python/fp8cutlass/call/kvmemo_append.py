@@ -9,18 +9,15 @@ from typing import Any
 
 import torch
 
-from ..cache.held import held
+from ..cache.held import Held
 from ..cache.paged import PagedKVCache
 from ..dtypes import HALF_DTYPES
 from ..native import append as kernel
 from ..native import extension
-from ..native.append import ANGLES
-from ..quant.rope import rope
-from .kvappend import positions
 from .kvlaunch import ROW_BYTES
 
 MOST, MOST_NEW = 4096, 128  # sequences whose ends are kept, and new tokens of each
-# cache, layer, page_table, lengths, cu_q, k, v, cu_new, cos, sin, interleaved -> the lengths with the new tokens
+# Held, page_table, lengths, cu_q, k, v, cu_new, cos, sin, interleaved -> the lengths with the new tokens
 Append = Callable[..., torch.Tensor]
 
 _Tensor = torch.Tensor
@@ -95,7 +92,12 @@ def _of_turn(q: torch.Tensor, cos: Any, sin: Any, interleaved: Any) -> tuple[Any
         return None
     if cos is None and sin is None:
         return (interleaved,)
-    if type(cos) is not _Tensor or type(sin) is not _Tensor or cos.dtype is not sin.dtype or cos.dtype not in ANGLES:
+    if (
+        type(cos) is not _Tensor
+        or type(sin) is not _Tensor
+        or cos.dtype is not sin.dtype
+        or cos.dtype not in kernel.ANGLES
+    ):
         return None
     if (cos.data_ptr() | sin.data_ptr()) % kernel.ALIGNMENT or not (cos.is_contiguous() and sin.is_contiguous()):
         return None
@@ -104,20 +106,6 @@ def _of_turn(q: torch.Tensor, cos: Any, sin: Any, interleaved: Any) -> tuple[Any
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return None
     return interleaved, cos.shape, sin.shape, cos.dtype
-
-
-def turned(
-    q: torch.Tensor,
-    cu_q: Any,
-    lengths: torch.Tensor,
-    step: int,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-) -> torch.Tensor:
-    """Queries as the long way turns them."""
-    tokens = q.reshape(-1, *q.shape[-2:])
-    return rope(tokens, cos, sin, positions(cu_q, lengths, len(tokens), step), interleaved).view(q.shape)
 
 
 def prepared(k: torch.Tensor, v: torch.Tensor) -> Append | None:
@@ -133,10 +121,10 @@ def prepared(k: torch.Tensor, v: torch.Tensor) -> Append | None:
     operator = extension.compiled().append.default._op  # the overload's own frame costs 0.2 us
 
     def run(
-        cache: Any, layer: int, table: Any, lengths: torch.Tensor, cu_q: Any, k: torch.Tensor, v: torch.Tensor,
-        cu_new: Any, cos: Any, sin: Any, interleaved: bool,
+        at: Held, table: Any, lengths: torch.Tensor, cu_q: Any, k: torch.Tensor, v: torch.Tensor, cu_new: Any, cos: Any,
+        sin: Any, interleaved: bool,
     ) -> torch.Tensor:  # fmt: skip
-        at, used = held(cache, layer), torch.empty_like(lengths)
+        used = torch.empty_like(lengths)
         cu = (cu_q if cu_new is None else cu_new) if ends is None else ends[: lengths.shape[0] + 1]
         operator(
             tokens_of(k), tokens_of(v), at.k, at.v, at.k_token, at.v_page, at.k_descale, at.v_written, None, None, cu,

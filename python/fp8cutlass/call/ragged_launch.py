@@ -50,13 +50,13 @@ class Launch:
     ) -> torch.Tensor:
         """(T, H, the kernel's head_dim). ``lengths``: cu_seqlens of q and k, seqused of both. All of ``lse`` (H, T) is
         written. ``leave_q``: the attention kernel quantises Q itself, where it can; the bits are the same."""
-        more: tuple[Any, ...] = (lse, *self.numbers, self.softcap, sinks)
+        given: tuple[Any, ...]
         if self.fp8:
-            given = (*descales, *lengths, *more)
+            given = (*descales, *lengths, lse, *self.numbers)
         else:
-            given = (*lengths, lse, *self.amaxes, *self.numbers, leave_q, None, self.softcap, sinks)
+            given = (*lengths, lse, *self.amaxes, *self.numbers, leave_q, None)
         try:
-            out = self.operator(self.variant, q, k, v, *given)
+            out = self.operator(self.variant, q, k, v, *given, self.softcap, sinks)
         except RuntimeError as error:
             extension.name_memory_error(error)
             raise

@@ -53,7 +53,7 @@ def _route(source: Shards, target: Shards, me: int) -> Route:
     sent = [_common(source.segments[me], theirs) for theirs in target.segments]
     got = [_common(theirs, target.segments[me]) for theirs in source.segments]
     kept, sent[me], got[me] = sent[me], [], []
-    places = dict(_places(source.segments[me]))
+    places = {start: at for start, _, rank, at in source.in_order() if rank == me}
     own = [[(places[start] + a - start, places[start] + b - start) for start, a, b in rows] for rows in sent]
     made: list[tuple[int, tuple[int | None, int, int]]] = [
         (a, (None, places[start] + a - start, b - a)) for start, a, b in kept
@@ -64,16 +64,6 @@ def _route(source: Shards, target: Shards, me: int) -> Route:
         tuple(tuple(b - a for _, a, b in rows) for rows in got),
         tuple(piece for _, piece in sorted(made, key=lambda one: one[0])),
     )
-
-
-def _places(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Of each segment that is not empty its first token, and where that lies in the rank's tensors."""
-    found, at = [], 0
-    for start, stop in segments:
-        if start < stop:
-            found.append((start, at))
-        at += stop - start
-    return found
 
 
 def _common(mine: Sequence[Segment], theirs: Sequence[Segment]) -> list[tuple[int, int, int]]:

@@ -28,9 +28,9 @@ class Drawn:
         drawn = torch.randn(size, generator=self.generator, device=self.generator.device, dtype=torch.bfloat16)
         return drawn.mul_(std)
 
-    def weight(self, rows: int, columns: int) -> torch.Tensor:
+    def weight(self, rows: int, columns: int, std: float = WEIGHT_STD) -> torch.Tensor:
         """As ``torch.nn.functional.linear`` takes it."""
-        return self.normal(rows, columns, std=WEIGHT_STD)
+        return self.normal(rows, columns, std=std)
 
 
 def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:

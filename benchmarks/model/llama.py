@@ -1,12 +1,17 @@
 """A language model like Llama 3 8B: embedding, layers with grouped heads and a gated feed-forward network, and logits
-of the last token of each sequence."""
+of the last token of each sequence.
+
+Embeddings are standard normal. Weights whose products are added to them are smaller by the square root of twice the
+layers, as those of GPT-2 begin (Radford et al., 2019, section 2.3). With one standard deviation for all, each layer
+makes the errors of those before it larger: docs/lab/decode.md.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from .layers import Attend, Drawn, angles, rotation, split_heads, turned
+from .layers import WEIGHT_STD, Attend, Drawn, angles, rotation, split_heads, turned
 from .problems import Problem
 
 EPSILON = 1e-5
@@ -18,8 +23,9 @@ class Layer:
 
     def __init__(self, problem: Problem, draw: Drawn) -> None:
         width, kv_width = problem.width, problem.kv_heads * problem.head_dim
-        self.qkv, self.out = draw.weight(width + 2 * kv_width, width), draw.weight(width, width)
-        self.gate_up, self.down = draw.weight(2 * problem.ffn, width), draw.weight(width, problem.ffn)
+        added = WEIGHT_STD * (2 * problem.of) ** -0.5
+        self.qkv, self.out = draw.weight(width + 2 * kv_width, width), draw.weight(width, width, added)
+        self.gate_up, self.down = draw.weight(2 * problem.ffn, width), draw.weight(width, problem.ffn, added)
         self.ones = torch.ones(width, dtype=torch.bfloat16, device=self.out.device)
 
 
@@ -30,7 +36,7 @@ class Llama:
         draw = Drawn(device)
         self._problem = problem
         self._layers = [Layer(problem, draw) for _ in range(problem.layers)]
-        self._embedding = draw.weight(problem.vocabulary, problem.width)
+        self._embedding = draw.normal(problem.vocabulary, problem.width)
         self._head = draw.weight(problem.vocabulary, problem.width)
         size = (problem.batch, problem.tokens)
         self._tokens = torch.randint(problem.vocabulary, size, generator=draw.generator, device=device)

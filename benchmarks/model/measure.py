@@ -4,7 +4,7 @@ which shows that the command works and nothing about speed."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -15,7 +15,7 @@ import torch
 from ..decode import or_infinite
 from ..grid import Settings
 from ..peers.base import Refused
-from ..results import FAILED, OK, UNAVAILABLE, Timed, first_line
+from ..results import FAILED, OK, UNAVAILABLE, WRONG, Timed, first_line
 from ..turns import ErrorOf, Launch, all_timed
 from . import cached, dense
 from .dense import BACKENDS, FA3, HOST_SDPA, OURS, WITHOUT, Source, Way
@@ -26,12 +26,15 @@ from .video import Video
 
 # Errors add up over layers. A wrong mask, head or scale makes far more than these limits.
 LIMITS = MappingProxyType({"bf16": 0.1, "fp8": 0.3})
+# Of one call on the operands of the reference.
+CALL_LIMITS = MappingProxyType({"bf16": 0.02, "fp8": 0.1})
 
 
 @dataclass(frozen=True)
 class ModelTime(Timed):
     """What was found of one attention in one model. ``without_us`` is the time of the same forward without attention,
-    append included. ``error`` is that of the forward's result against one whose attention is float32."""
+    append included. ``error`` is that of the forward's result against one whose attention is float32, ``call_error``
+    the largest of its calls, each on the operands of that forward."""
 
     problem: str
     layers: int
@@ -44,6 +47,7 @@ class ModelTime(Timed):
     status: str
     reason: str = ""
     without_us: float | None = None
+    call_error: float | None = None
 
     @property
     def share(self) -> float | None:
@@ -87,35 +91,67 @@ def measure(problem: Problem, device: torch.device, settings: Settings, peers: b
     with torch.no_grad():
         model = Video(problem, device) if problem.name == "video" else Llama(problem, device)
         sources, reference = sources_of(problem, device, peers)
-        wanted = model.forward(reference()).float()
-        rows = _rows(problem, model.forward, sources, wanted, device, settings)
+        rows, ways = _found(problem, sources)
+        attend, calls = compared(reference(), ways)
+        wanted = model.forward(attend).float()
+        contenders: list[tuple[ModelTime, Launch, ErrorOf]] = []
+        for way in ways:
+            row, good = _judged(row_of(problem, way.name, way.precision, OK), calls.get(way.name))
+            if not good:
+                rows.append(row)
+                continue
+            error_of: ErrorOf = (lambda out: 0.0) if way.name == WITHOUT else partial(_error, wanted)
+            contenders.append((row, partial(model.forward, way.attend), error_of))
+        rows += all_timed(contenders, device, settings, LIMITS)
     base = next((row.median_us for row in rows if row.contender == WITHOUT), None)
     return [replace(row, without_us=base) if row.median_us is not None else row for row in rows]
 
 
-def _rows(
-    problem: Problem,
-    forward: Callable[[Attend], torch.Tensor],
-    sources: Mapping[str, Source],
-    wanted: torch.Tensor,
-    device: torch.device,
-    settings: Settings,
-) -> list[ModelTime]:
+def _found(problem: Problem, sources: Mapping[str, Source]) -> tuple[list[ModelTime], list[Way]]:
+    """The ways that there are, and rows of those that there are not."""
     rows: list[ModelTime] = []
-    contenders: list[tuple[ModelTime, Launch, ErrorOf]] = []
+    ways: list[Way] = []
     for name, source in sources.items():
         try:
-            way = source()
-            forward(way.attend)
+            ways.append(source())
         except (ImportError, OSError, Refused) as refusal:
             rows.append(row_of(problem, name, "", UNAVAILABLE, first_line(refusal)))
-            continue
         except Exception as failure:  # one that breaks must not end the run
             rows.append(row_of(problem, name, "", FAILED, first_line(failure)))
-            continue
-        error_of: ErrorOf = (lambda out: 0.0) if name == WITHOUT else partial(_error, wanted)
-        contenders.append((row_of(problem, name, way.precision, OK), partial(forward, way.attend), error_of))
-    return rows + all_timed(contenders, device, settings, LIMITS)
+    return rows, ways
+
+
+def compared(reference: Attend, ways: Sequence[Way]) -> tuple[Attend, dict[str, float | Exception]]:
+    """The reference, which hands each call to all ways, too, and for each the largest error of its calls, or what it
+    raised first. A forward by one way would give the errors of other layers to a call as well."""
+    found: dict[str, float | Exception] = {way.name: 0.0 for way in ways if way.name != WITHOUT}
+
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, cross: bool = False
+    ) -> torch.Tensor:
+        wanted = reference(layer, q, k, v, causal=causal, cross=cross)
+        for way in ways:
+            largest = found.get(way.name)
+            if isinstance(largest, float):
+                try:
+                    out = way.attend(layer, q, k, v, causal=causal, cross=cross)
+                    found[way.name] = max(largest, _error(wanted.float(), out))
+                except Exception as failure:  # one that breaks must not end the run
+                    found[way.name] = failure
+        return wanted
+
+    return attend, found
+
+
+def _judged(row: ModelTime, call: float | Exception | None) -> tuple[ModelTime, bool]:
+    """The row with what its calls gave, and whether a forward is worth timing."""
+    if isinstance(call, Exception):
+        status = UNAVAILABLE if isinstance(call, Refused) else FAILED
+        return replace(row, status=status, reason=first_line(call)), False
+    if call is not None and call > CALL_LIMITS[row.precision]:
+        reason = f"relative L2 error {call:.3g} of a call, the limit is {CALL_LIMITS[row.precision]:g}"
+        return replace(row, status=WRONG, reason=reason, call_error=call), False
+    return replace(row, call_error=call), True
 
 
 def _error(wanted: torch.Tensor, out: torch.Tensor) -> float:

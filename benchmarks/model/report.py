@@ -46,7 +46,8 @@ def _body(cell: Mapping[str, ModelTime]) -> list[list[str]]:
     base, body = best_sdpa(cell), []
     for row in cell.values():
         attends = row.contender != WITHOUT
-        compared = [_percent(row.share, 0), _text(speedup(row, base)), _percent(row.error, 2)] if attends else [""] * 3
+        errors = [_percent(row.call_error, 2), _percent(row.error, 2)]
+        compared = [_percent(row.share, 0), _text(speedup(row, base)), *errors] if attends else [""] * 4
         times = [_text((row.median_us or 0.0) * 1e-3), _text(row.model_ms)]
         body.append([row.contender, row.precision, *times, *compared])
     return body
@@ -66,9 +67,11 @@ def markdown(stamp: Mapping[str, str], rows: Sequence[ModelTime]) -> str:
         "without attention and without append. What a forward takes longer than that is the share of attention. All",
         "layers: the time of the timed ones, scaled. The speedup is over the fastest backend of torch's SDPA. The",
         "error is that of the result against a forward with float32 attention: of what the blocks add to their input,",
-        "or of the logits. Random weights attend to nearly all keys alike, so that errors of a trained model differ.",
+        "or of the logits. That of a call is the largest of all layers, each on what float32 attention gave so far.",
+        "Random weights attend to nearly all keys alike, so that errors of a trained model differ.",
     ]
-    header = ["attention", "operands", "forward, ms", "all layers, ms", "attention's share", "speedup", "error"]
+    header = ["attention", "operands", "forward, ms", "all layers, ms", "attention's share", "speedup"]
+    header += ["error of a call", "error"]
     for cell in of_problem(rows).values():
         lines += ["", f"### {_sizes(next(iter(cell.values())))}", "", *table(header, _body(cell))]
     missing = dict.fromkeys(

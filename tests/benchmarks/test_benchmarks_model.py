@@ -21,6 +21,7 @@ from benchmarks import turns
 from benchmarks.__main__ import cli
 from benchmarks.grid import QUICK
 from benchmarks.model import cached, dense, measure, report
+from benchmarks.model.llama import Llama
 from benchmarks.model.measure import ModelTime, row_of
 from benchmarks.model.problems import PROBLEMS, TINY, Problem
 from benchmarks.peers.fa3 import MODULE
@@ -55,8 +56,9 @@ def test_every_way_computes_the_model(problem: Problem, fa3: None, monkeypatch: 
     assert list(rows) == ["without", "sdpa", "fa3_bf16", "ours"]
     assert {row.status for row in rows.values()} == {OK} and all(row.median_us for row in rows.values())
     errors = {name: row.error or 0.0 for name, row in rows.items()}
-    assert errors["fa3_bf16"] < 1e-6 < errors["sdpa"] < 0.03
-    assert errors["sdpa"] < errors["ours"] < 0.06
+    assert errors["fa3_bf16"] < 1e-6 and errors["sdpa"] < errors["ours"] < 0.06 and errors["sdpa"] < 0.03
+    calls = {name: row.call_error or 0.0 for name, row in rows.items()}
+    assert calls["without"] == 0 and calls["fa3_bf16"] < 1e-6 < calls["sdpa"] < 0.01 < calls["ours"] < 0.08
     assert {row.without_us for row in rows.values()} == {rows["without"].median_us}
 
 
@@ -99,12 +101,43 @@ def test_a_result_of_other_attention_has_no_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dense, "ours", broken)
     rows = {row.contender: row for row in measure.measure(TINY["prefill"], CPU, QUICK)}
     assert rows["sdpa"].status == WRONG and rows["sdpa"].median_us is None
+    assert "of a call, the limit is 0.02" in rows["sdpa"].reason and (rows["sdpa"].call_error or 0) > 0.1
     assert rows["ours"].status == FAILED and rows["ours"].reason == "no such thing"
     assert rows["fa3_bf16"].status in (UNAVAILABLE, OK)
 
 
+def test_calls_are_compared_on_the_operands_of_the_reference() -> None:
+    seen: list[float] = []
+
+    def doubled(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: bool) -> torch.Tensor:
+        seen.append(float(q.sum()))
+        return dense.exact(layer, q, k, v, causal=True) * (2 if layer == 1 else 1)
+
+    def broken(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: bool) -> torch.Tensor:
+        raise RuntimeError(f"layer {layer}")
+
+    ways = [dense.Way("doubled", "bf16", doubled), dense.Way("broken", "bf16", broken)]
+    attend, found = measure.compared(dense.exact, ways)
+    model = Llama(TINY["prefill"], CPU)
+    assert torch.equal(model.forward(attend), model.forward(dense.exact))
+    assert len(seen) == 2 and found["doubled"] == pytest.approx(1)
+    assert str(found["broken"]) == "layer 0"
+
+
+def test_errors_of_calls_do_not_grow_in_the_language_model() -> None:
+    problem = replace(TINY["prefill"], layers=12, of=12, width=256, ffn=512)
+    model, drawn = Llama(problem, CPU), torch.Generator().manual_seed(3)
+
+    def noisy(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: bool) -> torch.Tensor:
+        out = dense.exact(layer, q, k, v, causal=True)
+        return (out * (1 + 0.05 * torch.randn(out.shape, generator=drawn))).to(out.dtype)
+
+    wanted = model.forward(dense.exact).float()
+    assert float((model.forward(noisy).float() - wanted).norm() / wanted.norm()) < 0.05
+
+
 def timed(name: str, problem: str, us: float, **more: Any) -> ModelTime:
-    more = {"median_us": us, "min_us": us, "without_us": 60e3, "error": 0.01} | more
+    more = {"median_us": us, "min_us": us, "without_us": 60e3, "call_error": 0.02, "error": 0.01} | more
     return row_of(PROBLEMS[problem], name, "bf16", OK, **more)
 
 
@@ -117,9 +150,9 @@ ROWS = [
 
 def test_the_tables() -> None:
     text = report.markdown({"card": "NVIDIA H200"}, ROWS)
-    assert "| sdpa_cudnn | bf16 | 120.00 | 2400.00 | 50% | 1.00 | 1.00% |" in text
-    assert "| ours | bf16 | 100.00 | 2000.00 | 40% | 1.20 | 3.10% |" in text
-    assert "| without | bf16 | 60.00 | 1200.00 |  |  |  |" in text
+    assert "| sdpa_cudnn | bf16 | 120.00 | 2400.00 | 50% | 1.00 | 2.00% | 1.00% |" in text
+    assert "| ours | bf16 | 100.00 | 2000.00 | 40% | 1.20 | 2.00% | 3.10% |" in text
+    assert "| without | bf16 | 60.00 | 1200.00 |  |  |  |  |" in text
     assert "2 of 40 layers timed, 1 x 32760 tokens" in text and "32 x 1 tokens against 4096 keys" in text
     assert "* fa3_bf16: not there" in text and "* ours, decode: wrong: far off" in text
 

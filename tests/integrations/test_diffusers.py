@@ -22,6 +22,7 @@ diffusers = pytest.importorskip("diffusers")
 import context_parallel  # noqa: E402
 import tiny_diffusers as tiny  # noqa: E402
 from diffusers.models import attention_dispatch as dispatch  # noqa: E402
+from diffusers.models import attention_processor as processors  # noqa: E402
 
 from fp8cutlass import UnsupportedError, stats  # noqa: E402
 from fp8cutlass.integrations import diffusers as fp8  # noqa: E402
@@ -316,11 +317,11 @@ def test_compile_keeps_one_graph(make: Callable[[], Any]) -> None:
 def test_names_are_read_from_code() -> None:
     """A module without attention is none, and one that multiplies by itself is not reached."""
     assert reach.way_of(torch.nn.Linear(2, 2)) is None
-    attention = diffusers.models.attention_processor.Attention(32, heads=2, dim_head=16)
+    attention = processors.Attention(32, heads=2, dim_head=16)
     assert reach.way_of(attention) == reach.WATCHED
-    attention.set_processor(diffusers.models.attention_processor.AttnProcessor())
+    attention.set_processor(processors.AttnProcessor())
     assert "AttnProcessor computes attention itself" == reach.way_of(attention)
-    adapter = diffusers.models.attention_processor.IPAdapterAttnProcessor2_0(32, 16)  # a module with a call of its own
+    adapter = processors.IPAdapterAttnProcessor2_0(32, 16)  # a module with a call of its own
     attention.set_processor(adapter)
     assert reach.way_of(attention) == reach.WATCHED
 

@@ -16,9 +16,9 @@ FULL, CAUSAL, MASKED = "full", "causal", "masked"
 # window or padding, for which torch's attention would need a mask. docs/evidence/results.md says where each number is
 # from.
 MEASURED = {
-    FULL: {64: 1024, 128: 1024, 256: 1024},
+    FULL: {64: 1024, 128: 1024, 256: 1536},
     CAUSAL: {64: 1024, 128: 1024, 256: 2048},
-    MASKED: {64: 512, 128: 1024, 256: 2048},
+    MASKED: {64: 256, 128: 384, 256: 256},
 }
 # The same where values are narrower than keys, as in DeepSeek's latent attention: they are padded to the width of keys.
 NARROW_VALUES = 8192

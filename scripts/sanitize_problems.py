@@ -150,6 +150,11 @@ def run_ragged(variant: Any) -> Iterator[None]:
         yield
 
 
+def run_capped(variant: Any) -> Iterator[None]:
+    """Launches a kernel that caps scores, once a turn."""
+    return (run_ragged if variant.walk == "ragged" else run_window)(variant)
+
+
 def run_copies(pack: dict[str, Any]) -> Iterator[None]:
     """Launches a kernel that copies FP8 operands, and one that reads them, once a turn: with tails of rows, of packed
     keys and of head_dim, descales of each form, and a sign to turn."""
@@ -281,7 +286,7 @@ RUNS = {
     "window": run_window,
     "blocks": run_blocks,
     "ragged": run_ragged,
-    "capped": lambda variant: (run_ragged if variant.walk == "ragged" else run_window)(variant),
+    "capped": run_capped,
     "biased": run_biased,
     "pack": run_pack,
     "decode": run_decode,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
-from codegen.axes import Kind, Mask, Scaling, Softmax
+from codegen.axes import Change, Kind, Mask, Scaling, Softmax
 from codegen.families import FAMILIES
 from codegen.keys import LOADS, load_of, seqlen_bucket
 from codegen.legal import check
@@ -204,7 +204,8 @@ def _together(measured: Sequence[Measurement]) -> Measurement:
 
 def _spoken_for(v: Variant) -> bool:
     """Whether rows may speak for a kernel."""
-    return not (v.family != FAMILY or v.kind.diagnostic or v.scaling.per_key or v.windowed or v.listed or v.cap.capped)
+    others = v.family != FAMILY or v.kind.diagnostic or v.scaling.per_key or v.windowed or v.listed
+    return not others and v.change is Change.NONE
 
 
 def measured(v: Variant, seqlen: int, load: str) -> Measurement | None:

@@ -58,7 +58,7 @@ def _by_matrix(selection: Selection) -> Mapping[str, list[tuple[Variant, Rejecti
     found: dict[str, list[tuple[Variant, Rejection]]] = defaultdict(list)
     homes: dict[tuple[object, ...], list[tuple[Variant, Rejection]]] = {}
     for v, r in selection.rejected:
-        alike = (v.family, v.kind, v.dtype, v.mask, v.walk, v.cap)  # all that decides
+        alike = (v.family, v.kind, v.dtype, v.mask, v.walk, v.change)  # all that decides
         if (home := homes.get(alike)) is None:
             home = homes[alike] = found[next(m.name for m in MATRICES if m.is_of(v))]
         home.append((v, r))

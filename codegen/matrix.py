@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
-from codegen.axes import Cap, Cluster, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
+from codegen.axes import Change, Cluster, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
 from codegen.families import family_of
 from codegen.variant import AXES, Variant, axis_text
 
@@ -73,7 +73,7 @@ class Matrix:
     schedule: tuple[Schedule, ...]
     cluster: tuple[Cluster, ...]
     walk: tuple[Walk, ...]
-    cap: tuple[Cap, ...] = (Cap.NONE,)
+    change: tuple[Change, ...] = (Change.NONE,)
 
     AXES = tuple(axis for axis in AXES if axis not in ("family", "kind"))
 
@@ -87,9 +87,9 @@ class Matrix:
         )
 
     def is_of(self, v: Variant) -> bool:
-        """Whether this is the matrix for a variant of that family, kind, mask, walk, cap and kind of numbers."""
+        """Whether this is the matrix for a variant of that family, kind, mask, walk, change and kind of numbers."""
         same = (v.family, v.kind) == (self.family, self.kind) and v.dtype.qk.integer == self.dtype[0].qk.integer
-        return same and v.mask in self.mask and v.walk in self.walk and v.cap in self.cap
+        return same and v.mask in self.mask and v.walk in self.walk and v.change in self.change
 
     @property
     def size(self) -> int:
@@ -132,7 +132,7 @@ MATRICES = (
         schedule=(Schedule.MULTISTAGE,),
         cluster=(Cluster.SOLO,),
         walk=(Walk.DENSE,),
-        cap=(Cap.TANH,),
+        change=(Change.TANH,),
     ),
     # One kernel for each head_dim, softmax and the two ways of scaling K: enough to test every stage of every code path
     # alone.
@@ -249,7 +249,7 @@ MATRICES = (
         schedule=(Schedule.PINGPONG, Schedule.SERIAL),
         cluster=(Cluster.SOLO,),
         walk=(Walk.DENSE,),
-        cap=(Cap.TANH,),
+        change=(Change.TANH,),
     ),
     Matrix(
         name="sm90a capped ragged",
@@ -266,7 +266,25 @@ MATRICES = (
         schedule=(Schedule.PINGPONG, Schedule.SERIAL),
         cluster=(Cluster.SOLO,),
         walk=(Walk.RAGGED,),
-        cap=(Cap.TANH,),
+        change=(Change.TANH,),
+    ),
+    # Biases: a warpgroup has registers for a tile of them where its products do not overlap. With wider heads it spills.
+    Matrix(
+        name="sm90a biased",
+        family="sm90a",
+        kind=Kind.FWD,
+        head_dim=(64, 96, 128),
+        tile=SM90A_FEW_TILES,
+        stages=(2, 3, 4),
+        scaling=(Scaling.BLOCK,),
+        mask=(Mask.WINDOW,),  # whose ends may be as far as they like
+        dtype=(Operand.E4M3,),
+        out=(Out.BF16, Out.FP16),
+        softmax=(Softmax.EXP2, Softmax.EXP2X2),
+        schedule=(Schedule.SERIAL,),
+        cluster=(Cluster.SOLO,),
+        walk=(Walk.DENSE,),
+        change=(Change.BIAS,),
     ),
     Matrix(
         name="sm90a diagnostic",
@@ -303,7 +321,8 @@ def undeclared(v: Variant) -> str | None:
     matrix = next((m for m in MATRICES if m.is_of(v)), None)
     if matrix is None:
         declared = dict.fromkeys(f"{m.family}_{m.kind}" for m in MATRICES)
-        return f"{v.family}_{v.kind}, mask {v.mask}, walk {v.walk}, {v.cap} is not declared ({', '.join(declared)} are)"
+        what = f"{v.family}_{v.kind}, mask {v.mask}, walk {v.walk}, {v.change}"
+        return f"{what} is not declared ({', '.join(declared)} are)"
     for axis in Matrix.AXES:
         value, values = getattr(v, axis), getattr(matrix, axis)
         if value not in values:

@@ -30,7 +30,7 @@ def _dev_parts(v: Variant) -> frozenset[Part]:
     """The class of problems that a kernel serves, where it is one of `dev`."""
     default = v.scaling is Scaling.BLOCK and v.dtype is Operand.E4M3 and v.out is Out.BF16 and not v.kind.diagnostic
     return frozenset(
-        {(v.family, v.mask, v.softmax, v.walk, v.cap, v.paired)} if default and v.head_dim == DEV_HEAD_DIM else ()
+        {(v.family, v.mask, v.softmax, v.walk, v.change, v.paired)} if default and v.head_dim == DEV_HEAD_DIM else ()
     )
 
 

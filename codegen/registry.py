@@ -66,7 +66,8 @@ def variant_row(v: Variant) -> Row:
             "quantises_q": _flag(d.quantises_q),
             "ragged": _flag(v.walk.tables),
             "unrolled": "{" + ", ".join(f"{{{u.least_keys}, {u.most_keys}}}" for u in d.unrolled) + "}",
-            "capped": _flag(v.cap.capped),
+            "capped": _flag(v.change.capped),
+            "biased": _flag(v.change.biased),
         }
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from codegen.axes import Cap, Mask, Operand, Out, Scaling, Walk
+from codegen.axes import Change, Mask, Operand, Out, Scaling, Walk
 from codegen.evidence import Measurement, evidence, measured, measured_of
 from codegen.families import FAMILIES, derive
 from codegen.keys import LOADS, MOST, SEQLEN_BOUNDS, representative
@@ -190,8 +190,8 @@ def _modelled(v: Variant) -> Variant:
     mask = Mask.CAUSAL if v.windowed else Mask.FULL if v.listed else v.mask
     read = (v.family, v.kind, v.head_dim, v.tile, v.stages, v.softmax, v.schedule, v.cluster, scaling, mask)
     if (stand_in := _STAND_INS.get(read)) is None:
-        plain = replace(v, scaling=scaling, mask=mask, dtype=Operand.E4M3, out=Out.BF16, walk=Walk.DENSE, cap=Cap.NONE)
-        stand_in = _STAND_INS[read] = plain
+        of_one_value = replace(v, dtype=Operand.E4M3, out=Out.BF16, walk=Walk.DENSE, change=Change.NONE)
+        stand_in = _STAND_INS[read] = replace(of_one_value, scaling=scaling, mask=mask)
     return stand_in
 
 

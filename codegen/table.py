@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from codegen.arch import TARGETS
-from codegen.axes import Cap, Cluster, Kind, Operand, Out, Scaling, Walk
+from codegen.axes import Change, Cluster, Kind, Operand, Out, Scaling, Walk
 from codegen.evidence import digest
 from codegen.families import FAMILIES, derive, families_of
 from codegen.keys import SOFTMAXES, Key, axes
@@ -70,7 +70,7 @@ def candidates_of(key: Key, emitted: tuple[Variant, ...]) -> list[Variant]:
             and v.family == family.name
             and (v.head_dim, v.dtype, v.out, v.mask) == (key.head_dim, key.dtype, key.out, key.mask)
             and v.walk is Walk.DENSE
-            and not v.cap.capped
+            and v.change is Change.NONE
             and key.scaling in served(v)
         ]
         for softmax in SOFTMAXES[key.precision]:
@@ -154,7 +154,7 @@ def _refusal(key: Key, family: str) -> str | None:
         schedule=matrix.schedule[0],
         cluster=Cluster.SOLO,
         walk=Walk.DENSE,
-        cap=Cap.NONE,
+        change=Change.NONE,
     )
     serving = (replace(probe, scaling=scaling) for scaling in matrix.scaling)
     probe = next((v for v in serving if key.scaling in served(v)), probe)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from typing import Any
 
-from codegen.axes import Cap, Cluster, Granularity, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
+from codegen.axes import Change, Cluster, Granularity, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Tile, Walk
 from codegen.axes.axis import Axis
 
 LISTED_KEYS = 128  # of a tile of a mask's lists: kMaskTile of include/fp8cutlass/walk/tile_mask.h
@@ -57,7 +57,7 @@ class Variant:
     schedule: Schedule = _axis(Schedule, plain=Schedule.MULTISTAGE, group="execution")
     cluster: Cluster = _axis(Cluster, plain=Cluster.SOLO, group="execution")
     walk: Walk = _axis(Walk, plain=Walk.DENSE, group="walk")
-    cap: Cap = _axis(Cap, plain=Cap.NONE, group="cap")
+    change: Change = _axis(Change, plain=Change.NONE, group="change")
 
     def __hash__(self) -> int:
         return hash(self.id)  # a string keeps its hash
@@ -76,7 +76,7 @@ class Variant:
         """What rivals have in common: everything but tile, stages, schedule and cluster. One tile of a list and two are
         no rivals, as it is the mask that decides between them."""
         same = (self.family, self.kind, self.head_dim, self.scaling, self.mask, self.dtype, self.out, self.softmax)
-        return (*same, self.walk, self.cap, self.paired)
+        return (*same, self.walk, self.change, self.paired)
 
     def _text(self, axes: tuple[str, ...]) -> str:
         values = self.__dict__
@@ -104,18 +104,18 @@ class Variant:
 
     @property
     def serves(self) -> str:
-        """What calls it is for, as the manifest says it: fwd, window, ragged, capped, blocks; or diag."""
-        if self.cap.capped:
-            return "capped"
+        """What calls it is for, as the manifest says it: fwd, window, ragged, capped, biased, blocks; or diag."""
+        if self.change is not Change.NONE:
+            return str(self.change)
         if self.listed:
             return "blocks"
         return "ragged" if self.walk.tables else "window" if self.windowed else str(self.kind)
 
     @property
     def special(self) -> bool:
-        """Whether it serves a window, lists of tiles, a ragged batch or a cap: a class has one kernel, and the table no
-        cell."""
-        return self.windowed or self.listed or self.walk.tables or self.cap.capped
+        """Whether it serves a window, lists of tiles, a ragged batch, a cap or a bias: a class has one kernel, and the
+        table no cell."""
+        return self.windowed or self.listed or self.walk.tables or self.change is not Change.NONE
 
     # What the template calls the tile's parts.
     @property

@@ -103,7 +103,7 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
                       *packing.v_descale, tensors.out_descale, out, tensors.lse, tensors.amax, std::abs(c.scale),
                       c.causal_offset, c.window_offset, source, c.merge_lse, tensors.sinks, c.softcap},
                      variant);
-  const TileMask mask = tile_mask(tensors.mask, params, variant, device);
+  const MaskParams mask = mask_params(tensors.mask, params, variant, device);
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   if (groups > 0) check_launch(cudaMemsetAsync(base + maxima, 0, groups * kFloat, stream), pack.id, device);

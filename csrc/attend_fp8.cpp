@@ -129,7 +129,7 @@ Tensor attend_fp8(const AttendConstants& c, const Fp8Tensors& tensors, const Var
                       tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, std::nullopt,
                       c.merge_lse, tensors.sinks, c.softcap},
                      variant);
-  const TileMask mask = tile_mask(tensors.mask, params, variant, device);
+  const MaskParams mask = mask_params(tensors.mask, params, variant, device);
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   launch_fp8(pack, packing, device, stream);
@@ -170,7 +170,7 @@ Tensor attend_packed(const AttendConstants& c, const PackedTensors& tensors, con
                       tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, std::nullopt,
                       c.merge_lse, tensors.sinks, c.softcap},
                      variant);
-  const TileMask mask = tile_mask(tensors.mask, params, variant, device);
+  const MaskParams mask = mask_params(tensors.mask, params, variant, device);
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   if (groups > 0) check_launch(cudaMemsetAsync(base + maxima, 0, groups * kFloat, stream), pack.id, device);

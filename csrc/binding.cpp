@@ -40,7 +40,7 @@ const VariantEntry& find_variant(int64_t variant, bool diagnostic) {
   return entry;
 }
 
-void launch_here(const VariantEntry& variant, ForwardParams& params, const Tensor& q, const TileMask& mask = {}) {
+void launch_here(const VariantEntry& variant, ForwardParams& params, const Tensor& q, const MaskParams& mask = {}) {
   const int device = q.get_device_index();
   const DeviceGuard guard(device);
   launch(variant, params, device, current_stream(device), mask);
@@ -51,12 +51,13 @@ void forward(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v,
              const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& amax, double scale,
              int64_t causal_offset, int64_t window_offset, bool merge_lse, double softcap,
              const std::optional<Tensor>& sinks, const std::optional<Tensor>& tiles,
-             const std::optional<Tensor>& counts, const std::optional<Tensor>& bits) {
+             const std::optional<Tensor>& counts, const std::optional<Tensor>& bits,
+             const std::optional<Tensor>& bias) {
   const VariantEntry& entry = find_variant(variant, false);
   ForwardParams params = forward_params({q, k, v, q_descale, k_descale, v_descale, out_descale, out, lse, amax, scale,
                                          causal_offset, window_offset, std::nullopt, merge_lse, sinks, softcap},
                                         entry);
-  launch_here(entry, params, q, tile_mask({tiles, counts, bits}, params, entry, q.get_device_index()));
+  launch_here(entry, params, q, mask_params({tiles, counts, bits, bias}, params, entry, q.get_device_index()));
 }
 
 void diagnose(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
@@ -187,9 +188,10 @@ Tensor attend_half(const Tensor& constants, const Tensor& q, const Tensor& k, co
                    const std::optional<Tensor>& out_descale, const std::optional<Tensor>& lse,
                    const std::optional<Tensor>& amax, const std::optional<Tensor>& sinks,
                    const std::optional<Tensor>& k_mean, const std::optional<Tensor>& tiles,
-                   const std::optional<Tensor>& counts, const std::optional<Tensor>& bits) {
+                   const std::optional<Tensor>& counts, const std::optional<Tensor>& bits,
+                   const std::optional<Tensor>& bias) {
   const AttendConstants c = attend_constants(constants);
-  return attend(c, {q, k, v, k_mean, out_descale, lse, amax, sinks, {tiles, counts, bits}},
+  return attend(c, {q, k, v, k_mean, out_descale, lse, amax, sinks, {tiles, counts, bits, bias}},
                 find_variant(c.variant, false));
 }
 
@@ -198,19 +200,21 @@ Tensor attend_quantised(const Tensor& constants, const Tensor& q, const Tensor& 
                         const std::optional<Tensor>& v_descale, const std::optional<Tensor>& out_descale,
                         const std::optional<Tensor>& lse, const std::optional<Tensor>& amax,
                         const std::optional<Tensor>& sinks, const std::optional<Tensor>& tiles,
-                        const std::optional<Tensor>& counts, const std::optional<Tensor>& bits) {
+                        const std::optional<Tensor>& counts, const std::optional<Tensor>& bits,
+                        const std::optional<Tensor>& bias) {
   const AttendConstants c = attend_constants(constants);
-  return attend_fp8(c, {q, k, v, q_descale, k_descale, v_descale, out_descale, lse, amax, sinks, {tiles, counts, bits}},
-                    find_variant(c.variant, false));
+  return attend_fp8(
+      c, {q, k, v, q_descale, k_descale, v_descale, out_descale, lse, amax, sinks, {tiles, counts, bits, bias}},
+      find_variant(c.variant, false));
 }
 
 Tensor attend_kept(const Tensor& constants, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_descale,
                    const Tensor& v_descale, const std::optional<Tensor>& out_descale, const std::optional<Tensor>& lse,
                    const std::optional<Tensor>& amax, const std::optional<Tensor>& sinks,
                    const std::optional<Tensor>& tiles, const std::optional<Tensor>& counts,
-                   const std::optional<Tensor>& bits) {
+                   const std::optional<Tensor>& bits, const std::optional<Tensor>& bias) {
   const AttendConstants c = attend_constants(constants);
-  return attend_packed(c, {q, k, v, k_descale, v_descale, out_descale, lse, amax, sinks, {tiles, counts, bits}},
+  return attend_packed(c, {q, k, v, k_descale, v_descale, out_descale, lse, amax, sinks, {tiles, counts, bits, bias}},
                        find_variant(c.variant, false));
 }
 
@@ -241,8 +245,8 @@ Tensor attend_fp8_batch(int64_t variant, const Tensor& q, const Tensor& k, const
   "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, " \
   "Tensor? out_descale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? amax, float scale, int causal_offset"
 
-// Of a mask in lists of tiles.
-#define FP8CUTLASS_MASK_ARGUMENTS ", Tensor? tiles=None, Tensor? counts=None, Tensor? bits=None"
+// Of a mask in lists of tiles, or a bias.
+#define FP8CUTLASS_MASK_ARGUMENTS ", Tensor? tiles=None, Tensor? counts=None, Tensor? bits=None, Tensor? bias=None"
 
 // The library's name is a macro (CMakeLists.txt), which torch's macros would paste as it is.
 #define FP8CUTLASS_DEF(library, m) STABLE_TORCH_LIBRARY(library, m)

@@ -43,8 +43,10 @@ cudaError_t launch_plan(const VariantEntry& variant, const ForwardParams& p, int
 
 }  // namespace
 
-void launch(const VariantEntry& variant, ForwardParams& params, int device, cudaStream_t stream, const TileMask& mask) {
-  require(variant.mask != Mask::blocks || mask.tiles != nullptr, "variant ", variant.id, " needs a mask");
+void launch(const VariantEntry& variant, ForwardParams& params, int device, cudaStream_t stream,
+            const MaskParams& mask) {
+  require(variant.mask != Mask::blocks || mask.lists.tiles != nullptr, "variant ", variant.id, " needs a mask");
+  require(!variant.biased || mask.bias.data != nullptr, "variant ", variant.id, " needs a bias");
   params.sm_count = sm_count(device);
   // Only where there are more items than CTAs at a time is anything left to draw.
   const int64_t items =

@@ -21,9 +21,7 @@ View words_of(const torch::stable::Tensor& tensor, const char* name, int64_t ran
   return x;
 }
 
-}  // namespace
-
-TileMask tile_mask(const MaskTensors& tensors, const ForwardParams& p, const VariantEntry& variant, int device) {
+TileMask lists_of(const MaskTensors& tensors, const ForwardParams& p, const VariantEntry& variant, int device) {
   const bool listed = variant.mask == Mask::blocks;
   require(listed == tensors.tiles.has_value() && listed == tensors.counts.has_value() &&
               (listed || !tensors.bits.has_value()),
@@ -58,6 +56,35 @@ TileMask tile_mask(const MaskTensors& tensors, const ForwardParams& p, const Var
     mask.bits = static_cast<const uint32_t*>(bits.data());
   }
   return mask;
+}
+
+Bias bias_of(const MaskTensors& tensors, const ForwardParams& p, const VariantEntry& variant, int device) {
+  require(variant.biased == tensors.bias.has_value(), "variant ", variant.id,
+          variant.biased ? " needs a bias" : " adds no bias");
+  if (!variant.biased) return {};
+  const View x(*tensors.bias);
+  const int64_t sizes[4] = {p.batch, p.heads, p.seqlen_q, p.seqlen_k};
+  require(x.dim() == 4 && x.is_cuda() && x.device() == device, "bias must have 4 dimensions, on device ", device);
+  for (int dim = 0; dim < 4; ++dim)
+    if (x.size(dim) != 1 && x.size(dim) != sizes[dim])
+      fail("bias must broadcast to (", sizes[0], ", ", sizes[1], ", ", sizes[2], ", ", sizes[3], "), got ",
+           shape_text(x));
+  const ScalarType type = x.scalar_type();
+  require(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
+          "bias must be float32, bfloat16 or float16");
+  const auto stride = [&](int dim) { return x.size(dim) > 1 ? x.stride(dim) : 0; };
+  Bias bias{x.data(), stride(0), stride(1), stride(2), stride(3), BiasType::f32, false};
+  if (type != ScalarType::Float) bias.type = type == ScalarType::BFloat16 ? BiasType::bf16 : BiasType::fp16;
+  const int64_t together = bias.stride_batch | bias.stride_head | bias.stride_row;
+  bias.pairs =
+      bias.stride_key == 1 && together % 2 == 0 && reinterpret_cast<uintptr_t>(bias.data) % (2 * x.element_size()) == 0;
+  return bias;
+}
+
+}  // namespace
+
+MaskParams mask_params(const MaskTensors& tensors, const ForwardParams& p, const VariantEntry& variant, int device) {
+  return {lists_of(tensors, p, variant, device), bias_of(tensors, p, variant, device)};
 }
 
 void pack_mask(const torch::stable::Tensor& given, int64_t keys, const torch::stable::Tensor& tiles,

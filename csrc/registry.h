@@ -37,6 +37,7 @@ struct VariantEntry {
   bool ragged;                       // walks a ragged batch, and no other
   KeyRange unrolled[kMostUnrolled];  // those that there are; the rest zeros
   bool capped;                       // bends scores by a tanh
+  bool biased;                       // adds a tensor to scaled scores
 };
 
 enum class SourceType { bf16, fp16, fp8 };

@@ -91,8 +91,8 @@ Tensor attend_resident(const AttendConstants& c, const AttendTensors& tensors, c
   const View q(tensors.q), k(tensors.k), v(tensors.v);
   require(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must have 4 dimensions");
   require(q.is_cuda(), "q is not on a card");
-  require(!tensors.k_mean && !c.hadamard && !tensors.out_descale && !tensors.mask.tiles,
-          "smoothing, rotation, FP8 output and masks in lists have no kernel that keeps K and V");
+  require(!tensors.k_mean && !c.hadamard && !tensors.out_descale && !tensors.mask.tiles && !tensors.mask.bias,
+          "smoothing, rotation, FP8 output, masks in lists and biases have no kernel that keeps K and V");
   const ResidentEntry& entry = entry_of(c, q, k.size(2), variant);
   ResidentParams params{};
   ForwardParams& p = params.p;

@@ -46,11 +46,12 @@ bool make_maps(sm90::KernelParams& params, const VariantEntry& variant, const Fo
 
 }  // namespace
 
-cudaError_t launch_warpgroup(const VariantEntry& variant, const ForwardParams& p, const TileMask& mask, int device,
+cudaError_t launch_warpgroup(const VariantEntry& variant, const ForwardParams& p, const MaskParams& mask, int device,
                              cudaStream_t stream) {
   sm90::KernelParams params{};
   params.p = p;
-  params.mask = mask;
+  params.mask = mask.lists;
+  params.bias = mask.bias;
   params.p.item_rows = fewest_item_rows(p, variant.tile_m, variant.mask);
   const int together = item_heads(params.p, variant.tile_m, variant.mask);
   const int64_t items = p.ragged.most > 0 ? int64_t{p.ragged.most} * (p.heads / together)

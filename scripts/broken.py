@@ -122,6 +122,20 @@ FAULTS = (
         "tests",
     ),
     Fault(
+        "a bias: that of the next key",
+        "sm90a_fwd_d64_m128n128w8_s2_block_window_e4m3_bf16_exp2_serial_solo_biased",
+        "tile * kTileN, Walk::keys(p, item), kTileN);",
+        "tile * kTileN + 1, Walk::keys(p, item), kTileN);",
+        "tests",
+    ),
+    Fault(
+        "a bias: that of another head",
+        "sm90a_fwd_d64_m128n128w8_s2_block_window_e4m3_bf16_exp2_serial_solo_biased",
+        "(item.head + second) * params.bias.stride_head",
+        "item.kv_head * params.bias.stride_head",
+        "tests",
+    ),
+    Fault(
         "sinks: they join the sum twice",
         "sm90a_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear_serial_split2",
         "      if (p.sinks != nullptr) add_sink(",
@@ -234,6 +248,8 @@ def _by_tests(fault: Fault, environment: dict[str, str]) -> tuple[bool, str]:
     file, test = ("test_gpu_varlen", "is_its_emulation") if of_the_walk else ("test_gpu_variants", "test_variant")
     if fault.name.startswith(("a cap", "sinks")):
         file, test = "test_gpu_scores", "is_its_emulation"
+    if fault.name.startswith("a bias"):
+        file, test = "test_gpu_bias", "is_its_emulation"
     if fault.name.startswith("a mask"):
         file, test = "test_gpu_masks", "test_every_kernel"
     if fault.kernel.startswith("decode_"):

@@ -71,7 +71,8 @@ def chosen(profile: str, only: Sequence[str], each: bool) -> list[Any]:
     what time leaves out is more of the same."""
     gpu = importlib.import_module("gpu")
     profiles = PROFILES[: PROFILES.index(profile) + 1]
-    forward = [v for kind in ("fwd", "window", "blocks", "ragged", "capped") for v in gpu.built_variants(kind)]
+    kinds = ("fwd", "window", "blocks", "ragged", "capped", "biased")
+    forward = [v for kind in kinds for v in gpu.built_variants(kind)]
     variants = [v for v in forward if v.profile in profiles and (not only or v.id in only)]
     built = [*gpu.built_packs(), *gpu.built_packs(fp8=True)]
     packs = [p for p in built if p["profile"] in profiles and (not only or p["id"] in only)]

@@ -100,6 +100,27 @@ def run_window(variant: Any) -> Iterator[None]:
             yield
 
 
+def run_biased(variant: Any) -> Iterator[None]:
+    """Launches a kernel that adds a bias, once a turn: of each type, aligned to two keys and not, with tails."""
+    import torch
+
+    fp8cutlass = importlib.import_module("fp8cutlass")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[variant.out]
+    precision = {"exp2": "accurate", "exp2x2": "high"}[variant.softmax]
+    for heads, kv_heads, rows, keys in problems(variant.tile_m, variant.tile_n, variant.stages, variant.cluster, ()):
+        q, k, v = (
+            torch.randn(1, h, tokens, variant.head_dim).to(dtype).cuda()
+            for h, tokens in ((heads, rows), (kv_heads, keys), (kv_heads, keys))
+        )
+        for of in (torch.float32, torch.bfloat16):
+            bias = torch.randn(1, heads, rows, keys + 1, device="cuda").to(of)[..., :keys]
+            fp8cutlass.attention(
+                q, k, v, bias, is_causal=True, causal_alignment="bottom_right", precision=precision, enable_gqa=True,
+                kernel=variant.id, return_lse=True,
+            )  # fmt: skip
+            yield
+
+
 def run_ragged(variant: Any) -> Iterator[None]:
     """Launches a kernel of ragged batches with its plan, once a turn: sequences without rows or keys, of one token, of
     whole tiles; more items than CTAs."""
@@ -127,6 +148,11 @@ def run_ragged(variant: Any) -> Iterator[None]:
         lse = torch.empty(q.shape[1::-1], device=q.device)
         ragged.launch(call, variant, gpu.built_manifest().index[variant.id], lse)
         yield
+
+
+def run_capped(variant: Any) -> Iterator[None]:
+    """Launches a kernel that caps scores, once a turn."""
+    return (run_ragged if variant.walk == "ragged" else run_window)(variant)
 
 
 def run_copies(pack: dict[str, Any]) -> Iterator[None]:
@@ -260,7 +286,8 @@ RUNS = {
     "window": run_window,
     "blocks": run_blocks,
     "ragged": run_ragged,
-    "capped": lambda variant: (run_ragged if variant.walk == "ragged" else run_window)(variant),
+    "capped": run_capped,
+    "biased": run_biased,
     "pack": run_pack,
     "decode": run_decode,
     "resident": run_resident,

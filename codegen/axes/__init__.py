@@ -1,6 +1,6 @@
 """What can vary between kernels: one class an axis, one record a value. Code reads a record's facts, never its name."""
 
-from codegen.axes.cap import Cap
+from codegen.axes.change import Change
 from codegen.axes.kind import Kind, Mask
 from codegen.axes.operands import Number, Operand, Out
 from codegen.axes.scaling import Granularity, Scaling
@@ -10,7 +10,7 @@ from codegen.axes.tile import Tile
 from codegen.axes.walk import Walk
 
 __all__ = [
-    "Cap",
+    "Change",
     "Cluster",
     "Granularity",
     "Kind",

@@ -45,7 +45,7 @@ def summary(v: Variant) -> str:
     """The lines of the head comment that say what the kernel computes."""
     grain = v.grain
     text = (
-        f"head_dim {v.head_dim}, {v.dtype} operands, {v.out} output, {v.mask.text}, {v.softmax.text}{v.cap.text};\n"
+        f"head_dim {v.head_dim}, {v.dtype} operands, {v.out} output, {v.mask.text}, {v.softmax.text}{v.change.text};\n"
         f"//   descales of Q per {grain.q}, of K per {grain.k}, of V per {grain.v}."
     )
     if v.kind.diagnostic:

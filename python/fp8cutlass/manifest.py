@@ -43,7 +43,7 @@ class Variant:
 
     id: str
     family: str
-    kind: str  # "fwd", "diag", or what has no cell of the table: "window", "blocks"; "ragged", "capped" of any mask
+    kind: str  # "fwd", "diag", or what has no cell of the table: "window", "blocks", "biased", "ragged", "capped"
     head_dim: int
     tile_m: int
     tile_n: int

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from codegen.axes import Cap, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Walk
+from codegen.axes import Change, Kind, Mask, Operand, Out, Scaling, Schedule, Softmax, Walk
 from codegen.cover import committed, cover, kinds_of_lines
 from codegen.decode import ALL
 from codegen.families import FAMILIES
@@ -92,7 +92,7 @@ def test_what_is_shown_differs_in_what_matters() -> None:
         ("walk", Walk),
         ("out", Out),
         ("dtype", Operand),
-        ("cap", Cap),
+        ("cap", Change),
     ):
         for family in ("sm89", "sm90a"):
             of_family = {getattr(v, axis) for v in select().emitted if v.family == family}

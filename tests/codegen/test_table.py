@@ -204,7 +204,7 @@ def test_every_kernel_is_reached(profile: str) -> None:
 def test_a_class_without_cells_has_one_kernel() -> None:
     """No cell chooses between kernels for a window, lists of tiles, a ragged batch, a cap: who looks must find one."""
     special = [v for v in select().emitted if v.special]
-    capped, plain = ([v for v in special if v.cap.capped == capped] for capped in (True, False))
+    capped, plain = ([v for v in special if v.change.capped == capped] for capped in (True, False))
     bands = set(Mask) - {Mask.BLOCKS}
     assert {v.mask for v in plain if not v.walk.tables} == {Mask.WINDOW, Mask.BLOCKS}
     assert {v.mask for v in capped if v.walk.tables} == {Mask.WINDOW}

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codegen.axes import Cap, Cluster, Kind, Mask, Operand, Scaling, Schedule, Softmax, Tile, Walk
+from codegen.axes import Change, Cluster, Kind, Mask, Operand, Scaling, Schedule, Softmax, Tile, Walk
 from codegen.axes.axis import Axis
 from codegen.matrix import MATRICES, Matrix
 from codegen.variant import AXES, Variant, axis_text, parse_id
@@ -72,7 +72,7 @@ def test_schedule_and_cluster_stand_in_an_id_unless_both_are_plain() -> None:
     for v in POINTS:
         plain = v.schedule is Schedule.MULTISTAGE and v.cluster is Cluster.SOLO
         assert plain == (v.family == "sm89")
-        walk = (f"_{v.walk}" if v.walk is Walk.RAGGED else "") + (f"_{v.cap}" if v.cap is Cap.TANH else "")
+        walk = (f"_{v.walk}" if v.walk is Walk.RAGGED else "") + (f"_{v.change}" if v.change is Change.TANH else "")
         assert v.id.endswith((str(v.softmax) if plain else f"{v.softmax}_{v.schedule}_{v.cluster}") + walk)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from codegen.arch import TARGETS
-from codegen.axes import Cap, Cluster, Kind, Operand, Scaling, Walk
+from codegen.axes import Change, Cluster, Kind, Operand, Scaling, Walk
 from codegen.decode import ALL
 from codegen.families import derive
 from codegen.outputs import Request, files, kernel_path
@@ -277,7 +277,7 @@ def test_the_registry_has_the_manifest_s_order(generated: Path) -> None:
                 "draws": str(v.family == "sm90a" and v.cluster is Cluster.SOLO).lower(),
                 "quantises_q": str(d.quantises_q).lower(),
                 "ragged": str(v.walk is Walk.RAGGED).lower(),
-                "capped": str(v.cap is Cap.TANH).lower(),
+                "capped": str(v.change is Change.TANH).lower(),
                 "unrolled": "{" + ", ".join(f"{{{u.least_keys}, {u.most_keys}}}" for u in d.unrolled) + "}",
             }
             == values

@@ -110,7 +110,8 @@ def estimate_registers(v: Variant) -> int:
     if v.schedule.columns:  # two parts at a time, or the last one beside the next scores
         return output + prob + product - ONES // 2 + max(scores, product) + STATE_SERIAL + token
     if v.schedule.serial:
-        return output + max(scores, prob + product) + STATE_SERIAL + token
+        bias = v.tile_n // 8 * 2 if v.change.biased else 0  # as 16-bit ones are read ahead
+        return output + max(scores + bias, prob + product) + STATE_SERIAL + token
     state = STATE_EXACT if v.softmax.exact else STATE_OVERLAPPED
     return output + product + scores + prob + state + token
 

@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include "fp8cutlass/bias_params.h"
 #include "fp8cutlass/pack_params.h"
 #include "fp8cutlass/walk/listed.h"
 
@@ -18,6 +19,7 @@ struct KernelParams {
   int want_lse;   // of unquantised P: asked for every tile, and one word takes fewer instructions than a pointer
   int extras;     // p.lse, p.amax or p.sinks is there: what an item's end seldom has to do
   TileMask mask;  // of kernels for lists of tiles
+  Bias bias;      // of kernels that add one
 };
 
 constexpr int kDelivered = 2;  // operands that are handed over: V and K, the first of PackOrder

@@ -96,9 +96,15 @@ class Call:
         """The kernels' word for it."""
         return mask_of(self.left, self.right)
 
-    def offsets(self, rows: int, keys: int) -> tuple[int, int]:
-        """(causal, window): row i sees keys up to ``i + causal``, and with a window from ``i + window`` on."""
+    def offsets(self, rows: int, keys: int, *, both: bool = False) -> tuple[int, int]:
+        """(causal, window): row i sees keys up to ``i + causal``, and with a window from ``i + window`` on.
+
+        ``both``: the kernel reads both, whatever the mask; an end that there is not is far away.
+        """
         shift = keys - rows if self.bottom_right else 0
+        if both:
+            left, right = (FAR if end is None else end for end in (self.left, self.right))
+            return shift + right, shift - left
         last = shift if self.mask != "full" else 0
         if self.right is not None:
             last += self.right

@@ -12,7 +12,7 @@ from ..memory import is_seq_major
 from ..native import extension
 from ..native.attend import PACKED_BEFORE, Attend, Way, faster_way, prepare
 from ..native.fused import readable
-from ..native.masks import NO_LISTS, Lists, pack_mask
+from ..native.masks import NO_MASK, MaskParts, pack_mask
 from ..quant.smooth import restore_lse
 from .call import Outputs, Tensors
 from .masks import packed, parts
@@ -40,7 +40,8 @@ def prepared_call(plan: Plan, t: Tensors, *, way: Way | None = None, numbers: Se
     else:
         resident = load_manifest(extension.built_dir()).residents.index(plan.resident)
         extension.load_resident(resident, t.q.get_device())
-    causal_offset, window_offset = call.offsets(t.q.shape[2], t.k.shape[2])
+    banded = variant.mask == "window"
+    causal_offset, window_offset = call.offsets(t.q.shape[2], t.k.shape[2], both=banded)
     return prepare(
         call.kind,
         variant,
@@ -66,7 +67,7 @@ def prepared_call(plan: Plan, t: Tensors, *, way: Way | None = None, numbers: Se
 def run_on_card(plan: Plan, t: Tensors) -> Outputs:
     """Run a call of any kind, no dimension empty. What kernels cannot read is copied first."""
     attend, kind = prepared_call(plan, t), plan.call.kind
-    mask = lists_of(t) if plan.call.masked else NO_LISTS
+    mask = _mask_of(plan, t)
     if kind == "packed":
         return _packed(attend, readable(t.q), t, mask)
     q, k, v = (readable(x) for x in t[:3])
@@ -75,18 +76,22 @@ def run_on_card(plan: Plan, t: Tensors) -> Outputs:
     return Outputs(*attend.run((q, k, v, t.q_descale, t.k_descale, t.v_descale), t.out_descale, t.sinks, mask))
 
 
-def lists_of(t: Tensors) -> Lists:
+def _mask_of(plan: Plan, t: Tensors) -> MaskParts:
     """The mask of a call as kernels read it. A boolean one is packed; nothing is waited for."""
+    if plan.call.biased:
+        return MaskParts(bias=t.bias)
+    if not plan.call.masked:
+        return NO_MASK
     if t.seen is not None:
-        return Lists(*pack_mask(t.seen, t.k.shape[2]))
+        return MaskParts(*pack_mask(t.seen, t.k.shape[2]))
     mask = packed(None, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, t.q.shape[2], t.k.shape[2])
     if mask is None:
-        return NO_LISTS
+        return NO_MASK
     bits = None if mask.bits is None else mask.bits.contiguous()
-    return Lists(mask.tiles.contiguous(), mask.counts.contiguous(), bits)
+    return MaskParts(mask.tiles.contiguous(), mask.counts.contiguous(), bits)
 
 
-def _packed(attend: Attend, q: torch.Tensor, t: Tensors, mask: Lists = NO_LISTS) -> Outputs:
+def _packed(attend: Attend, q: torch.Tensor, t: Tensors, mask: MaskParts = NO_MASK) -> Outputs:
     outputs = Outputs(*attend.run((q, t.k, t.v, t.k_descale, t.v_descale), t.out_descale, t.sinks, mask))
     if t.k_mean is not None and outputs.lse is not None:
         restore_lse(outputs.lse, t.q, t.k_mean[..., : t.q.shape[3]], attend.scale)
@@ -100,7 +105,7 @@ def known(plan: Plan, t: Tensors, descales: Sequence[Any] = ()) -> Known | None:
     if t.empty:
         return None
     copied = any(readable(x) is not x for x in (t[:1] if kind == "packed" else t[:3]))
-    if plan.call.masked:
+    if plan.call.masked or plan.call.biased:
         return None if copied or kind == "packed" or plan.call.smooth_k else _with_mask(plan, t, descales)
     if t.sinks is not None:
         return None if copied and kind == "half" else _with_sinks(plan, t, descales)
@@ -148,25 +153,25 @@ def _with_sinks(plan: Plan, t: Tensors, descales: Sequence[Any]) -> Known:
 
 
 def _with_mask(plan: Plan, t: Tensors, descales: Sequence[Any]) -> Known:
-    """The same of a call with a boolean mask, packed or not, which comes last."""
+    """The same of a call with a mask of any kind, which comes last."""
     fp8, sinks = plan.call.kind == "fp8", t.sinks is not None
     run = prepared_call(plan, t, numbers=_numbers(descales) if fp8 else (0.0,) * 3).run
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> Outputs:
-        lists = _lists(given[-1], k.shape[2])
+        mask = _mask(given[-1], k.shape[2])
         one = given[-2].float() if sinks else None
         if not fp8:
-            return Outputs(*run((q, k, v), None, one, lists))
-        return Outputs(*run((q, k, v, *_tensors(given[:3])), None, one, lists))
+            return Outputs(*run((q, k, v), None, one, mask))
+        return Outputs(*run((q, k, v, *_tensors(given[:3])), None, one, mask))
 
     return call
 
 
-def _lists(mask: Any, keys: int) -> Lists:
+def _mask(mask: Any, keys: int) -> MaskParts:
     """Of a mask whose form is known to fit."""
-    if isinstance(mask, torch.Tensor):
-        return Lists(*pack_mask(parts(mask)["seen"], keys))  # type: ignore[arg-type]  # it is boolean
-    return Lists(mask.tiles, mask.counts, mask.bits)
+    given = parts(mask)
+    seen = given.get("seen")
+    return MaskParts(**given) if seen is None else MaskParts(*pack_mask(seen, keys))
 
 
 def _numbers(descales: Sequence[Any]) -> list[float]:

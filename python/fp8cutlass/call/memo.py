@@ -2,7 +2,7 @@
 
 What ``attention`` checks and chooses depends on the operands' metadata and the options alone. A call whose metadata and
 options equal those of an earlier one skips the checks and launches. These calls are never cached: with ``out`` or
-``out_descale``, with bf16 and fp16 operands that are copied first, with additive masks, with masks of packed keys, with
+``out_descale``, with bf16 and fp16 operands that are copied first, with masks of packed keys, with
 tensor subclasses, and under torch.compile.
 A cached call does not notice later changes of the environment variables that name libraries and tables.
 """
@@ -102,9 +102,10 @@ def signature(
 
 
 def _of_mask(mask: Any) -> tuple[Any, ...] | None:
-    """The part of a boolean mask, or of a packed one that kernels read as it lies; None for others."""
+    """The part of a mask that is a tensor, or of a packed one that kernels read as it lies; None for others."""
     if type(mask) is _Tensor:
-        return (mask.shape, mask.stride(), mask.get_device()) if mask.dtype == torch.bool and mask.is_cuda else None
+        known = mask.is_cuda and not mask.requires_grad
+        return (mask.shape, mask.stride(), mask.dtype, mask.get_device()) if known else None
     if type(mask) is not BlockMask:
         return None
     tensors = (mask.tiles, mask.counts) if mask.bits is None else (mask.tiles, mask.counts, mask.bits)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..choose import resident, tuned
-from ..choose.dispatch import decide, refusal
+from ..choose.dispatch import decide
 from ..choose.problem import Decision, Problem
 from ..choose.reuse import KVForm
-from ..choose.special import LISTED, NO_BIAS_KERNEL
+from ..choose.special import LISTED
 from ..choose.target import Target, target
 from ..dtypes import OPERANDS, OUT_NAMES, operand_name
-from ..errors import NoKernelError, UnsupportedError
+from ..errors import UnsupportedError
 from ..manifest import INTEGER, SCORE_AMAX, Manifest, Resident, Variant, load_manifest
 from ..quant.quantize import LIMITS, V_AMAX
 from .call import Call
@@ -86,8 +86,6 @@ def resolve_for(
 ) -> Plan:
     """:func:`resolve` of sizes, and the name of the dtype that the kernel reads."""
     at = target(device, shipped=shipped)
-    if device.type == "cuda" and call.biased:
-        raise NoKernelError(refusal(at.arch, load_manifest(at.directory).profile, NO_BIAS_KERNEL))
     form = KVForm(k_shape[3], call.key_block, call.amax) if call.kind == "packed" else None
     problem = problem_of(call, at, device, q_shape, k_shape, dtype)
     variant, number, decision = decide(at.directory, problem, call.kernel, form)
@@ -128,6 +126,7 @@ def problem_of(
         card=at.card,
         window=window,
         capped=bool(call.softcap) and on_kernel,
+        biased=call.biased and on_card,
         listed=listed,
         whole=listed and call.whole,
     )

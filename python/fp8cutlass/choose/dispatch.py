@@ -46,7 +46,8 @@ def pinned(manifest: Manifest, problem: Problem, kernel: str) -> Decision:
     variant = manifest.find(kernel)
     wanted: dict[str, object] = {"dtype": problem.dtype, "out": problem.out}
     if problem.special:
-        wanted |= {"kind": Asked.by(problem).kind, "mask": problem.mask, "walk": "dense"}
+        asked = Asked.by(problem)
+        wanted |= {"kind": asked.kind, "mask": asked.band, "walk": "dense"}
     else:
         wanted |= {"kind": "fwd", "causal": problem.causal}
     wrong = [

@@ -33,6 +33,7 @@ class Problem:
     card: str = ""
     window: bool = False  # of keys: a kernel of its own, which the table has no cell for
     capped: bool = False  # of scores: the same
+    biased: bool = False  # something is added to scores: the same
     listed: bool = False  # a mask in lists of tiles: the same
     whole: bool = False  # of these: every tile is seen whole
 
@@ -49,12 +50,14 @@ class Problem:
     @property
     def mask(self) -> str:
         """The kernels' word for it."""
+        if self.biased:
+            return "bias"
         return "blocks" if self.listed else "window" if self.window else "causal" if self.causal else "full"
 
     @property
     def special(self) -> bool:
         """Whether the table has no cell for it."""
-        return self.window or self.capped or self.listed
+        return self.window or self.capped or self.biased or self.listed
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Kernels that have no cell of the table: those of windows, of lists of tiles and of caps. A class has one or two, and
-the first that serves is it."""
+"""Kernels that have no cell of the table: those of windows, lists of tiles, caps and biases. A class has one or two,
+and the first that serves is it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..manifest import Manifest, Variant
 from .problem import Decision, Problem
 
 LISTED = "blocks"  # the mask of boolean masks, packed or not
-BIAS = "bias"  # that of additive ones, which no kernel has
+BIAS = "bias"  # that of additive ones, with any band
 NEW_MASKS = (LISTED, BIAS)  # of ``attn_mask``
 
 # The softmaxes that a precision is content with, the fastest first.
@@ -40,8 +40,15 @@ class Asked(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The manifest's word for it."""
+        """The manifest's word for it; "" where there is none."""
+        if self.mask == BIAS:
+            return "" if self.capped else "biased"
         return "capped" if self.capped else self.mask
+
+    @property
+    def band(self) -> str:
+        """The mask of its kernel: that of a window serves every band."""
+        return "window" if self.mask == BIAS else self.mask
 
 
 def special_kernels(manifest: Manifest, arch: str, head_dim: int, asked: Asked) -> list[Variant]:
@@ -49,7 +56,7 @@ def special_kernels(manifest: Manifest, arch: str, head_dim: int, asked: Asked) 
     for some head_dims, to the next of which others are padded. Of two tiles the wider one is faster where rows see keys
     in a row; the narrower one where blocks were given, as half of a wide tile may not be seen (docs/lab/masks.md)."""
     softmaxes = PRECISE_ENOUGH[asked.precision]
-    wanted = (asked.kind, "dense", asked.mask, asked.dtype, asked.out)
+    wanted = (asked.kind, "dense", asked.band, asked.dtype, asked.out)
     found = [
         v
         for v in manifest.variants
@@ -67,18 +74,19 @@ def special_kernels(manifest: Manifest, arch: str, head_dim: int, asked: Asked) 
 def no_special_kernel(asked: Asked) -> str:
     """The reason where there is none."""
     what, where = ("windows", "sm90a")
-    if asked.mask == LISTED:
+    precisions = "fast, balanced and accurate"
+    if asked.mask == BIAS:
+        what, where = ("an attn_mask that is added to scores", "sm90a, head_dim up to 128, without softcap")
+        precisions = "fast, balanced, accurate and high"
+    elif asked.mask == LISTED:
         what, where = ("boolean masks and BlockMask", "sm90a, head_dim up to 128, without softcap")
     elif asked.capped:
         what, where = ("softcap", "sm90a, on sm89 without a window")
     return (
         f"kernels for {what} take e4m3, bf16 and fp16 operands, give bf16 and fp16, and are there for scaling tensor, "
-        f"head and block and precision fast, balanced and accurate on {where}; the call has {asked.dtype} to "
+        f"head and block and precision {precisions} on {where}; the call has {asked.dtype} to "
         f"{asked.out}, scaling {asked.scaling}, {asked.precision}, mask {asked.mask}"
     )
-
-
-NO_BIAS_KERNEL = "attn_mask has no kernel where it is additive: only the emulator of CPU tensors adds it to scores"
 
 
 def for_special(problem: Problem, served: list[Variant]) -> Decision:
@@ -86,5 +94,7 @@ def for_special(problem: Problem, served: list[Variant]) -> Decision:
     asked = Asked.by(problem)
     if not served:
         return Decision(None, no_special_kernel(asked))
-    what = f"softcap, mask {asked.mask}," if asked.capped else "lists of tiles" if asked.mask == LISTED else "windows"
+    what = {LISTED: "lists of tiles", BIAS: "biases"}.get(asked.mask, "windows")
+    if asked.capped:
+        what = f"softcap, mask {asked.mask},"
     return Decision(served[0].id, criterion=f"the kernel for {what} of its class", evidence="no other was measured")

@@ -20,7 +20,7 @@ from ..native import extension
 from ..tracing import constant
 from .dispatch import load_table, refusal
 from .problem import CPU_ARCH, CPU_SM_COUNT
-from .special import BIAS, LISTED, NO_BIAS_KERNEL, Asked, no_special_kernel, special_kernels
+from .special import NEW_MASKS, Asked, no_special_kernel, special_kernels
 from .stand_in import no_integer_kernel, stands_in
 
 
@@ -110,10 +110,8 @@ def _unserved(at: Target, on_card: bool, head_dim: int, asked: Asked) -> tuple[s
         if on_card:
             return (no_integer_kernel(at.arch, asked.precision),)
         asked = asked._replace(dtype="e4m3", precision="accurate")  # whose tiles the emulator takes
-    if asked.mask == BIAS and on_card:
-        return (refusal(at.arch, manifest.profile, NO_BIAS_KERNEL),)
     # The emulator needs no kernel of its own for these.
-    if (asked.mask in ("window", LISTED) or asked.capped) and on_card:
+    if (asked.mask in ("window", *NEW_MASKS) or asked.capped) and on_card:
         served = special_kernels(manifest, at.arch, head_dim, asked)
         return () if served else (refusal(at.arch, manifest.profile, no_special_kernel(asked)),)
     dtype, out, scaling, precision = asked.dtype, asked.out, asked.scaling, asked.precision

@@ -20,7 +20,7 @@ from ..quant.quantize import GRANULARITIES, V_AMAX
 from ..quant.sinks import join_lse
 from ..quant.smooth import restore_lse
 from . import extension
-from .masks import NO_LISTS, Lists
+from .masks import NO_MASK, MaskParts
 from .numbers import constants
 
 # There is no backward, and `attention` says so: the dispatcher passes over autograd, whose fallback would look at every
@@ -61,7 +61,7 @@ class Attend:
         v: torch.Tensor,
         out_descale: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
-        mask: Lists = NO_LISTS,
+        mask: MaskParts = NO_MASK,
     ) -> Result:
         """Run a call of kind "half" on q (B, H, Sq, D), k and v (B, Hkv, Sk, D); :meth:`run` says more."""
         if not self.smooth_k:
@@ -77,26 +77,27 @@ class Attend:
         inputs: Sequence[Any],
         out_descale: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
-        mask: Lists = NO_LISTS,
+        mask: MaskParts = NO_MASK,
         k_mean: torch.Tensor | None = None,
     ) -> Result:
         """Give the operator its inputs: q, k and v that are ``fused.readable``, no dimension empty, and descales.
 
-        ``sinks`` are (H,) float32, contiguous; ``mask`` is for kernels of lists of tiles. ``k_mean`` is written.
+        ``sinks`` are (H,) float32, contiguous; ``mask`` is for kernels of lists of tiles or of biases. ``k_mean`` is
+        written.
 
         Returns out (B, H, Sq, D), dense in q's memory order; lse (B, H, Sq) and amax (1,), float32, or None.
         """
         lse = amax = None
         try:
             # An argument costs more to pass than to leave out.
-            if self.bare and out_descale is None and sinks is None and mask is NO_LISTS:
+            if self.bare and out_descale is None and sinks is None and mask is NO_MASK:
                 out = self.operator(self.constants, *inputs)
             else:
                 q = inputs[0]
                 lse = q.new_empty(q.shape[:3], dtype=torch.float32) if self.return_lse else None
                 amax = q.new_zeros((1,), dtype=torch.float32) if self.return_amax else None
                 more = () if k_mean is None else (k_mean,)
-                named = {} if mask is NO_LISTS else mask._asdict()
+                named = {} if mask is NO_MASK else mask._asdict()
                 out = self.operator(self.constants, *inputs, out_descale, lse, amax, sinks, *more, **named)
         except RuntimeError as error:
             extension.name_memory_error(error)

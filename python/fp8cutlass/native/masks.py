@@ -17,15 +17,17 @@ TILE = 128  # rows, and keys
 WORDS = TILE * TILE // 32  # of a tile
 
 
-class Lists(NamedTuple):
-    """A mask in lists of tiles (``BlockMask``), contiguous; all None where there is none."""
+class MaskParts(NamedTuple):
+    """A mask in lists of tiles (``BlockMask``), contiguous, or a bias, (B, H, Sq, Sk) or sizes of 1; all None where
+    there is none."""
 
     tiles: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     bits: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
 
-NO_LISTS = Lists()
+NO_MASK = MaskParts()
 
 
 def packs(seen: torch.Tensor) -> bool:

@@ -268,7 +268,7 @@ MATRICES = (
         walk=(Walk.RAGGED,),
         change=(Change.TANH,),
     ),
-    # Biases: a warpgroup has registers for a tile of them where its products do not overlap. With wider heads it spills.
+    # Biases: a warpgroup has registers for a tile of them where its products do not overlap. Wider heads spill.
     Matrix(
         name="sm90a biased",
         family="sm90a",

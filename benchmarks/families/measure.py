@@ -99,7 +99,9 @@ def _band(case: Case, valid: torch.Tensor | None) -> Band:
 def _mask(case: Case, valid: torch.Tensor | None, device: torch.device | str) -> torch.Tensor | None:
     """As the library gives it to SDPA: (B or 1, 1, Sq, Sk) bool or bf16, or none."""
     if case.bias:
-        return torch.zeros(1, case.heads, case.rows, case.keys, dtype=torch.bfloat16, device=device)
+        row, key = torch.arange(case.rows, device=device), torch.arange(case.keys, device=device)
+        slope = torch.arange(case.heads, device=device)[:, None, None] / case.keys
+        return (-slope * (row[:, None] - key).abs()).bfloat16()[None]
     if case.masked:  # the text of a prompt fills half of its tokens
         seen = torch.arange(case.keys, device=device) < max(1, case.keys // 2)
         return seen.expand(case.batch, 1, 1, case.keys)
@@ -126,7 +128,7 @@ def by_adapter(o: Operands) -> torch.Tensor | Refusal:
         bias = o.mask if case.bias else None
         if (found := refusal(o.q, o.k, o.v, Features(softcap=case.softcap, position_bias=bias))) is not None:
             return found
-        out = serve(o.q, o.k, o.v, o.band, None, case.softcap, o.sinks)
+        out = serve(o.q, o.k, o.v, o.band, None, case.softcap, o.sinks, bias)
         return out if isinstance(out, Refusal) else out.transpose(1, 2)
     shared = case.heads != case.kv_heads
     with stats.collect() as seen:

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from where import CPU, DEVICE, moved
+from where import CPU, DEVICE, ON_CARD, moved, randn
 
 from fp8cutlass import integrations, pack_kv
 from fp8cutlass.integrations.refusal import Refusal
@@ -141,17 +141,23 @@ BANDS = [
 @pytest.mark.parametrize(("band", "rows", "keys"), [case[1:] for case in BANDS], ids=[case[0] for case in BANDS])
 @pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (None, True), (0.5, True)])
 @pytest.mark.parametrize("width", [32, 24])
-def test_serve(band: Band, rows: int, keys: int, softcap: float | None, sinks: bool, width: int) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_serve(band: Band, rows: int, keys: int, softcap: float | None, sinks: bool, width: int, biased: bool) -> None:
     """Against torch's attention with the dense mask; a sink is one more key, whose value is 0."""
+    if biased and ON_CARD and softcap:
+        pytest.skip("no kernel both caps and adds")
     q, k, v = operands(rows, keys, width)
     mask = band.dense(3, rows, keys, DEVICE)
     score = torch.tensor([-1.0, 0.0, 1.0, 2.0]) if sinks else None
-    got = serve(q, k, v, band, 0.2, softcap, score)
+    bias = randn(1, 4, rows, keys, seed=9) if biased else None
+    got = serve(q, k, v, band, 0.2, softcap, score, bias)
     assert isinstance(got, torch.Tensor) and got.shape == (3, rows, 4, width) and got.is_contiguous()
     k, v = (x.float().repeat_interleave(2, 1) for x in (k, v))
     scores = q.float() @ k.transpose(2, 3) * 0.2
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.float()
     scores = scores.masked_fill(~mask, -torch.inf)
     if score is not None:
         scores = torch.cat((scores, score[None, :, None, None].expand(3, -1, rows, 1)), 3)
@@ -184,7 +190,8 @@ def test_refusals() -> None:
     assert reason() is reason(sinks=score) is reason(rest={"use_cache": True, "output_attentions": False}) is None
     assert reason(rest={"a_new_one": None}) is None
     assert reason(rest={"a_new_one": 0}) is reason(rest={"output_attentions": True}) is Reason.KEYWORD
-    assert reason(softcap=50.0) is None and reason(position_bias=score) is Reason.BIAS
+    assert reason(softcap=50.0) is reason(position_bias=score) is None
+    assert reason(position_bias=score.clone().requires_grad_()) is Reason.GRAD
     assert reason(dropout=0.1) is Reason.DROPOUT and reason(paged=True) is Reason.PAGED
     assert reason(q=q.float()) is Reason.DTYPE and reason(v=v.half()) is Reason.DTYPE
     assert reason(q=q.requires_grad_()) is Reason.GRAD

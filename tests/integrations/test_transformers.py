@@ -112,7 +112,7 @@ def test_other_models(case: str, name: str) -> None:
     calls = CALLS.get(case, 2)
     if case == "qwen2_vision" and name == FULL:
         calls *= 2
-    compare(made(case, build), name, way, "sdpa", calls, {"bias"} if case == "t5" else set(), case)
+    compare(made(case, build), name, way, "sdpa", calls, set(), case)
 
 
 def llama(dtype: torch.dtype = torch.bfloat16) -> Any:

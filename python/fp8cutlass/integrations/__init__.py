@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import torch
 
-FULL, CAUSAL, MASKED = "full", "causal", "masked"
+FULL, CAUSAL, MASKED, BIASED = "full", "causal", "masked", "biased"
 # From how many query tokens a whole call from bf16 is faster than torch's attention, by mask and head_dim. MASKED is a
-# window or padding, for which torch's attention would need a mask. docs/evidence/results.md says where each number is
+# window or padding, for which torch's attention would need a mask; BIASED is something added to scores. docs/evidence/results.md says where each number is
 # from.
 MEASURED = {
     FULL: {64: 1024, 128: 1024, 256: 1536},
     CAUSAL: {64: 1024, 128: 1024, 256: 2048},
     MASKED: {64: 256, 128: 384, 256: 256},
+    BIASED: {64: 1024, 128: 1024, 256: 1024},
 }
 # The same where values are narrower than keys, as in DeepSeek's latent attention: they are padded to the width of keys.
 NARROW_VALUES = 8192
@@ -42,7 +43,7 @@ def set_minimum_length(tokens: int | None) -> None:
 
 
 def minimum_length(head_dim: int, value_dim: int, mask: str, on_card: bool) -> int:
-    """The least number of query tokens of a call that is served. ``mask`` is FULL, CAUSAL or MASKED."""
+    """The least number of query tokens of a call that is served. ``mask`` is FULL, CAUSAL, MASKED or BIASED."""
     if _minimum is not None:
         return _minimum
     if not on_card:

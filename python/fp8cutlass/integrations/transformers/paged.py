@@ -65,6 +65,8 @@ def attend(
     stored, (batch, _, rows, _) = waiting.stored, query.shape
     tokens = stored.rows_of(band, batch, rows)
     wrong = refusal(query, key, value, features) or why
+    if features.position_bias is not None:
+        wrong = wrong or Refusal(Reason.BIAS, "pages have no kernel that adds one")
     if tokens is None:
         tokens = everything(batch, rows)
         wrong = wrong or Refusal(Reason.MASK, "it is no band of the tokens that the pages hold")

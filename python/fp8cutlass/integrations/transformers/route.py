@@ -144,7 +144,8 @@ def _run(
     where = type(module).__name__
     wrong = refusal(query, key, value, features) or why
     if wrong is None and band is not None:
-        out = serve(query, key, value, band, scaling, features.softcap, features.sinks)
+        more = features.softcap, features.sinks, features.position_bias
+        out = serve(query, key, value, band, scaling, *more)
         if isinstance(out, torch.Tensor):
             stats.count_served(DOOR, where, "", work_of(query, key, value, band.right == 0), at=query)
             return out, None

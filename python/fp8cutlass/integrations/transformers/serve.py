@@ -14,7 +14,7 @@ from ...autocast import is_on
 from ...cache.packed import PackedKV
 from ...errors import NoKernelError, UnsupportedError
 from ...stats import Reason
-from .. import CAUSAL, FULL, MASKED, short_of
+from .. import BIASED, CAUSAL, FULL, MASKED, short_of
 from ..refusal import Refusal, refusal_of
 from .band import Band, cut, version_of
 
@@ -48,14 +48,18 @@ class Scores(NamedTuple):
     scale: float | None
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    bias: torch.Tensor | None = None  # (1 or B, 1 or H, Sq, Sk), of as many keys as the call has
+
+    def of_keys(self, first: int, end: int) -> dict[str, Any]:
+        """The arguments of ``attention`` for these keys."""
+        bias = self.bias if self.bias is None or self.bias.shape[-1] == 1 else self.bias[..., first:end]
+        return {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks, "attn_mask": bias}
 
 
 def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: Features) -> Refusal | None:
     """The reason that needs no mask, or None. Attributes alone, so that torch.compile traces it."""
     if features.paged:
         return Refusal(Reason.PAGED)
-    if features.position_bias is not None:
-        return Refusal(Reason.BIAS)
     if features.dropout:
         return Refusal(Reason.DROPOUT)
     for name, given in features.rest.items():
@@ -65,6 +69,8 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: Feature
     found = refusal_of(q, k, v)
     if found is not None:
         return found
+    if features.position_bias is not None and torch.is_grad_enabled() and features.position_bias.requires_grad:
+        return Refusal(Reason.GRAD)
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
         return Refusal(Reason.LAYOUT)
     if k.shape[3] != q.shape[3] or v.shape[3] > q.shape[3]:
@@ -88,13 +94,17 @@ def serve(
     scale: float | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor | Refusal:
     """(B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv) -> (B, Sq, H, Dv) contiguous, or why no kernel serves it."""
     packed = None if band.ragged else _packed_of(k, v)
     rows = band.longest_q if band.ragged else q.shape[2]
-    if packed is None and (text := _short(q, k, v, band, rows)):
+    if packed is None and (text := _short(q, k, v, band, rows, bias)):
         return Refusal(Reason.SHORT, text)
-    width, given = v.shape[3], Scores(scale, softcap or 0.0, sinks)
+    if bias is not None and band.ragged:  # as ``sdpa`` gets it: what is hidden by padding is added, too
+        bias = bias.masked_fill(~band.dense(q.shape[0], q.shape[2], k.shape[2], q.device), -torch.inf)
+        band = Band()
+    width, given = v.shape[3], Scores(scale, softcap or 0.0, sinks, bias)
     try:
         if is_on(q.device.type):
             with torch.autocast(q.device.type, enabled=False):  # the emulator's own operations are none of the model
@@ -104,6 +114,8 @@ def serve(
     except _Unaligned:
         return Refusal(Reason.MASK, "rows end neither with the first keys nor with the last")
     except NoKernelError as error:
+        if bias is not None:
+            return Refusal(Reason.BIAS, str(error))
         capped = Reason.SOFTCAP if softcap else Reason.NO_KERNEL
         return Refusal(Reason.WINDOW if band.left >= 0 else capped, str(error))
     except UnsupportedError as error:  # a limit that torch's attention does not have
@@ -111,9 +123,12 @@ def serve(
     return out[..., :width].contiguous()
 
 
-def _short(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, rows: int) -> str:
+def _short(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, rows: int, bias: torch.Tensor | None
+) -> str:
     """Why a call is too short to be worth it, or "". ``sdpa`` gets a mask of a window, and of padding."""
     mask = MASKED if band.ragged or band.left >= 0 else CAUSAL if band.right == 0 else FULL
+    mask = mask if bias is None else BIASED
     return short_of(rows, q.shape[3], v.shape[3], mask, work_of(q, k, v, band.right == 0), q.is_cuda)
 
 
@@ -156,7 +171,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores
     if v.shape[3] < q.shape[3]:  # columns of zeros come out as zeros
         v = F.pad(v, (0, q.shape[3] - v.shape[3]))
     shared = q.shape[1] != k.shape[1]
-    out = attention(q, k, v, enable_gqa=shared, **scores._asdict(), **_mask(band, rows, end - first))
+    out = attention(q, k, v, enable_gqa=shared, **scores.of_keys(first, end), **_mask(band, rows, end - first))
     return out.transpose(1, 2)
 
 
@@ -180,7 +195,7 @@ def _on_packed(q: torch.Tensor, packed: PackedKV, keys: int, band: Band, scores:
         raise _Unaligned
     shared = q.shape[1] != packed.shape[1]
     mask = _mask(found[0], q.shape[2], keys)
-    return attention(q, packed, enable_gqa=shared, **scores._asdict(), **mask).transpose(1, 2)
+    return attention(q, packed, enable_gqa=shared, **scores.of_keys(0, keys), **mask).transpose(1, 2)
 
 
 def _ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores) -> torch.Tensor:

@@ -18,7 +18,8 @@ Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.
 
 @dataclass(frozen=True)
 class Problem:
-    """``forms`` makes a mask in both forms on a device."""
+    """``forms`` makes a mask in both forms on a device. ``bias``: nothing is hidden, and a tensor of this type is added
+    to the scores of all batches."""
 
     name: str
     batch: int
@@ -28,6 +29,7 @@ class Problem:
     keys: int
     head_dim: int
     forms: Callable[[torch.device], tuple[Rule, BlockMask]]
+    bias: torch.dtype | None = None
 
     @property
     def label(self) -> str:
@@ -131,8 +133,14 @@ def problems(head_dims: Sequence[int], tiny: bool = False) -> list[Problem]:
         ("blocks, 25% seen", 1, longest, longest, blocks(longest, 0.25)),
         ("blocks, 50% seen", 1, longest, longest, blocks(longest, 0.5)),
     ]
-    return [
-        Problem(name, batch, heads, kv_heads, rows, keys, head_dim, forms)
-        for head_dim in head_dims
-        for name, batch, rows, keys, forms in made
-    ]
+    found = []
+    for head_dim in head_dims:
+        found += [
+            Problem(name, batch, heads, kv_heads, rows, keys, head_dim, forms)
+            for name, batch, rows, keys, forms in made
+        ]
+        found += [
+            Problem(f"bias, {name}", 1, heads, kv_heads, padded, padded, head_dim, everything(padded), dtype)
+            for name, dtype in (("bf16", torch.bfloat16), ("float32", torch.float32))
+        ]
+    return found

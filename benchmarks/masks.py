@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 
 from fp8cutlass import BlockMask, attention, explain
 from fp8cutlass.errors import UnsupportedError
@@ -29,7 +30,10 @@ from .turns import ErrorOf, Launch, all_timed
 
 OURS, DENSE, SEEN, FLEX = "fp8cutlass", "fp8cutlass_no_mask", "fp8cutlass_tensor", "flex_attention"
 PACK = "pack_mask"  # a boolean tensor to lists and bits, without attention
-CONTENDERS = (OURS, DENSE, SEEN, PACK, FLEX)
+SDPA = "sdpa"  # torch's, with a bias
+CONTENDERS = (OURS, DENSE, SEEN, PACK, FLEX, SDPA)
+OF_BIASES, OF_MASKS = (OURS, DENSE, FLEX, SDPA), (OURS, DENSE, SEEN, PACK, FLEX)
+PEERS = (FLEX, SDPA)
 MOST_CELLS = 1 << 28  # of a boolean tensor that is made to be packed in a call
 SAMPLED_ROWS = 64  # of the first and the last head, of the first and the last batch
 BYTES_PACKED = 1.125  # of a pair: a byte is read, a bit written
@@ -46,6 +50,7 @@ class Data:
     v: torch.Tensor
     rule: Rule
     mask: BlockMask
+    bias: torch.Tensor | None = None  # (1, H, Sq, Sk), instead of the mask
 
     def seen(self, batch: int, head: int, rows: torch.Tensor) -> torch.Tensor:
         """(rows, keys) bool."""
@@ -70,7 +75,9 @@ class Data:
             for h in dict.fromkeys((0, p.heads - 1)):
                 of = h // (p.heads // p.kv_heads)
                 scores = self.q[b, h][rows].float() @ self.k[b, of].float().T * p.head_dim**-0.5
-                if masked:
+                if masked and self.bias is not None:
+                    scores = scores + self.bias[0, h][rows].float()
+                elif masked:
                     scores = scores.masked_fill(~self.seen(b, h, rows), -torch.inf)
                 wanted = scores.softmax(-1).nan_to_num() @ self.v[b, of].float()
                 off += float((out[b, h][rows].float() - wanted).square().sum())
@@ -90,7 +97,11 @@ def make_data(problem: Problem, device: torch.device, seed: int = 0) -> Data:
     q, k, v = (
         draw(problem.heads, problem.rows), draw(problem.kv_heads, problem.keys), draw(problem.kv_heads, problem.keys)
     )  # fmt: skip
-    return Data(problem, q, k, v, *problem.forms(device))
+    bias = None
+    if problem.bias is not None:
+        size = (1, problem.heads, problem.rows, problem.keys)
+        bias = torch.randn(size, generator=generator, device=device, dtype=problem.bias)
+    return Data(problem, q, k, v, *problem.forms(device), bias)
 
 
 @dataclass(frozen=True)
@@ -152,28 +163,38 @@ def _flex(data: Data) -> Launch:
     """FlexAttention in bf16, compiled."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    p = data.problem
-    batches = p.batch if data.mask.shape[0] > 1 else None
-    # Made by torch operations: the assembler takes minutes for the kernel that would make it.
-    mask = create_block_mask(data.rule, batches, None, p.rows, p.keys, device=str(data.q.device))
+    p, bias = data.problem, data.bias
+    how: dict[str, Any] = {}
+    if bias is not None:
+        how["score_mod"] = lambda score, b, h, i, j: score + bias[0, h, i, j]
+    else:
+        batches = p.batch if data.mask.shape[0] > 1 else None
+        # Made by torch operations: the assembler takes minutes for the kernel that would make it.
+        how["block_mask"] = create_block_mask(data.rule, batches, None, p.rows, p.keys, device=str(data.q.device))
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def launch() -> torch.Tensor:
-        return cast(torch.Tensor, compiled(data.q, data.k, data.v, block_mask=mask, enable_gqa=True))
+        return cast(torch.Tensor, compiled(data.q, data.k, data.v, enable_gqa=True, **how))
 
     launch()  # compiles, which no graph can capture
     return launch
+
+
+def _sdpa(data: Data) -> Launch:
+    """torch's attention, whose mask has the type of the operands."""
+    mask = None if data.bias is None else data.bias.to(data.q.dtype)
+    return lambda: F.scaled_dot_product_attention(data.q, data.k, data.v, mask, enable_gqa=True)
 
 
 def contenders(data: Data, wanted: Sequence[str]) -> tuple[list[MaskTime], list[tuple[MaskTime, Launch, ErrorOf]]]:
     """Rows of those that are not there, and the others with what they launch and how far they are off."""
     p, missing = data.problem, []
     there: list[tuple[MaskTime, Launch, ErrorOf]] = []
-    for name in wanted:
-        precision, kernel = ("bf16" if name == FLEX else "fp8"), ""
+    for name in (name for name in wanted if name in (OF_MASKS if data.bias is None else OF_BIASES)):
+        precision, kernel = ("bf16" if name in PEERS else "fp8"), ""
         try:
-            if name == FLEX:
-                launch = _flex(data)
+            if name in PEERS:
+                launch = _flex(data) if name == FLEX else _sdpa(data)
             elif name in (SEEN, PACK):
                 if p.rows * p.keys > MOST_CELLS:
                     continue
@@ -183,7 +204,8 @@ def contenders(data: Data, wanted: Sequence[str]) -> tuple[list[MaskTime], list[
                     continue
                 launch, kernel = _ours(data, seen)
             else:
-                launch, kernel = _ours(data, data.mask if name == OURS else None)
+                given = data.mask if data.bias is None else data.bias
+                launch, kernel = _ours(data, given if name == OURS else None)
         except Exception as refusal:  # a contender that is not there must not end the run
             missing.append(row_of(p, name, precision, UNAVAILABLE, first_line(refusal)))
             continue

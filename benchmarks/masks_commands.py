@@ -31,7 +31,7 @@ def _ratio(one: MaskTime | None, other: MaskTime | None, share: float | None = 1
 
 def markdown(stamp: Mapping[str, str], rows: Sequence[MaskTime]) -> str:
     """A row for each problem: whole calls from bf16 beside those without a mask and beside FlexAttention."""
-    from .masks import DENSE, FLEX, OURS, PACK, SEEN
+    from .masks import DENSE, FLEX, OURS, PACK, SDPA, SEEN
 
     by_problem: dict[tuple[object, ...], dict[str, MaskTime]] = {}
     for row in rows:
@@ -42,10 +42,11 @@ def markdown(stamp: Mapping[str, str], rows: Sequence[MaskTime]) -> str:
         f"`{OURS}`: the whole of `attention` from bf16 with a `BlockMask`; `{SEEN}`: with a boolean tensor, packed in",
         f"the call; `{DENSE}`: without a mask. `of its share`: the time over that without a mask times the share of",
         f"visited tiles. `{PACK}`: a boolean tensor to lists and bits. `{FLEX}`: compiled, bf16; ours wins above 1.",
+        f"With a bias ours is the kernel that adds one, and `{SDPA}` torch's attention with the bias in bf16.",
         "",
     ]
     header = ["head_dim", "mask", "rows x keys", "visited", f"{OURS}, us", "useful TFLOPS", f"{DENSE}, us"]
-    header += ["of its share", f"{SEEN}, us", f"{PACK}, GB/s", f"{FLEX}, us", f"{FLEX} / ours"]
+    header += ["of its share", f"{SEEN}, us", f"{PACK}, GB/s", f"{FLEX}, us", f"{FLEX} / ours", f"{SDPA} / ours"]
     body = []
     for (head_dim, mask, batch, of_rows, keys), cell in by_problem.items():
         ours, packing = cell.get(OURS), cell.get(PACK)
@@ -55,7 +56,7 @@ def markdown(stamp: Mapping[str, str], rows: Sequence[MaskTime]) -> str:
             str(head_dim), str(mask), f"{batch} x {of_rows} x {keys}", "" if visited is None else f"{visited:.1%}",
             _us(ours), "" if tflops is None else f"{tflops:.0f}", _us(cell.get(DENSE)),
             _ratio(ours, cell.get(DENSE), visited), _us(cell.get(SEEN)), speed, _us(cell.get(FLEX)),
-            _ratio(cell.get(FLEX), ours),
+            _ratio(cell.get(FLEX), ours), _ratio(cell.get(SDPA), ours),
         ])  # fmt: skip
     lines += table(header, body)
     reasons = dict.fromkeys(
@@ -69,7 +70,7 @@ def markdown(stamp: Mapping[str, str], rows: Sequence[MaskTime]) -> str:
 @click.command()
 @head_dim_option(HEAD_DIMS)
 @click.option("--mask", "names", multiple=True, help="Only masks with this text in their name; repeat for more.")
-@click.option("--no-peers", is_flag=True, help="Without FlexAttention.")
+@click.option("--no-peers", is_flag=True, help="Without FlexAttention and torch's attention.")
 @click.option("--tiny", is_flag=True, help="Tiny sizes, without a card on the CPU: does it run? Needs --out.")
 @quick_option
 @budget_option
@@ -98,7 +99,7 @@ def masks(
     from . import machine
     from .grid import QUICK, Settings
     from .mask_problems import problems
-    from .masks import CONTENDERS, FLEX, record
+    from .masks import CONTENDERS, PEERS, record
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = problems([int(d) for d in head_dims] or list(HEAD_DIMS), tiny)
@@ -107,7 +108,7 @@ def masks(
         stop(f"no mask has {' or '.join(map(repr, names))} in its name; there are {', '.join(p.name for p in found)}")
     stamp = machine.stamp(commit)
     path = results_folder(out, stamp) / "masks.csv"
-    chosen = [name for name in CONTENDERS if not (no_peers and name == FLEX)]
+    chosen = [name for name in CONTENDERS if not (no_peers and name in PEERS)]
     rows, left = record(
         path, stamp, wanted, chosen, device, QUICK if quick or tiny else Settings(), budget, click.echo
     )  # fmt: skip

@@ -46,6 +46,16 @@ def test_a_problem_is_timed_and_a_wrong_result_is_not(monkeypatch: pytest.Monkey
     assert [r.status for r in measure(problem, CPU, masks.Settings(), (OURS,))] == [WRONG]
 
 
+def test_a_bias_is_added_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = next(p for p in TINY if p.bias is torch.float32)
+    wanted = (OURS, DENSE, SEEN, PACK, masks.SDPA)
+    rows = {r.contender: r for r in measure(problem, CPU, masks.Settings(), wanted)}
+    assert set(rows) == {OURS, DENSE, masks.SDPA} and {r.status for r in rows.values()} == {OK}
+    assert "exp2" in rows[OURS].kernel and (rows[masks.SDPA].error or 1) < 0.02
+    data = make_data(problem, CPU)
+    assert data.error(masks._ours(data, None)[0]()) > 0.3
+
+
 def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(data: masks.Data) -> masks.Launch:
         raise ImportError("no flex")
@@ -61,7 +71,7 @@ def test_the_table() -> None:
     lost = masks.row_of(TINY[1], SEEN, "fp8", WRONG, "far off")
     text = masks_commands.markdown({"card": "a card"}, [row, *others, lost])
     cells = next(line for line in text.splitlines() if line.startswith("| 64")).split(" | ")
-    assert cells[3:8] == ["25.0%", "200.0", "5", "400.0", "2.00"] and cells[-1].startswith("1.50")
+    assert cells[3:8] == ["25.0%", "200.0", "5", "400.0", "2.00"] and cells[-2] == "1.50"
     assert "fp8cutlass_tensor on 8 documents, causal, head_dim 64: wrong: far off" in text
 
 

@@ -13,8 +13,8 @@ import torch
 
 FULL, CAUSAL, MASKED, BIASED = "full", "causal", "masked", "biased"
 # From how many query tokens a whole call from bf16 is faster than torch's attention, by mask and head_dim. MASKED is a
-# window or padding, for which torch's attention would need a mask; BIASED is something added to scores. docs/evidence/results.md says where each number is
-# from.
+# window or padding, for which torch's attention would need a mask; BIASED is something that is added to scores.
+# docs/evidence/results.md says where each number is from.
 MEASURED = {
     FULL: {64: 1024, 128: 1024, 256: 1536},
     CAUSAL: {64: 1024, 128: 1024, 256: 2048},

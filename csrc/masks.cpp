@@ -73,11 +73,15 @@ Bias bias_of(const MaskTensors& tensors, const ForwardParams& p, const VariantEn
   require(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
           "bias must be float32, bfloat16 or float16");
   const auto stride = [&](int dim) { return x.size(dim) > 1 ? x.stride(dim) : 0; };
-  Bias bias{x.data(), stride(0), stride(1), stride(2), stride(3), BiasType::f32, false};
+  Bias bias{x.data(), stride(0), stride(1), stride(2), stride(3), BiasType::f32, false, false};
   if (type != ScalarType::Float) bias.type = type == ScalarType::BFloat16 ? BiasType::bf16 : BiasType::fp16;
   const int64_t together = bias.stride_batch | bias.stride_head | bias.stride_row;
-  bias.pairs =
-      bias.stride_key == 1 && together % 2 == 0 && reinterpret_cast<uintptr_t>(bias.data) % (2 * x.element_size()) == 0;
+  const auto aligned = [&](int64_t keys) {
+    return bias.stride_key == 1 && together % keys == 0 &&
+           reinterpret_cast<uintptr_t>(bias.data) % (keys * x.element_size()) == 0;
+  };
+  bias.pairs = aligned(2);
+  bias.chunks = bias.type != BiasType::f32 && aligned(8);
   return bias;
 }
 

@@ -72,7 +72,7 @@ using Score = float;  // one float32 score
 constexpr int kScoreRegs = 4;  // per n8 block
 using Out = OutBf16;
 
-// ---- shared memory: 2 x Q 32,768 + Q in 16 bits 32,768 + 3 x K 49,152 + 3 x V 52,224 + sums for the LSE 4,096 + slopes 2,048 + work items and barriers 1,024 = 174,080 bytes --------------------------------------------------
+// ---- shared memory: 2 x Q 32,768 + Q in 16 bits 32,768 + 3 x K 49,152 + 3 x V 52,224 + a bias of 16 bits 32,768 + sums for the LSE 4,096 + slopes 2,048 + work items and barriers 1,024 = 206,848 bytes --------------------------------------------------
 
 using QTile = sm90::OperandTile<kTileM, kHeadDim>;
 using SourceTile = sm90::OperandTile<kTileM, 2 * kHeadDim>;  // Q in bf16 or fp16, before it is quantised
@@ -93,6 +93,7 @@ struct SharedStorage {
   alignas(1024) uint8_t source[SourceTile::kBytes];
   alignas(1024) uint8_t k[kKeySlots][KTile::kBytes];
   alignas(1024) uint8_t v[kValueSlots][kVBytes];
+  BiasRows<kTileN> bias[kWarps];
   ExactSums exact[128 * kWarpgroups];
   float slope[kItemSlots][kTileM];  // with the items: softmax scale times Q's descale, as octaves a score unit of K's descale
   struct alignas(1024) {
@@ -107,7 +108,7 @@ struct SharedStorage {
   } control;
 };
 
-static_assert(sizeof(SharedStorage) == 174080, "the generator's sum of the tiles");
+static_assert(sizeof(SharedStorage) == 206848, "the generator's sum of the tiles");
 
 // The generator's rules, restated where the compiler sees them.
 static_assert((kScoreRegs == 4) || ((kHeadDim * 196) <= 65504), "LINEAR-RANGE: f16 scores of operands quantised to amax 14 must not overflow");
@@ -354,10 +355,18 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   const auto is_masked = [&](const Item& item, int tile) {
     return masked_ends<kTileN, 64>(item.row + first_row, Walk::keys(p, item), Walk::band(p, item), tile);
   };
-  // Where the bias of a tile lies.
+  // Where the bias of a tile lies; how a warp begins to copy one whose rows are chunks.
+  const auto bias_head = [&](const Item& item) {
+    return item.batch * params.bias.stride_batch + (item.head + second) * params.bias.stride_head;
+  };
   const auto bias_of = [&](const Item& item, int tile) {
-    const int64_t head = item.batch * params.bias.stride_batch + (item.head + second) * params.bias.stride_head;
-    return BiasTile(params.bias, head, item.row + seen_row(), Walk::rows(p, item), tile * kTileN, Walk::keys(p, item), kTileN);
+    return BiasTile(params.bias, bias_head(item), item.row + seen_row(), Walk::rows(p, item), tile * kTileN, Walk::keys(p, item), kTileN);
+  };
+  const auto bias_rows = [&]() -> BiasRows<kTileN>& { return shared.bias[(thread_index() - 128) / 32]; };
+  const auto copy_bias = [&](const Item& item, int tile) {
+    // Hidden from the compiler, which would keep the rows' addresses for the next tile.
+    const int first = hidden(item.row + (int(thread_index() - 128) / 32 * 16 & (p.item_rows - 1)));
+    bias_rows().copy(params.bias, bias_head(item), first, Walk::rows(p, item), tile * kTileN, Walk::keys(p, item));
   };
   using BiasWords = uint32_t[kKeyBlocks][2];
   // Scores to P, in place and then packed; the tile's weight against the others.
@@ -443,6 +452,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     const Item& item = control.items[turn % kItemSlots];
     const int tiles = item.tiles;
     if (tiles == 0) return;
+    if (params.bias.chunks) copy_bias(item, item.first_tile);
 #pragma unroll 1
     for (int j = 0; j < tiles; ++j, stage = stage.next()) {
       const int tile = item.first_tile + j;
@@ -454,7 +464,12 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       issue_scores(s, slot, stage.slot);
       cute::warpgroup_commit_batch();
       BiasWords bias;
-      read_halves(bias, params.bias, bias_of(item, tile));
+      if (params.bias.chunks) {
+        bias_rows().read(bias);
+        if (j + 1 < tiles) copy_bias(item, tile + 1);  // comes until the next scores are there
+      } else {
+        read_halves(bias, params.bias, bias_of(item, tile));
+      }
       cute::warpgroup_wait<0>();
       sm90::fence(s);
       sm90::arrive(control.k_empty[stage.slot]);

@@ -4,11 +4,12 @@
 
 #include "fp8cutlass/bias_params.h"
 #include "fp8cutlass/numeric.cuh"
+#include "fp8cutlass/sm89/copy.cuh"
 #include "fp8cutlass/softmax.cuh"
 
 namespace fp8cutlass {
 
-constexpr int kBlocksAhead = 4;  // whose values are read one by one at a time
+constexpr int kBlocksAhead = 2;  // whose values are read one by one at a time
 
 // Loads that keep their place among waits for products.
 __device__ __forceinline__ uint32_t load_word(const void* pointer) {
@@ -29,7 +30,8 @@ __device__ __forceinline__ uint32_t load_half_word(const void* pointer) {
   return half;
 }
 
-// Where a lane finds the bias of a tile of keys. What lies beyond the last row or key is not read: these take its place.
+// Where a lane finds the bias of a tile of keys. What lies beyond the last row or key is not read: these take its
+// place.
 struct BiasTile {
   const char* row[2];  // the tile's first key
   int column;          // the lane's first key in a block
@@ -48,16 +50,57 @@ struct BiasTile {
     }
   }
 
-  // Of row r, key `key` of the tile, of elements of so many bytes. `before` is a word that was read some blocks ago: the
-  // address waits for it, as those of all blocks at once would take more registers than there are.
+  // Of row r, key `key` of the tile, of elements of so many bytes. `before` is a word that was read some blocks ago:
+  // the address waits for it, as those of all blocks at once would take more registers than there are.
   __device__ __forceinline__ const char* at(const Bias& bias, int bytes, int r, int key, uint32_t before) const {
     const int zero = int(before & (unsigned(keys) >> 31));
     return row[r] + bytes * (min(key + zero, keys - 1) * bias.stride_key);
   }
 };
 
-// Reads a 16-bit bias of a tile, two keys a word, ahead of its use: what is read before a wait for a product comes while
-// it is made. Float32 would take the registers of the scores once more, and is read where it is added.
+// A warp's 16 rows of a 16-bit bias in shared memory, in chunks of 8 keys. The chunks of a row are turned by its
+// number, so that no two rows of a matrix share banks.
+template <int kKeys>
+struct BiasRows {
+  static constexpr int kChunks = kKeys / 8;
+  alignas(16) uint8_t bytes[16][kChunks][16];
+
+  __device__ __forceinline__ uint8_t* chunk(int row, int n) { return bytes[row][n ^ (row % 8)]; }
+
+  // Copies a tile that begins with row `first_row` and key `key` of a head whose values begin at element `head`, and
+  // returns while it is on its way. Keys past the last one become zeros, which a mask hides, and are not read.
+  __device__ __forceinline__ void copy(const Bias& bias, int64_t head, int first_row, int rows, int key, int keys) {
+    const int lane = threadIdx.x % 32, n = lane % kChunks;
+    const int bytes_there = min(max(2 * (keys - key - 8 * n), 0), 16);
+    const auto* begin = static_cast<const uint8_t*>(bias.data) + 2 * (head + key + 8 * n);
+#pragma unroll
+    for (int row = lane / kChunks; row < 16; row += 32 / kChunks) {
+      const uint8_t* from = begin + 2 * (min(first_row + row, rows - 1) * bias.stride_row);
+      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(chunk(row, n))),
+                   "l"(from), "r"(bytes_there)
+                   : "memory");
+    }
+    sm89::commit_copies();
+  }
+
+  // What was copied, two keys a word. Then the rows may be copied to again.
+  __device__ __forceinline__ void read(uint32_t (&words)[kChunks][2]) {
+    sm89::wait_copies<0>();
+    __syncwarp();
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < kChunks; n += 2) {
+      uint32_t r[4];
+      sm89::load_matrices(r, chunk(lane % 16, n + lane / 16));
+      words[n][0] = r[0], words[n][1] = r[1], words[n + 1][0] = r[2], words[n + 1][1] = r[3];
+    }
+    __syncwarp();
+  }
+};
+
+// Reads a 16-bit bias of a tile, two keys a word, where it lies, ahead of its use: what is read before a wait for a
+// product comes while it is made. Float32 would take the registers of the scores once more, and is read where it is
+// added.
 template <int kBlocks>
 __device__ __forceinline__ void read_halves(uint32_t (&words)[kBlocks][2], const Bias& bias, const BiasTile& tile) {
   if (bias.type == BiasType::f32) return;

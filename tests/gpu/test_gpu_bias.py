@@ -116,7 +116,7 @@ def test_every_kernel_is_its_emulation(v: Variant) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("v", BIASED, ids=lambda v: v.id)
 def test_every_kernel_on_every_layout(v: Variant, layout: str) -> None:
-    for rows, keys in SIZES[:2]:
+    for rows, keys in (*SIZES[:2], (130, 400)):
         for dtype in DTYPES:
             given = LAYOUTS[layout](rows, keys)
             wide = torch.tensor([]).set_(given.untyped_storage()).to(dtype)

@@ -71,7 +71,7 @@ PREFILL = (
     "int most, int capacity"
 )
 
-MASK = "Tensor? tiles=None, Tensor? counts=None, Tensor? bits=None"
+MASK = "Tensor? tiles=None, Tensor? counts=None, Tensor? bits=None, Tensor? bias=None"
 SCHEMAS = {
     "forward": f"({COMMON}, {SCORES}, {MASK}) -> ()",
     "diagnose": f"({COMMON}, {DIAGNOSTIC}) -> ()",

@@ -6,6 +6,7 @@ a card, from its arguments to the operator and back, then runs without one.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from functools import partial
@@ -17,9 +18,10 @@ import pytest
 import torch
 
 from fp8cutlass import BlockMask
-from fp8cutlass.call import launch
+from fp8cutlass.call import launch, plan
 from fp8cutlass.call.call import Call, Tensors
 from fp8cutlass.call.masks import for_emulator, packed
+from fp8cutlass.choose.problem import Problem
 from fp8cutlass.dtypes import OUT_DTYPES
 from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import generated_dir, load_manifest
@@ -53,7 +55,7 @@ class Numbers:
         return Call(kind, OUT_DTYPES[self.variant.out], self.scale, scaling=self.scaling, hadamard=hadamard, **more)
 
     def attend(
-        self, made: Operands, out_descale: Any, lse: Any, amax: Any, sinks: Any, mask: BlockMask | None = None
+        self, made: Operands, out_descale: Any, lse: Any, amax: Any, sinks: Any, mask: BlockMask | None, bias: Any
     ) -> torch.Tensor:
         """What the attention kernel makes of its operands, dense in the order that the numbers say. Its LSE is that of
         the keys alone."""
@@ -61,6 +63,7 @@ class Numbers:
         softcap = self.of["softcap"]
         assert (softcap > 0) == (variant.kind == "capped"), "a cap has kernels of its own"
         assert (mask is not None) == (variant.mask == "blocks"), "lists of tiles have kernels of their own"
+        assert (bias is not None) == (variant.kind == "biased"), "biases have kernels of their own"
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
         assert made.q is not None and made.k is not None and made.v is not None and made.k_descale is not None
         keys, dtype = made.k.shape[2], torch.float8_e5m2 if variant.dtype == "e5m2" else torch.float8_e4m3fn
@@ -79,6 +82,7 @@ class Numbers:
             causal_offset=int(self.of["causal_offset"]),
             window_offset=int(self.of["window_offset"]) if variant.mask == "window" else None,
             mask=for_emulator(mask),
+            bias=bias,
             out_descale=out_descale,
             softcap=softcap,
             return_lse=lse is not None,
@@ -110,19 +114,19 @@ def pack_mask(seen: Any, keys: int, tiles: Any, counts: Any, bits: Any) -> None:
 
 def attend(
     constants: torch.Tensor, q: Any, k: Any, v: Any, out_descale: Any = None, lse: Any = None, amax: Any = None,
-    sinks: Any = None, k_mean: Any = None, **lists: Any,
+    sinks: Any = None, k_mean: Any = None, bias: Any = None, **lists: Any,
 ) -> torch.Tensor:  # fmt: skip
     n = Numbers(constants)
     assert k_mean is None, "keys are not smoothed here"
     call = n.call("half")
     made = launch.quantised(call, n.variant, n.granularity, Tensors(q, k, v))
     made = launch.fp8_operands(call, n.variant, made)
-    return n.attend(made, out_descale, lse, amax, sinks, mask_of(q, k, **lists))
+    return n.attend(made, out_descale, lse, amax, sinks, mask_of(q, k, **lists), bias)
 
 
 def attend_fp8(
     constants: torch.Tensor, q: Any, k: Any, v: Any, q_descale: Any, k_descale: Any, v_descale: Any,
-    out_descale: Any = None, lse: Any = None, amax: Any = None, sinks: Any = None, **lists: Any,
+    out_descale: Any = None, lse: Any = None, amax: Any = None, sinks: Any = None, bias: Any = None, **lists: Any,
 ) -> torch.Tensor:  # fmt: skip
     n = Numbers(constants)
     for x in (q, k, v):
@@ -145,22 +149,30 @@ def attend_fp8(
         descales[name] = value
     tensors = Tensors(q, k, v, *descales.values())
     made = launch.fp8_operands(n.call("fp8"), n.variant, tensors)
-    return n.attend(made, out_descale, lse, amax, sinks, mask_of(q, k, **lists))
+    return n.attend(made, out_descale, lse, amax, sinks, mask_of(q, k, **lists), bias)
 
 
 def attend_packed(
     constants: torch.Tensor, q: Any, k: Any, v: Any, k_descale: Any, v_descale: Any,
-    out_descale: Any = None, lse: Any = None, amax: Any = None, sinks: Any = None, **lists: Any,
+    out_descale: Any = None, lse: Any = None, amax: Any = None, sinks: Any = None, bias: Any = None, **lists: Any,
 ) -> torch.Tensor:  # fmt: skip
     n = Numbers(constants)
     call = n.call("packed")
     fp8, q_descale = launch.quantised_query(call, n.variant, n.granularity, q)
     q8 = launch._query(fp8, n.variant, n.scale).view(torch.uint8)
     made = Operands(q8, k, v, q_descale, k_descale, v_descale)
-    return n.attend(made, out_descale, lse, amax, sinks, mask_of(q, k, **lists))
+    return n.attend(made, out_descale, lse, amax, sinks, mask_of(q, k, **lists), bias)
 
 
 OPERATORS: dict[str, Operator] = {"attend": attend, "attend_fp8": attend_fp8, "attend_packed": attend_packed}
+
+
+_of_the_device = plan.problem_of
+
+
+def _problem_of(call: Call, *arguments: Any) -> Problem:
+    """Which it is on a card, where a bias takes a kernel that adds it."""
+    return dataclasses.replace(_of_the_device(call, *arguments), biased=call.biased)
 
 
 def card(monkeypatch: pytest.MonkeyPatch, operators: dict[str, Operator] = OPERATORS) -> list[str]:
@@ -180,4 +192,5 @@ def card(monkeypatch: pytest.MonkeyPatch, operators: dict[str, Operator] = OPERA
     monkeypatch.setattr(extension, "load_kernels", lambda *arguments: None)
     monkeypatch.setattr(extension, "call_fields", lambda: FIELDS)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(plan, "problem_of", _problem_of)
     return asked

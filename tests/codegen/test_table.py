@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codegen.arch import CARDS, TARGETS, Card
-from codegen.axes import Cluster, Kind, Mask, Out, Scaling, Schedule, Softmax, Walk
+from codegen.axes import Change, Cluster, Kind, Mask, Out, Scaling, Schedule, Softmax, Walk
 from codegen.families import FAMILIES, derive, families_of, family_of, model_card
 from codegen.keys import (
     LOAD_ROWS,
@@ -122,7 +122,7 @@ def test_an_emulated_kernel_is_taken_only_where_no_native_one_is_built() -> None
         assert decision.evidence == f"model of {FAMILIES[v.family].model_card}, emulated on {key.arch}"
         for w in emitted:
             asked = key.scaling in served(w) and w.softmax is SOFTMAXES[key.precision][-1]
-            if w.family == native and w.kind is Kind.FWD and asked:
+            if w.family == native and w.kind is Kind.FWD and not w.special and asked:  # of these there are no cells
                 assert (w.head_dim, w.dtype, w.out, w.causal) != (key.head_dim, key.dtype, key.out, key.causal)
     assert emulated, "the profile has no such cell: this test shows nothing"
 
@@ -202,12 +202,14 @@ def test_every_kernel_is_reached(profile: str) -> None:
 
 
 def test_a_class_without_cells_has_one_kernel() -> None:
-    """No cell chooses between kernels for a window, lists of tiles, a ragged batch, a cap: who looks must find one."""
+    """No cell chooses between kernels for a window, lists of tiles, a ragged batch, a cap, a bias: who looks must find
+    one."""
     special = [v for v in select().emitted if v.special]
-    capped, plain = ([v for v in special if v.change.capped == capped] for capped in (True, False))
+    capped, biased, plain = ([v for v in special if v.change is x] for x in (Change.TANH, Change.BIAS, Change.NONE))
     bands = set(Mask) - {Mask.BLOCKS}
     assert {v.mask for v in plain if not v.walk.tables} == {Mask.WINDOW, Mask.BLOCKS}
     assert {v.mask for v in capped if v.walk.tables} == {Mask.WINDOW}
+    assert {(v.mask, v.walk) for v in biased} == {(Mask.WINDOW, Walk.DENSE)}
     assert {v.mask for v in plain if v.walk.tables} == {v.mask for v in capped if not v.walk.tables} == bands
     assert len({problem_class(v) for v in special}) == len(special) and special
     assert {v.id for v in special}.isdisjoint(d.variant for d in table("release").decisions)
@@ -277,7 +279,8 @@ def test_profiles_nest() -> None:
 
 def test_ci_holds_every_value_of_every_axis() -> None:
     """Tile and stages are what the selection chooses; everything else that is emitted at all must be compiled in CI."""
-    for axis in ("kind", "head_dim", "scaling", "mask", "dtype", "out", "softmax", "schedule", "cluster", "walk"):
+    numbers = ("head_dim", "scaling", "dtype", "out", "softmax")
+    for axis in ("kind", "mask", "schedule", "cluster", "walk", "change", *numbers):
         everywhere = {(v.family, getattr(v, axis)) for v in select().emitted}
         assert {(v.family, getattr(v, axis)) for v in of_profile(select().emitted, "ci")} == everywhere, axis
 
@@ -382,7 +385,7 @@ def test_variants_of_a_class_differ_in_what_rivals_may_only() -> None:
         replace(v, cluster=Cluster.SPLIT2),
     ]
     assert all(problem_class(w) == problem_class(v) for w in same)
-    for other in ({"mask": Mask.WINDOW}, {"walk": Walk.RAGGED}):
+    for other in ({"mask": Mask.WINDOW}, {"walk": Walk.RAGGED}, {"change": Change.BIAS}):
         assert problem_class(replace(v, **other)) != problem_class(v)  # type: ignore[arg-type]
 
 

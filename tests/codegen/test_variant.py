@@ -53,7 +53,7 @@ def test_the_example_parses_to_its_fields() -> None:
             "multistage",
             "solo",
             "dense",
-            "uncapped",
+            "unchanged",
         )
     ]
 
@@ -72,8 +72,9 @@ def test_schedule_and_cluster_stand_in_an_id_unless_both_are_plain() -> None:
     for v in POINTS:
         plain = v.schedule is Schedule.MULTISTAGE and v.cluster is Cluster.SOLO
         assert plain == (v.family == "sm89")
-        walk = (f"_{v.walk}" if v.walk is Walk.RAGGED else "") + (f"_{v.change}" if v.change is Change.TANH else "")
-        assert v.id.endswith((str(v.softmax) if plain else f"{v.softmax}_{v.schedule}_{v.cluster}") + walk)
+        rest = {Walk.DENSE: "", Walk.RAGGED: "_ragged"}[v.walk]
+        rest += {Change.NONE: "", Change.TANH: "_capped", Change.BIAS: "_biased"}[v.change]
+        assert v.id.endswith((str(v.softmax) if plain else f"{v.softmax}_{v.schedule}_{v.cluster}") + rest)
 
 
 def test_mask_and_walk_in_an_id() -> None:
@@ -90,8 +91,9 @@ def test_mask_and_walk_in_an_id() -> None:
 def test_every_product_of_values_parses_back() -> None:
     """Also those that no matrix declares."""
     base = parse_id(HOPPER)
-    for values in itertools.product(Mask, Operand, Softmax, Schedule, Cluster, Walk):
-        v = replace(base, **dict(zip(("mask", "dtype", "softmax", "schedule", "cluster", "walk"), values, strict=True)))
+    axes = ("mask", "dtype", "softmax", "schedule", "cluster", "walk", "change")
+    for values in itertools.product(Mask, Operand, Softmax, Schedule, Cluster, Walk, Change):
+        v = replace(base, **dict(zip(axes, values, strict=True)))
         assert parse_id(v.id) == v
 
 
@@ -135,6 +137,9 @@ def test_the_matrix_and_the_variant_have_the_same_axes() -> None:
         (GOOD + "_multistage_solo", "multistage_solo"),
         (GOOD + "_pingpong", "is not a variant id"),
         (GOOD + "_dense", "_dense"),
+        (GOOD + "_unchanged", "_unchanged"),
+        (GOOD + "_capped_biased", "is not a variant id"),
+        (HOPPER + "_biased_ragged", "_biased_ragged"),
         (HOPPER.replace("_solo", "_ragged"), "is not a variant id"),
         (HOPPER.replace("pingpong_solo", "ragged_pingpong_solo"), "ragged_pingpong"),
         (HOPPER.replace("_solo", ""), "is not a variant id"),

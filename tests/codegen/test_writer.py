@@ -254,8 +254,8 @@ def test_the_registry_has_the_manifest_s_order(generated: Path) -> None:
     is the same number in its row."""
     columns, rows = table_of((generated / "registry.cpp").read_text(), "kVariants")
     for v, row in zip(select().emitted, rows, strict=True):
-        cells = row.removeprefix("{").removesuffix("},").split(", ", len(columns) - 2)  # the last but one has commas
-        values = dict(zip(columns, [*cells[:-1], *cells[-1].rsplit(", ", 1)], strict=True))
+        cells = row.removeprefix("{").removesuffix("},").split(", ", len(columns) - 3)  # the last but two has commas
+        values = dict(zip(columns, [*cells[:-1], *cells[-1].rsplit(", ", 2)], strict=True))
         d = derive(v)
         assert (
             values
@@ -278,6 +278,7 @@ def test_the_registry_has_the_manifest_s_order(generated: Path) -> None:
                 "quantises_q": str(d.quantises_q).lower(),
                 "ragged": str(v.walk is Walk.RAGGED).lower(),
                 "capped": str(v.change is Change.TANH).lower(),
+                "biased": str(v.change is Change.BIAS).lower(),
                 "unrolled": "{" + ", ".join(f"{{{u.least_keys}, {u.most_keys}}}" for u in d.unrolled) + "}",
             }
             == values

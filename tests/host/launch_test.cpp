@@ -43,7 +43,9 @@ const VariantEntry kVariants[] = {
      false,
      true,
      false,
-     {}},
+     {},
+     false,
+     false},
     {"other",
      Family::sm90a,
      64,
@@ -66,7 +68,9 @@ const VariantEntry kVariants[] = {
      false,
      false,
      false,
-     {}},
+     {},
+     false,
+     false},
     {"wide",
      Family::sm90a,
      192,
@@ -89,7 +93,9 @@ const VariantEntry kVariants[] = {
      false,
      false,
      false,
-     {}},
+     {},
+     false,
+     false},
     {"unrolled",
      Family::sm90a,
      64,
@@ -112,7 +118,9 @@ const VariantEntry kVariants[] = {
      false,
      false,
      false,
-     {{65, 128}, {193, 250}}},
+     {{65, 128}, {193, 250}},
+     false,
+     false},
     {"walks",
      Family::sm90a,
      64,
@@ -135,7 +143,9 @@ const VariantEntry kVariants[] = {
      true,
      false,
      true,
-     {}},
+     {},
+     false,
+     false},
     {"window",
      Family::sm90a,
      64,
@@ -158,7 +168,9 @@ const VariantEntry kVariants[] = {
      false,
      true,
      false,
-     {}},
+     {},
+     false,
+     false},
     {"window_walks",
      Family::sm90a,
      64,
@@ -181,7 +193,9 @@ const VariantEntry kVariants[] = {
      true,
      true,
      true,
-     {}},
+     {},
+     false,
+     false},
     {"warp",
      Family::sm89,
      64,
@@ -204,7 +218,9 @@ const VariantEntry kVariants[] = {
      false,
      false,
      false,
-     {}},
+     {},
+     false,
+     false},
     {"warp_large",
      Family::sm89,
      64,
@@ -227,7 +243,9 @@ const VariantEntry kVariants[] = {
      false,
      false,
      false,
-     {}},
+     {},
+     false,
+     false},
     {"absent",
      Family::sm89,
      64,
@@ -250,7 +268,9 @@ const VariantEntry kVariants[] = {
      false,
      false,
      false,
-     {}},
+     {},
+     false,
+     false},
     {"warp_late",
      Family::sm89,
      64,
@@ -273,9 +293,36 @@ const VariantEntry kVariants[] = {
      false,
      false,
      false,
-     {}},
+     {},
+     false,
+     false},
+    {"biased",
+     Family::sm90a,
+     64,
+     128,
+     64,
+     64,
+     384,
+     60000,
+     1,
+     1,
+     1,
+     Mask::window,
+     OutType::bf16,
+     Granularity::token,
+     Granularity::block,
+     Granularity::block,
+     false,
+     128,
+     true,
+     false,
+     true,
+     false,
+     {},
+     false,
+     true},
 };
-const int kVariantCount = 11;
+const int kVariantCount = 12;
 const PackEntry kPacks[] = {{"pack", 64, 128, SourceType::bf16, 128, 1, 8000, 256, 50176, 3, true, false},
                             {"halved", 256, 256, SourceType::bf16, 128, 2, 33000, 0, 0, 0, true, false},
                             {"narrow", 32, 128, SourceType::bf16, 128, 1, 4000, 0, 0, 0, false, false},
@@ -432,11 +479,13 @@ static void check_maps() {
 static void check_masks() {
   ForwardParams p = problem();
   int words[2] = {};
-  TileMask mask{};
-  mask.tiles = words, mask.counts = words + 1, mask.key_tiles = 7;
+  MaskParams mask{};
+  mask.lists.tiles = words, mask.lists.counts = words + 1, mask.lists.key_tiles = 7;
   launch(variant("plain"), p, 0, nullptr, mask);
-  const TileMask& got = last().params<sm90::KernelParams>().mask;
-  report(got.tiles == words && got.counts == words + 1 && got.key_tiles == 7, "lists of a mask come to the kernel");
+  const auto& listed_params = last().params<sm90::KernelParams>();
+  const TileMask& got = listed_params.mask;
+  report(got.tiles == words && got.counts == words + 1 && got.key_tiles == 7 && listed_params.bias.data == nullptr,
+         "lists of a mask come to the kernel, without a bias");
   VariantEntry listed = variant("plain");
   listed.mask = Mask::blocks;
   std::string refused;
@@ -446,6 +495,23 @@ static void check_masks() {
     refused = error.what();
   }
   report(says(refused, "needs a mask"), "a kernel of lists without them is refused");
+}
+
+static void check_biases() {
+  ForwardParams p = problem();
+  const float values[1] = {};
+  MaskParams mask{};
+  Bias& bias = mask.bias;
+  bias.data = values, bias.stride_batch = 11, bias.stride_head = 22, bias.stride_row = 33, bias.stride_key = 44;
+  bias.type = BiasType::fp16, bias.pairs = bias.chunks = true;
+  launch(variant("biased"), p, 0, nullptr, mask);
+  const auto& params = last().params<sm90::KernelParams>();
+  const Bias& got = params.bias;
+  report(got.data == values && std::memcmp(&got, &bias, sizeof(bias)) == 0 && params.mask.tiles == nullptr,
+         "a bias comes to the kernel with its strides and type, without lists");
+  report(says(run(p, "biased"), "variant biased needs a bias"), "a kernel that adds one is refused without it");
+  report(run(p).empty() && last().params<sm90::KernelParams>().bias.data == nullptr,
+         "a kernel that adds none gets none, whatever was launched before");
 }
 
 static void check_windows() {
@@ -562,6 +628,7 @@ static void check_shapes() {
   check_residents();
   check_windows();
   check_masks();
+  check_biases();
 
   const int opted_before = runtime::opted_in;
   run(base, "warp");

@@ -4,7 +4,8 @@ tests/host/launch_test.cpp with a stand-in for the driver and the runtime.
 Regressions these catch: a tensor map of an earlier launch that is used for other sizes, strides, addresses or another
 context; a kernel that is not opted in to its shared memory in a second context or thread; a map that is encoded, or an
 attribute that is set, at every launch again; a grid, a box or a form that is not what the registry's row says; a kernel
-that is loaded twice, or in a capture that refuses it; a file of kernels of another build that is taken.
+that is loaded twice, or in a capture that refuses it; a file of kernels of another build that is taken; a bias that
+does not come to the kernel that adds it, or comes to another.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from scripts import kernel_file
 
 CSRC = ROOT / "csrc"
 SOURCES = ("device", "kernel_file", "kernels", "launch", "launch_pack", "launch_resident", "tensor_map", "warpgroup")
-VARIANTS = ("plain", "other", "wide", "unrolled", "walks", "window", "window_walks", "warp", "warp_large", "warp_late")
-KERNELS = (*VARIANTS, "pack", "halved", "narrow", "copies", "plan", "keeps")
+VARIANTS = ("plain", "other", "wide", "unrolled", "walks", "window", "window_walks", "biased")
+WARP_VARIANTS = ("warp", "warp_large", "warp_late")
+KERNELS = (*VARIANTS, *WARP_VARIANTS, "pack", "halved", "narrow", "copies", "plan", "keeps")
 BUILD = "0123456789abcdef"
 
 
@@ -47,4 +49,4 @@ def test_launches(tmp_path: Path) -> None:
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
-    assert lines[-1] == "0 failures" and len(lines) == 70 and all(line.startswith("ok ") for line in lines[:-1])
+    assert lines[-1] == "0 failures" and len(lines) == 73 and all(line.startswith("ok ") for line in lines[:-1])

@@ -19,7 +19,7 @@ MEASURED = {
     FULL: {64: 1024, 128: 1024, 256: 1536},
     CAUSAL: {64: 1024, 128: 1024, 256: 2048},
     MASKED: {64: 256, 128: 384, 256: 256},
-    BIASED: {64: 1024, 128: 1024, 256: 1024},
+    BIASED: {64: 4096, 128: 4096, 256: 4096},
 }
 # The same where values are narrower than keys, as in DeepSeek's latent attention: they are padded to the width of keys.
 NARROW_VALUES = 8192

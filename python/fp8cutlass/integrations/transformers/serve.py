@@ -123,9 +123,7 @@ def serve(
     return out[..., :width].contiguous()
 
 
-def _short(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, rows: int, bias: torch.Tensor | None
-) -> str:
+def _short(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, rows: int, bias: torch.Tensor | None) -> str:
     """Why a call is too short to be worth it, or "". ``sdpa`` gets a mask of a window, and of padding."""
     mask = MASKED if band.ragged or band.left >= 0 else CAUSAL if band.right == 0 else FULL
     mask = mask if bias is None else BIASED

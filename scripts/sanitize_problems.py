@@ -101,7 +101,7 @@ def run_window(variant: Any) -> Iterator[None]:
 
 
 def run_biased(variant: Any) -> Iterator[None]:
-    """Launches a kernel that adds a bias, once a turn: of each type, aligned to two keys and not, with tails."""
+    """Launches a kernel that adds a bias, once a turn: of each type, aligned to 16 bytes and not, with tails."""
     import torch
 
     fp8cutlass = importlib.import_module("fp8cutlass")
@@ -112,8 +112,10 @@ def run_biased(variant: Any) -> Iterator[None]:
             torch.randn(1, h, tokens, variant.head_dim).to(dtype).cuda()
             for h, tokens in ((heads, rows), (kv_heads, keys), (kv_heads, keys))
         )
-        for of in (torch.float32, torch.bfloat16):
-            bias = torch.randn(1, heads, rows, keys + 1, device="cuda").to(of)[..., :keys]
+        for of, length in itertools.product(
+            (torch.float32, torch.bfloat16, torch.float16), (keys + 1, -(-keys // 8) * 8)
+        ):
+            bias = torch.randn(1, heads, rows, length, device="cuda").to(of)[..., :keys]
             fp8cutlass.attention(
                 q, k, v, bias, is_causal=True, causal_alignment="bottom_right", precision=precision, enable_gqa=True,
                 kernel=variant.id, return_lse=True,

@@ -50,7 +50,7 @@ class Reason(Enum):
 
 
 REMEDIES = {
-    Reason.BIAS: "scores with an added bias have no FP8 kernel",
+    Reason.BIAS: "an added bias has no FP8 kernel for this call",
     Reason.DEVICE: "move the tensors to the CPU or to an NVIDIA card of compute capability 8.9 or 9.0",
     Reason.DROPOUT: "set the dropout of attention to 0, or call model.eval()",
     Reason.DTYPE: "run the model in bfloat16 or float16",

@@ -149,7 +149,7 @@ def test_serve(band: Band, rows: int, keys: int, softcap: float | None, sinks: b
     q, k, v = operands(rows, keys, width)
     mask = band.dense(3, rows, keys, DEVICE)
     score = torch.tensor([-1.0, 0.0, 1.0, 2.0]) if sinks else None
-    bias = randn(1, 4, rows, keys, seed=9) if biased else None
+    bias = randn(1, rows, keys, 4, seed=9).permute(0, 3, 1, 2) if biased else None  # as it lies in T5
     got = serve(q, k, v, band, 0.2, softcap, score, bias)
     assert isinstance(got, torch.Tensor) and got.shape == (3, rows, 4, width) and got.is_contiguous()
     k, v = (x.float().repeat_interleave(2, 1) for x in (k, v))

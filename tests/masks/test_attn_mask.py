@@ -207,6 +207,24 @@ def test_biases_are_not_scaled(scaling: str) -> None:
         held(draw(), bias, bias=bias, scaling=scaling, scale=scale)
 
 
+@pytest.mark.parametrize(
+    "band", [{}, {"is_causal": True, "causal_alignment": "bottom_right"}, {"window_size": (40, 3)}], ids=str
+)
+def test_a_pinned_kernel_of_biases_is_emulated(band: dict[str, Any]) -> None:
+    """One kernel serves every band; without a bias it serves none."""
+    variants = [v for v in load_manifest(generated_dir()).variants if v.kind == "biased" and v.head_dim == 64]
+    tensors, bias = draw(), 3 * noise((1, H, ROWS, KEYS))
+    for v in variants:
+        how: dict[str, Any] = {"precision": "accurate" if v.softmax == "exp2" else "high", **band}
+        how["out_dtype"] = torch.bfloat16 if v.out == "bf16" else torch.float16
+        want = attention(*tensors, bias, enable_gqa=True, **how)
+        got = attention(*tensors, bias, enable_gqa=True, kernel=v.id, **how)
+        assert relative_l2(got, want.double()) < 0.06  # tiles may have other sizes
+        with pytest.raises(UnsupportedError, match="kind='biased'"):
+            attention(*tensors, enable_gqa=True, kernel=v.id, **how)
+    assert len(variants) == 4
+
+
 def test_a_bias_beside_a_band() -> None:
     """As of ALiBi in a causal model."""
     row, key = torch.arange(ROWS)[:, None], torch.arange(KEYS)

@@ -208,7 +208,8 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         raise ValueError("an operand or a descale is missing")
     keys, operand = o.k.shape[2], OPERANDS[variant.dtype]
     k_descale = o.k_descale[:, :, :keys] if call.scaling == "token" else o.k_descale
-    causal_offset, window_offset = call.offsets(o.q.shape[2], keys)
+    banded = variant.mask == "window"
+    causal_offset, window_offset = call.offsets(o.q.shape[2], keys, both=banded)
     mask = packed(t.seen, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, o.q.shape[2], keys)
     result = emulate(
         o.q.view(operand.qk),
@@ -221,7 +222,7 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         scale=abs(call.scale),
         scaling=call.scaling,
         causal_offset=causal_offset,
-        window_offset=window_offset if call.mask == "window" else None,
+        window_offset=window_offset if banded or call.mask == "window" else None,
         mask=for_emulator(mask),
         bias=t.bias,
         out_descale=t.out_descale,

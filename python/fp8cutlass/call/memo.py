@@ -104,7 +104,7 @@ def signature(
 def _of_mask(mask: Any) -> tuple[Any, ...] | None:
     """The part of a mask that is a tensor, or of a packed one that kernels read as it lies; None for others."""
     if type(mask) is _Tensor:
-        known = mask.is_cuda and not mask.requires_grad
+        known = mask.is_cuda and mask.layout is torch.strided and not (mask.is_nested or mask.requires_grad)
         return (mask.shape, mask.stride(), mask.dtype, mask.get_device()) if known else None
     if type(mask) is not BlockMask:
         return None

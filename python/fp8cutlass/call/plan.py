@@ -103,10 +103,12 @@ def problem_of(
     """What the choice depends on."""
     batch, heads, seqlen_q, head_dim = q_shape
     # On the CPU the emulator does what it is told: any kernel stands for a window, one of exponentials for a cap, and a
-    # pinned one of no mask for a mask.
+    # pinned one of no mask for a mask or a bias.
     on_card = device.type == "cuda"
     on_kernel = on_card or bool(call.kernel)
-    listed = call.masked and (on_card or _mask_of(load_manifest(at.directory), call.kernel) == LISTED)
+    pinned = None if on_card else _pinned(load_manifest(at.directory), call.kernel)
+    listed = call.masked and (on_card or (pinned is not None and pinned.mask == LISTED))
+    biased = call.biased and (on_card or (pinned is not None and pinned.kind == "biased"))
     window = call.mask == "window" and on_kernel
     return Problem(
         arch=at.arch,
@@ -126,12 +128,12 @@ def problem_of(
         card=at.card,
         window=window,
         capped=bool(call.softcap) and on_kernel,
-        biased=call.biased and on_card,
+        biased=biased,
         listed=listed,
         whole=listed and call.whole,
     )
 
 
-def _mask_of(manifest: Manifest, kernel: str) -> str:
-    """The mask of a kernel; "" of one that is not there."""
-    return manifest.variants[manifest.index[kernel]].mask if kernel in manifest.index else ""
+def _pinned(manifest: Manifest, kernel: str) -> Variant | None:
+    """The kernel of that id, if it is there."""
+    return manifest.variants[manifest.index[kernel]] if kernel in manifest.index else None

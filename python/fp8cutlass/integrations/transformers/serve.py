@@ -101,6 +101,8 @@ def serve(
     rows = band.longest_q if band.ragged else q.shape[2]
     if packed is None and (text := _short(q, k, v, band, rows, bias)):
         return Refusal(Reason.SHORT, text)
+    if bias is not None and (bias.dtype is not q.dtype or bias.stride(-1) != 1):  # T5's begins with its heads
+        bias = bias.to(q.dtype, memory_format=torch.contiguous_format, copy=True)
     if bias is not None and band.ragged:  # as ``sdpa`` gets it: what is hidden by padding is added, too
         bias = bias.masked_fill(~band.dense(q.shape[0], q.shape[2], k.shape[2], q.device), -torch.inf)
         band = Band()

@@ -23,7 +23,7 @@ from edges import EdgeCases  # noqa: E402
 from outcomes import mutants_line  # noqa: E402
 from processes import one_of_many  # noqa: E402
 
-from fp8cutlass.call import fallback  # noqa: E402
+from fp8cutlass.call import fallback, memo  # noqa: E402
 from fp8cutlass.manifest import Manifest, generated_dir, load_manifest  # noqa: E402
 from fp8cutlass.native import extension  # noqa: E402
 
@@ -104,9 +104,11 @@ def _nothing_old_is_collected() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_was_warned_about() -> None:
-    """A fallback is warned about once in a process, so which test saw the warning would depend on their order."""
+def _nothing_was_called() -> None:
+    """A fallback is warned about once in a process, and known calls are kept, so what a test sees would depend on
+    their order."""
     fallback._warned.clear()
+    memo.forget()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ a card, from its arguments to the operator and back, then runs without one.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from functools import partial
@@ -18,10 +17,9 @@ import pytest
 import torch
 
 from fp8cutlass import BlockMask
-from fp8cutlass.call import launch, plan
+from fp8cutlass.call import launch
 from fp8cutlass.call.call import Call, Tensors
 from fp8cutlass.call.masks import for_emulator, packed
-from fp8cutlass.choose.problem import Problem
 from fp8cutlass.dtypes import OUT_DTYPES
 from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import generated_dir, load_manifest
@@ -167,14 +165,6 @@ def attend_packed(
 OPERATORS: dict[str, Operator] = {"attend": attend, "attend_fp8": attend_fp8, "attend_packed": attend_packed}
 
 
-_of_the_device = plan.problem_of
-
-
-def _problem_of(call: Call, *arguments: Any) -> Problem:
-    """Which it is on a card, where a bias takes a kernel that adds it."""
-    return dataclasses.replace(_of_the_device(call, *arguments), biased=call.biased)
-
-
 def card(monkeypatch: pytest.MonkeyPatch, operators: dict[str, Operator] = OPERATORS) -> list[str]:
     """Returns the names of the operators that are called from now on, as they are."""
     asked: list[str] = []
@@ -192,5 +182,4 @@ def card(monkeypatch: pytest.MonkeyPatch, operators: dict[str, Operator] = OPERA
     monkeypatch.setattr(extension, "load_kernels", lambda *arguments: None)
     monkeypatch.setattr(extension, "call_fields", lambda: FIELDS)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(plan, "problem_of", _problem_of)
     return asked

@@ -2,8 +2,8 @@
 
 What ``attention`` checks and chooses depends on the operands' metadata and the options alone. A call whose metadata and
 options equal those of an earlier one skips the checks and launches. These calls are never cached: with ``out`` or
-``out_descale``, with bf16 and fp16 operands that are copied first, with masks of packed keys, with
-tensor subclasses, and under torch.compile.
+``out_descale``, with bf16 and fp16 operands that are copied first, with masks of packed keys, with tensor subclasses,
+and under torch.compile.
 A cached call does not notice later changes of the environment variables that name libraries and tables.
 """
 

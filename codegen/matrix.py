@@ -116,6 +116,23 @@ MATRICES = (
         cluster=(Cluster.SOLO,),
         walk=(Walk.DENSE,),
     ),
+    # 8-bit integers in Q K^T, and in P V.
+    Matrix(
+        name="sm89 integers",
+        family="sm89",
+        kind=Kind.FWD,
+        head_dim=SM89_HEAD_DIMS,
+        tile=SM89_TILES,
+        stages=(1, 2, 3, 4),
+        scaling=(Scaling.BLOCK,),
+        mask=(Mask.FULL, Mask.CAUSAL),
+        dtype=(Operand.S8, Operand.S8U8),
+        out=(Out.BF16, Out.FP16),
+        softmax=(Softmax.CODES, Softmax.BYTES),
+        schedule=(Schedule.MULTISTAGE,),
+        cluster=(Cluster.SOLO,),
+        walk=(Walk.DENSE,),
+    ),
     # Capped scores: of few models, so that what few kernels serve is enough.
     Matrix(
         name="sm89 capped",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from codegen.arch import REGISTERS_PER_SM, TARGETS
-from codegen.axes import Walk
+from codegen.axes import Operand, Walk
 from codegen.axes.axis import Axis
 from codegen.matrix import MATRICES
 from codegen.scaling import KEY_BLOCK, key_block
@@ -38,11 +38,22 @@ class Pack:
     head_dim: int
     key_block: int
     source: Source
-    integer: bool = False  # Q and K become s8
+    operand: Operand = Operand.E4M3  # what Q, K and V become
 
     @property
     def id(self) -> str:
-        return f"pack_d{self.head_dim}_n{self.key_block}_{self.source}" + ("_s8" if self.integer else "")
+        made = f"_{self.operand}" if self.integer else ""
+        return f"pack_d{self.head_dim}_n{self.key_block}_{self.source}{made}"
+
+    @property
+    def integer(self) -> bool:
+        """Whether Q and K become s8."""
+        return self.operand.qk.integer
+
+    @property
+    def integer_v(self) -> bool:
+        """Whether V does."""
+        return self.operand.v.integer
 
     @property
     def path(self) -> str:
@@ -141,17 +152,21 @@ def served_by(pack: Pack, v: Variant) -> bool:
     """Whether a variant reads what the pack makes."""
     if not pack.quantises:
         return v.head_dim == pack.head_dim and v.dtype.arrives
-    made = v.head_dim, key_block(v), v.dtype.qk.integer
-    return made == (pack.head_dim, pack.key_block, pack.integer)
+    return _made(v) == (pack.head_dim, pack.key_block, pack.operand)
+
+
+def _made(v: Variant) -> tuple[int, int, Operand]:
+    """What a pack kernel makes for a variant. One that reads numbers of any range also reads what is made as e4m3."""
+    return v.head_dim, key_block(v), v.dtype if v.dtype.qk.integer else Operand.E4M3
 
 
 def packs_of(variants: Iterable[Variant]) -> tuple[Pack, ...]:
     """Those that make operands for any of the variants, in the order of the manifest and the registry."""
-    shapes = {(v.head_dim, key_block(v), v.dtype.qk.integer) for v in variants}
+    shapes = {_made(v) for v in variants}
     packs = {
-        Pack(head_dim=d, key_block=n, source=s, integer=i) for d, n, i in shapes for s in Source if s is not Source.FP8
+        Pack(head_dim=d, key_block=n, source=s, operand=o) for d, n, o in shapes for s in Source if s is not Source.FP8
     }
-    packs |= {Pack(head_dim=d, key_block=KEY_BLOCK, source=Source.FP8) for d, _, i in shapes if not i}
+    packs |= {Pack(head_dim=d, key_block=KEY_BLOCK, source=Source.FP8) for d, _, o in shapes if o is Operand.E4M3}
     return tuple(sorted(packs))
 
 

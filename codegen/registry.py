@@ -89,6 +89,7 @@ def pack_row(p: Pack) -> Row:
             "delivery_ctas_per_sm": str(delivery[2]),
             "ragged": _flag(p.ragged),
             "integer": _flag(p.integer),
+            "integer_v": _flag(p.integer_v),
         }
     )
 

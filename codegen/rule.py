@@ -115,6 +115,16 @@ EXACT_SCORES = Rule(
     of_choice=True,
 )
 
+INTEGER_P = Rule(
+    name="INTEGER-P",
+    why="P is multiplied by an integer V where it is an integer itself",
+    refuses=lambda v, d: v.softmax.by_byte != v.dtype.p.integer,
+    explain=lambda v, d: (
+        f"{v.softmax} softmax makes {'u8' if v.softmax.by_byte else 'no u8'}, P of {v.dtype} is {v.dtype.p}"
+    ),
+    of_choice=True,
+)
+
 INTEGER_SCALING = Rule(
     name="INTEGER-SCALING",
     why="integers of one step need a descale for few numbers; one for a lane's columns of a block costs nothing",

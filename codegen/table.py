@@ -13,7 +13,7 @@ from typing import Any
 from codegen.arch import TARGETS
 from codegen.axes import Change, Cluster, Kind, Operand, Out, Scaling, Walk
 from codegen.evidence import digest
-from codegen.families import FAMILIES, derive, families_of
+from codegen.families import FAMILIES, Family, derive, families_of
 from codegen.keys import SOFTMAXES, Key, axes
 from codegen.legal import served
 from codegen.matrix import head_dims, matrix_of
@@ -58,12 +58,18 @@ class Table:
     rivals: Mapping[Group, tuple[Variant, ...]]  # the kernels that a class chooses among; none where nobody serves
 
 
+def serving(key: Key) -> tuple[Family, ...]:
+    """The families that may serve a key, in order of preference. Integers are left to those made for the target. Where
+    they are emulated, bf16 attention is faster, and more exact."""
+    return tuple(f for f in families_of(key.arch) if not (key.dtype.qk.integer and key.arch in f.emulated))
+
+
 def candidates_of(key: Key, emitted: tuple[Variant, ...]) -> list[Variant]:
     """Emitted kernels that compute what the key asks for: those of the first family that has any."""
     if key.head_dim not in head_dims(key.arch):
         return []
-    for family in families_of(key.arch):
-        serving = [
+    for family in serving(key):
+        able = [
             v
             for v in emitted
             if not v.kind.diagnostic
@@ -74,7 +80,7 @@ def candidates_of(key: Key, emitted: tuple[Variant, ...]) -> list[Variant]:
             and key.scaling in served(v)
         ]
         for softmax in SOFTMAXES[key.precision]:
-            found = [v for v in serving if v.softmax is softmax]
+            found = [v for v in able if v.softmax is softmax]
             if found:
                 return found
     return []
@@ -129,7 +135,7 @@ def _empty_reason(key: Key) -> str:
         wider = next((d for d in head_dims(key.arch) if d > key.head_dim), None)
         text = f"padded up to {wider}" if wider else "wider than any kernel"
         return f"PADDED: head_dim {key.head_dim} is {text} on {key.arch}"
-    reasons = [_refusal(key, family.name) for family in families_of(key.arch)]
+    reasons = [_refusal(key, family.name) for family in serving(key)]
     if None in reasons:
         return "NOT-BUILT: legal, but not in the profile or filter that was generated"
     return str(reasons[0])
@@ -156,8 +162,8 @@ def _refusal(key: Key, family: str) -> str | None:
         walk=Walk.DENSE,
         change=Change.NONE,
     )
-    serving = (replace(probe, scaling=scaling) for scaling in matrix.scaling)
-    probe = next((v for v in serving if key.scaling in served(v)), probe)
+    probes = (replace(probe, scaling=scaling) for scaling in matrix.scaling)
+    probe = next((v for v in probes if key.scaling in served(v)), probe)
     for rule in FAMILIES[family].rules:
         if rule.of_choice and rule.broken(probe, derive(probe)):
             return f"{rule.name}: {rule.explain(probe, derive(probe))}"

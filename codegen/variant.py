@@ -142,9 +142,11 @@ class Variant:
 
     @property
     def grain(self) -> Granularity:
-        """What shares a descale: as the scaling mode says, but that K may have several for a block."""
+        """What shares a descale: as the scaling mode says, but K may have several for a block, and V one a token."""
         grain = self.scaling.grain
-        return replace(grain, k="group") if self.dtype.groups > 1 and grain.k == "block" else grain
+        if self.dtype.groups == 1 or grain.k != "block":
+            return grain
+        return replace(grain, k="group", v="token" if self.dtype.v.integer else grain.v)
 
     @property
     def terms(self) -> int:

@@ -95,18 +95,19 @@ DescaleSteps check_descale(const View& descale, const char* name, Granularity sh
 
 void set_descales(ForwardParams& params, const Arguments& a, const VariantEntry& variant) {
   const int64_t heads = int64_t{params.batch} * params.heads, kv_heads = int64_t{params.batch} * params.kv_heads;
-  // K's descales of tokens are read in whole tiles, hence padded; blocks of keys are not.
-  const int64_t k_tokens = variant.k == Granularity::token ? params.seqlen_k_padded : params.seqlen_k;
+  // Descales of single keys are read in whole tiles, hence padded; those of blocks are not.
+  const auto keys = [&](Granularity g) { return g == Granularity::token ? params.seqlen_k_padded : params.seqlen_k; };
   if (a.q_descale) {
     const DescaleSteps q = check_descale(*a.q_descale, "q_descale", variant.q, variant, heads, params.seqlen_q);
     params.q_descale_head = q.head, params.q_descale_row = q.part;
   }
-  const DescaleSteps k = check_descale(a.k_descale, "k_descale", variant.k, variant, kv_heads, k_tokens);
-  const DescaleSteps v = check_descale(a.v_descale, "v_descale", variant.v, variant, kv_heads, params.seqlen_k);
+  const DescaleSteps k = check_descale(a.k_descale, "k_descale", variant.k, variant, kv_heads, keys(variant.k));
+  const DescaleSteps v = check_descale(a.v_descale, "v_descale", variant.v, variant, kv_heads, keys(variant.v));
   params.k_descale_head = k.head, params.k_descale_block = k.part;
   params.v_descale_head = v.head, params.v_descale_block = v.part;
   if (variant.k == Granularity::token || variant.k == Granularity::group)
     require_aligned(params.k_descale, "k_descale");  // copied 16 bytes at a time
+  if (variant.v == Granularity::token) require_aligned(params.v_descale, "v_descale");
 }
 
 void set_outputs(ForwardParams& params, const Arguments& a, const VariantEntry& variant) {

@@ -38,15 +38,17 @@ Tensor attend(const AttendConstants& c, const AttendTensors& tensors, const Vari
   const int64_t kv_heads = k.size(1), keys = k.size(2), padded = padded_keys(keys);
   const int64_t head_dim = variant.head_dim, key_block = variant.key_block;
   const int device = static_cast<int>(q.device());
-  // K's descales of tokens are read in whole tiles.
-  const bool by_token = c.k_granularity == static_cast<int64_t>(Granularity::token);
+  // Descales of single keys are read in whole tiles.
+  const auto tokens_of = [&](int64_t granularity) {
+    return granularity == static_cast<int64_t>(Granularity::token) ? padded : keys;
+  };
   const auto count = [&](int64_t granularity, int64_t all_heads, int64_t tokens) {
     return descale_count(static_cast<Granularity>(granularity), all_heads, tokens, key_block, head_dim);
   };
   const bool leave_q = c.leave_q && can_be_mapped(q, "q");
   const int64_t q_count = leave_q ? 0 : count(c.q_granularity, batch * heads, rows);
-  const int64_t k_count = count(c.k_granularity, batch * kv_heads, by_token ? padded : keys);
-  const int64_t v_count = count(c.v_granularity, batch * kv_heads, keys);
+  const int64_t k_count = count(c.k_granularity, batch * kv_heads, tokens_of(c.k_granularity));
+  const int64_t v_count = count(c.v_granularity, batch * kv_heads, tokens_of(c.v_granularity));
   const auto maxima_of = [](int64_t granularity, int64_t number) {
     return beyond_blocks(static_cast<Granularity>(granularity)) ? number : 0;
   };

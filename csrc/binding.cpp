@@ -113,7 +113,8 @@ void load(int64_t variant, int64_t device, int64_t source) {
   for (int i = 0; i < kPackCount; ++i) {
     const PackEntry& pack = kPacks[i];
     if (pack.head_dim == entry.head_dim && static_cast<int64_t>(pack.source) == source &&
-        (!pack.quantises() || (pack.key_block == entry.key_block && pack.integer == (entry.k == Granularity::group))))
+        (!pack.quantises() || (pack.key_block == entry.key_block && pack.integer == (entry.k == Granularity::group) &&
+                               pack.integer_v == (entry.v == Granularity::token))))
       load_kernels(pack, static_cast<int>(device));
   }
 }

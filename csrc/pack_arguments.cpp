@@ -9,11 +9,10 @@ namespace fp8cutlass {
 namespace {
 
 Granularity granularity_of(int64_t position, const char* name, bool is_v) {
-  const int64_t rows = static_cast<int64_t>(Granularity::token), columns = static_cast<int64_t>(Granularity::channel);
+  const int64_t columns = static_cast<int64_t>(Granularity::channel);
   const int64_t last = static_cast<int64_t>(Granularity::group);
   require(position >= 0 && position <= last, name, " is ", position, ", outside of 0..", last);
-  require(position != (is_v ? rows : columns), name, ": ",
-          is_v ? "V cannot be scaled by token" : "only V has channels");
+  require(is_v || position != columns, name, ": only V has channels");
   return static_cast<Granularity>(position);
 }
 
@@ -64,7 +63,7 @@ PackOperand operand_of(const PackArguments& a, const Sizes& sizes, PackOrder whi
   o.tokens = to_int(a.block_rows && which != kPackQ ? *a.block_rows : x.size(2), name.x);
   o.granularity = granularity_of(granularity, name.granularity, packed);
   o.rows = o.tokens;
-  // K's descales of tokens are read in whole tiles.
+  // Descales of single keys are read in whole tiles.
   const bool whole_tiles = packed || (o.granularity == Granularity::token && which == kPackK);
   if (whole_tiles) o.rows = to_int(padded_keys(o.tokens), name.x);
   o.limit = fp8_limit(amax, name.amax);
@@ -112,6 +111,9 @@ void set_amax(PackParams& params, const PackArguments& a, const Sizes& sizes) {
 // Q and K become s8 where K has descales of groups, whether it is there or not.
 bool makes_integers(const PackArguments& a) { return a.k_granularity == static_cast<int64_t>(Granularity::group); }
 
+// V does where its tokens have descales.
+bool makes_integers_of_v(const PackArguments& a) { return a.v_granularity == static_cast<int64_t>(Granularity::token); }
+
 }  // namespace
 
 const View& first_operand(const PackArguments& a) {
@@ -128,7 +130,7 @@ const PackEntry& find_pack(const PackArguments& a) {
   for (int i = 0; i < kPackCount; ++i) {
     const PackEntry& entry = kPacks[i];
     if (entry.head_dim == head_dim && entry.key_block == a.key_block && entry.source == source &&
-        entry.integer == makes_integers(a))
+        entry.integer == makes_integers(a) && entry.integer_v == makes_integers_of_v(a))
       return entry;
   }
   fail("no pack kernel for head_dim ", head_dim, ", blocks of ", a.key_block, " keys and ",
@@ -154,6 +156,8 @@ PackParams pack_params(const PackArguments& a) {
   // The kernels of integers know no other: a row of Q, the keys of a lane.
   const Granularity of_q = params.operand[kPackQ].granularity;
   require(!a.q || !makes_integers(a) || of_q == Granularity::token, "q_granularity: integers have a descale a token");
+  require(!makes_integers_of_v(a) || makes_integers(a),
+          "v_granularity: a descale a token goes with integers in Q and K");
   require(of_q != Granularity::group && params.operand[kPackV].granularity != Granularity::group,
           "q_granularity, v_granularity: only K has groups");
   set_amax(params, a, sizes);

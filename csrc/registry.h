@@ -52,8 +52,9 @@ struct PackEntry {
   int stage_bytes;  // shared memory of a CTA
   // Of the form that hands over to an attention kernel that runs already; all 0 where there is none.
   int delivery_threads, delivery_bytes, delivery_ctas_per_sm;
-  bool ragged;   // whether it has a form for ragged batches
-  bool integer;  // Q and K become s8
+  bool ragged;     // whether it has a form for ragged batches
+  bool integer;    // Q and K become s8
+  bool integer_v;  // V, too
 
   bool quantises() const { return source != SourceType::fp8; }
   bool delivers() const { return delivery_threads > 0; }

@@ -68,7 +68,7 @@ def built_packs(*, fp8: bool = False) -> list[dict[str, Any]]:
     those of FP8 operands."""
     rows = json.loads((built_manifest().directory / "manifest.json").read_text())["packs"]
     arch = card_arch()
-    mine = [row for row in rows if not row["id"].endswith("_s8") and (row["source"] == "fp8") == fp8]
+    mine = [row for row in rows if not row["id"].endswith(("_s8", "_s8u8")) and (row["source"] == "fp8") == fp8]
     return [row for row in mine if arch is None or arch in row["targets"]]
 
 

@@ -17,5 +17,5 @@ class Change(Axis):
     text: str
 
     NONE = "unchanged", {"capped": False, "biased": False, "text": ""}
-    TANH = "capped", {"capped": True, "biased": False, "text": " of capped scores"}
-    BIAS = "biased", {"capped": False, "biased": True, "text": " of scores with a bias"}
+    TANH = "capped", {"capped": True, "biased": False, "text": ", scores capped"}
+    BIAS = "biased", {"capped": False, "biased": True, "text": ", scores with a bias"}

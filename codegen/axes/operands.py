@@ -30,6 +30,7 @@ class Number(Axis):
     )
 
     S8 = "s8", {"torch": "int8", "mma": "S8", "bytes": 1, "limit": 127, "ones": 0x01010101, "sums": "s32"}
+    U8 = "u8", {"torch": "uint8", "mma": "U8", "bytes": 1, "limit": 255, "ones": 0x01010101, "sums": "s32"}
 
     @property
     def integer(self) -> bool:
@@ -56,6 +57,8 @@ class Operand(Axis):
     E4M3 = "e4m3", {"qk": Number.E4M3, "p": Number.E4M3, "v": Number.E4M3, "made": True, "groups": 1, "arrives": True}
     E5M2 = "e5m2", {"qk": Number.E5M2, "p": Number.E4M3, "v": Number.E5M2, "made": False, "groups": 1, "arrives": True}
     S8 = "s8", {"qk": Number.S8, "p": Number.E4M3, "v": Number.E4M3, "made": True, "groups": 4, "arrives": False}
+    # P has V's descales, one a token, multiplied in.
+    S8U8 = "s8u8", {"qk": Number.S8, "p": Number.U8, "v": Number.S8, "made": True, "groups": 4, "arrives": False}
 
 
 class Out(Axis):

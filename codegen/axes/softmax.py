@@ -79,11 +79,27 @@ class Softmax(Axis):
             "text": "code-domain softmax on s32 scores",
         },
     )
+    BYTES = (
+        "bytes",
+        {
+            "score": "s32",
+            "terms": 1,
+            "bent": False,
+            "rare": True,
+            "instructions": {"sm89": 8.0},
+            "text": "exponential softmax on s32 scores, P in u8 with V's descales multiplied in",
+        },
+    )
 
     @property
     def by_code(self) -> bool:
         """Whether P comes from scores by its e4m3 code, without an exponential."""
-        return self.score != "f32"
+        return self.score != "f32" and not self.by_byte
+
+    @property
+    def by_byte(self) -> bool:
+        """Whether P is u8, relative to the largest that its keys add to O."""
+        return self is Softmax.BYTES
 
     @property
     def exact(self) -> bool:
@@ -114,3 +130,4 @@ class Precision(Axis):
     HIGH = "high", {"softmaxes": (Softmax.EXP2X2,)}
     BALANCED = "balanced", {"softmaxes": (Softmax.QUADRATIC, Softmax.EXP2)}
     INT8 = "int8", {"softmaxes": (Softmax.CODES,)}
+    INT8_FULL = "int8_full", {"softmaxes": (Softmax.BYTES,)}

@@ -124,13 +124,13 @@ def _fewer_ctas(kernel: Kernel, m: Measured, need: int) -> str | None:
     return None
 
 
-def _count(opcode: str) -> Callable[[Kernel, Measured], str | None]:
+def _count(opcode: str, integers: str = "IGMMA") -> Callable[[Kernel, Measured], str | None]:
     """The main loop holds as many of the family's matrix instructions as the generator counted."""
 
     def check(kernel: Kernel, m: Measured) -> str | None:
         if m.listing.loop is None:
             return "no loop around matrix instructions"
-        counts = {opcode: kernel.mma_in_loop - kernel.integer_in_loop, "IGMMA": kernel.integer_in_loop}
+        counts = {opcode: kernel.mma_in_loop - kernel.integer_in_loop, integers: kernel.integer_in_loop}
         for name, counted in counts.items():
             if (have := m.listing.loop.counts.get(name, 0)) != counted:
                 return f"{have} {name} in the main loop, the generator counts {counted}"
@@ -198,7 +198,7 @@ GATES = (
         name="QMMA-COUNT",
         why="the main loop has exactly the FP8 matrix instructions that the generator counts for a tile",
         native_only=True,
-        check=_count("QMMA"),
+        check=_count("QMMA", "IMMA"),
         families=("sm89",),
     ),
     Gate(

@@ -56,6 +56,7 @@ using MmaScores = sm89::SM89_16x8x32_F32E4M3E4M3F32_TN;
 using MmaValues = sm89::SM89_16x8x32_F32E4M3E4M3F32_TN;
 using MmaSums = sm89::SM89_16x8x32_F32E4M3E4M3F32_TN;
 using Score = float;  // one float32 score
+constexpr Score kNoScore{};  // what products are added to
 constexpr int kScoreRegs = 4;  // per n8 block
 using Out = OutBf16;
 
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_diag_d128_m64n64w4_
           for (int step = 0; step < kDimSteps; ++step)
             sm89::load_a<QTile>(q[f][step], shared.q, lane, 16 * f, step);
       }
-      sm89::scores<MmaScores, KTile>(s, q, shared.k[slot]);
+      sm89::scores<MmaScores, KTile>(s, q, shared.k[slot], kNoScore);
 
       // Softmax of the tile: P in FP8, its row sums, and its weight against the tiles before
       uint32_t prob[kFrags][kKeySteps][4];
@@ -184,7 +185,8 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_diag_d128_m64n64w4_
           last[r] = min(last[r], work.row + warp_row + 16 * f + 8 * r + group + p.causal_offset - key);
         }
         const int first_row_last = work.row + warp_row + 16 * f + p.causal_offset - key;  // same for the whole warp
-        if (min(p.seqlen_k - 1 - key, first_row_last) < kTileN - 1) mask_columns(s[f], last);
+        const bool masked = min(p.seqlen_k - 1 - key, first_row_last) < kTileN - 1;
+        if (masked) mask_columns(s[f], last);
 #pragma unroll
         for (int n = 0; n < kKeyBlocks; ++n) {
           const int row = work.row + warp_row + 16 * f + group;

@@ -56,6 +56,7 @@ using MmaScores = sm89::SM89_16x8x32_F32E4M3E4M3F32_TN;
 using MmaValues = sm89::SM89_16x8x32_F32E4M3E4M3F32_TN;
 using MmaSums = sm89::SM89_16x8x32_F32E4M3E4M3F32_TN;
 using Score = float;  // one float32 score
+constexpr Score kNoScore{};  // what products are added to
 constexpr int kScoreRegs = 4;  // per n8 block
 using Out = OutBf16;
 
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_fwd_d256_m64n32w4_s
 
       // S = Q K^T
       Score s[kFrags][kKeyBlocks][kScoreRegs];
-      sm89::scores_from_smem<MmaScores, 4, QTile, KTile, kDimSteps>(s, shared.q, warp_row, shared.k[slot]);
+      sm89::scores_from_smem<MmaScores, 4, QTile, KTile, kDimSteps>(s, shared.q, warp_row, shared.k[slot], kNoScore);
       __syncthreads();  // everybody is done with K
       if (tile + 1 < work.tiles) load_k(work, tile + 1);
       sm89::commit_copies();
@@ -178,7 +179,8 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_fwd_d256_m64n32w4_s
           last[r] = min(last[r], work.row + warp_row + 16 * f + 8 * r + group + p.causal_offset - key);
         }
         const int first_row_last = work.row + warp_row + 16 * f + p.causal_offset - key;  // same for the whole warp
-        if (min(p.seqlen_k - 1 - key, first_row_last) < kTileN - 1) mask_columns(s[f], last);
+        const bool masked = min(p.seqlen_k - 1 - key, first_row_last) < kTileN - 1;
+        if (masked) mask_columns(s[f], last);
         float slope[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r)
@@ -208,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_fwd_d256_m64n32w4_s
       __syncthreads();
       // O += factor * (P V)
       sm89::accumulate_values<MmaValues, VTile>(o, prob, shared.v[slot], factor,
-                                                [](int, int, const float (&)[4]) {});
+                                                [](int, int, const auto&) {});
       __syncthreads();  // everybody is done with V
       if (tile + 1 < work.tiles) load_v(work, tile + 1);
       sm89::commit_copies();

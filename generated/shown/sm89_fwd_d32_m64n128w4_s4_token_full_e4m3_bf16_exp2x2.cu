@@ -54,6 +54,7 @@ using MmaScores = sm89::SM89_16x8x32_F32E4M3E4M3F32_TN;
 using MmaValues = sm89::SM89_16x8x32_F32E4M3E4M3F32_TN;
 using MmaSums = sm89::SM89_16x8x32_F32E4M3E4M3F32_TN;
 using Score = float;  // one float32 score
+constexpr Score kNoScore{};  // what products are added to
 constexpr int kScoreRegs = 4;  // per n8 block
 using Out = OutBf16;
 
@@ -166,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_fwd_d32_m64n128w4_s
           for (int step = 0; step < kDimSteps; ++step)
             sm89::load_a<QTile>(q[f][step], shared.q, lane, 16 * f, step);
       }
-      sm89::scores<MmaScores, KTile>(s, q, shared.k[slot]);
+      sm89::scores<MmaScores, KTile>(s, q, shared.k[slot], kNoScore);
 
       // Softmax of the tile: P in FP8, its row sums, and its weight against the tiles before
       uint32_t prob[kFrags][kKeySteps][4];
@@ -180,7 +181,8 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_fwd_d32_m64n128w4_s
         for (int r = 0; r < 2; ++r) {
           last[r] = p.seqlen_k - 1 - key;
         }
-        if (p.seqlen_k - 1 - key < kTileN - 1) mask_columns(s[f], last);
+        const bool masked = p.seqlen_k - 1 - key < kTileN - 1;
+        if (masked) mask_columns(s[f], last);
         float slope[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r)
@@ -208,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_fwd_d32_m64n128w4_s
 
       // O += factor * (P V)
       sm89::accumulate_values<MmaValues, VTile>(o, prob, shared.v[slot], factor,
-                                                [](int, int, const float (&)[4]) {});
+                                                [](int, int, const auto&) {});
     }
 
     // The next item's loads run under this item's stores.

@@ -13,8 +13,8 @@ from reference import attention64, min_row_cosine, randn, relative_l2
 import fp8cutlass
 from fp8cutlass import PackedKV, attention
 from fp8cutlass.dtypes import OUT_DTYPES
-from fp8cutlass.errors import NoKernelError, UnsupportedError
-from fp8cutlass.manifest import generated_dir, load_manifest
+from fp8cutlass.errors import UnsupportedError
+from fp8cutlass.manifest import INTEGER, generated_dir, load_manifest
 from fp8cutlass.native import extension
 
 PRECISIONS = ("int8", "int8_full")
@@ -133,14 +133,14 @@ L40S, H200 = ((8, 9), "NVIDIA L40S", 142), ((9, 0), "NVIDIA H200", 132)
 @pytest.mark.parametrize(
     ("precision", "card", "words"),
     [
-        ("int8", L40S, "precision='int8' has no kernel for sm89"),
-        ("int8_full", L40S, "precision='int8_full' has no kernel for sm89"),
+        ("int8", L40S, "softmax codes, scores s32"),
+        ("int8_full", L40S, "softmax bytes, scores s32"),
         ("int8_full", H200, "precision='int8_full' has no kernel for sm90a"),
         ("int8", H200, "softmax codes, scores s32"),
     ],
 )
 def test_what_a_card_says(precision: str, card: extension.Properties, words: str) -> None:
-    """Refused by name, not served by something less exact; on Hopper there are kernels."""
+    """Its own kernels, or refused by name; not served by something less exact."""
     with extension.assume(card), torch._subclasses.FakeTensorMode():
         x = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="cuda")
         assert words in fp8cutlass.explain(x, x, x, precision=precision)
@@ -159,25 +159,24 @@ def test_kernels_of_a_card_on_the_cpu() -> None:
 
 
 def test_explain_on_the_cpu() -> None:
-    """It says which tiles the emulator takes, and what is quantised to what."""
-    text = fp8cutlass.explain(*operands(rows=64), precision="int8")
-    assert (
-        "softmax codes, scores s32" in text and "quantised to amax 127" in text and "the tiles of sm89_fwd_d64" in text
-    )
+    """It says which kernel the emulator runs, and what is quantised to what."""
+    for precision, softmax in (("int8", "codes"), ("int8_full", "bytes")):
+        text = fp8cutlass.explain(*operands(rows=64), precision=precision)
+        assert f"softmax {softmax}, scores s32" in text and "quantised to amax 127" in text
+        assert "kernel:    sm89_fwd_d64_" in text and text.splitlines()[0].endswith(softmax)
 
 
-def test_packed_keys() -> None:
-    """Those of a kernel of Hopper: its bits, cut between blocks and put together again; the emulator alone has none."""
+@pytest.mark.parametrize(("precision", "family"), [("int8", "sm90a"), ("int8", "sm89"), ("int8_full", "sm89")])
+def test_packed_keys(precision: str, family: str) -> None:
+    """Its bits, cut between blocks and put together again."""
     q, k, v = operands(rows=600)
-    wanted = {"dtype": "s8", "key_block": 128, "head_dim": 64, "out": "bf16", "causal": False}
+    wanted = {"dtype": INTEGER[precision], "key_block": 128, "head_dim": 64, "out": "bf16", "causal": False}
     variants = load_manifest(generated_dir()).variants
-    kernel = next(v.id for v in variants if all(getattr(v, name) == x for name, x in wanted.items()))
-    options = {"precision": "int8", "kernel": kernel, "smooth_k": False}
+    kernel = next(v.id for v in variants if family in v.targets and all(getattr(v, n) == x for n, x in wanted.items()))
+    options = {"precision": precision, "kernel": kernel, "smooth_k": False}
     packed = fp8cutlass.pack_kv(k, v, **options)
     assert packed.amax == 127 and packed.k_descale.shape == (1, 2, 20)
     want = attention(q, k, v, **options)
     assert torch.equal(attention(q, packed, kernel=kernel), want)
     parts = [packed.narrow(0, 256), packed.narrow(256, 344)]
     assert torch.equal(attention(q, PackedKV.joined(parts), kernel=kernel), want)
-    with pytest.raises(NoKernelError, match="precision='int8_full' has no kernel here"):
-        fp8cutlass.pack_kv(k, v, precision="int8_full")

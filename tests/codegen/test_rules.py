@@ -52,6 +52,7 @@ ALONE = replace(BASE, tile=tile(128, 128, 8), stages=4)
 EXP2 = replace(BASE, softmax=Softmax.EXP2)
 HOPPER_EXP2 = replace(HOPPER, softmax=Softmax.EXP2)
 TERMS, HOPPER_TERMS = (replace(v, softmax=Softmax.EXP2X2) for v in (BASE, HOPPER))
+WARP_INTEGERS = replace(BASE, dtype=Operand.S8, softmax=Softmax.CODES)
 INTEGERS = replace(HOPPER, dtype=Operand.S8, softmax=Softmax.CODES)
 HOPPER_BENT = replace(HOPPER, softmax=Softmax.QUADRATIC)
 BENT_SPILLS = replace(HOPPER_BENT, head_dim=128, tile=tile(128, 192, 8), schedule=Schedule.PINGPONG, out=Out.E4M3)
@@ -120,7 +121,18 @@ CASES: list[tuple[str, Variant, str]] = [
     ),
     ("EXACT-SCORES", replace(BASE, softmax=Softmax.CODES), "codes softmax takes s32 scores, those of e4m3 are f32"),
     ("EXACT-SCORES", replace(BASE, dtype=Operand.S8), "linear softmax takes f16 scores, those of s8 are s32"),
-    ("NO-INTEGERS", replace(INTEGERS, family="sm89"), "no kernel of this family multiplies s8"),
+    ("INTEGER-P", replace(WARP_INTEGERS, softmax=Softmax.BYTES), "bytes softmax makes u8, P of s8 is e4m3"),
+    ("INTEGER-P", replace(WARP_INTEGERS, dtype=Operand.S8U8), "codes softmax makes no u8, P of s8u8 is u8"),
+    (
+        "INTEGER-SCALING",
+        replace(WARP_INTEGERS, scaling=Scaling.TOKEN),
+        "token descales of s8 operands are not offered (block are)",
+    ),
+    (
+        "INTEGER-OUT",
+        replace(WARP_INTEGERS, out=Out.E4M3),
+        "e4m3 output of s8 operands is not offered (bf16 and fp16 are)",
+    ),
     ("HEAD-DIM", replace(BASE, head_dim=48), "head_dim 48 is none of 32, 64, 96, 128, 256"),
     (
         "LOAD-ROWS",
@@ -182,6 +194,12 @@ CASES: list[tuple[str, Variant, str]] = [
         "token descales of s8 operands are not offered (block are)",
     ),
     ("INTEGER-OUT", replace(INTEGERS, out=Out.E4M3), "e4m3 output of s8 operands is not offered (bf16 and fp16 are)"),
+    ("INTEGER-P", replace(INTEGERS, softmax=Softmax.BYTES), "bytes softmax makes u8, P of s8 is e4m3"),
+    (
+        "INTEGER-V",
+        replace(INTEGERS, dtype=Operand.S8U8, softmax=Softmax.BYTES),
+        "no kernel of this family multiplies V of s8u8",
+    ),
     ("INTEGER-HEAD-DIM", replace(INTEGERS, head_dim=96), "s8 operands are offered for head_dim 64 and 128"),
     ("HEAD-DIM", replace(HOPPER, head_dim=80), "head_dim 80 is none of 64, 96, 128, 192, 256"),
     ("WARPGROUP-ROWS", replace(HOPPER, tile=tile(128, 64, 4)), "128 rows for 4 warps, which own 64"),
@@ -250,7 +268,8 @@ CASES: list[tuple[str, Variant, str]] = [
 GUARDS = {
     "sm89": {
         "EXACT-SCORES": "the matrix of integers keeps it; it says why a cell of the table is empty",
-        "NO-INTEGERS": "the matrix of integers keeps it; it says why a cell of the table is empty",
+        "INTEGER-SCALING": "the matrix of integers keeps it; it says why a cell of the table is empty",
+        "INTEGER-OUT": "the matrix of integers keeps it; it says why a cell of the table is empty",
         "HEAD-DIM": "the declared head_dims keep it; it guards one that somebody adds",
         "LOAD-ROWS": "the declared tiles keep it; it guards a tile that somebody adds",
         "WARP-ROWS": "the declared tiles keep it; it guards a tile that somebody adds",
@@ -261,6 +280,8 @@ GUARDS = {
         "EXACT-SCORES": "the matrix of integers keeps it; it says why a cell of the table is empty",
         "INTEGER-SCALING": "the matrix of integers keeps it; it says why a cell of the table is empty",
         "INTEGER-OUT": "the matrix of integers keeps it; it says why a cell of the table is empty",
+        "INTEGER-P": "the matrix of integers keeps it; it says why a cell of the table is empty",
+        "INTEGER-V": "the matrix of integers keeps it; it says why a cell of the table is empty",
         "INTEGER-HEAD-DIM": "the matrix of integers keeps it; it says why a cell of the table is empty",
         "HEAD-DIM": "the declared head_dims keep it; it guards one that somebody adds",
         "WARPGROUP-ROWS": "the declared tiles keep it; it guards a tile that somebody adds",

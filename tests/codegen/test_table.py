@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from codegen.arch import CARDS, TARGETS, Card
 from codegen.axes import Change, Cluster, Kind, Mask, Out, Scaling, Schedule, Softmax, Walk
-from codegen.families import FAMILIES, derive, families_of, family_of, model_card
+from codegen.families import FAMILIES, derive, family_of, model_card
 from codegen.keys import (
     LOAD_ROWS,
     LOADS,
@@ -38,7 +38,7 @@ from codegen.matrix import HEAD_DIMS, MATRICES, head_dims
 from codegen.profiles import PROFILES, in_profile, of_profile, profile_of
 from codegen.scaling import key_block
 from codegen.select import Timing, order, problem_class, select, timing
-from codegen.table import CRITERIA, Decision, Table, build, built, chosen_by, decide, keys, targets_of
+from codegen.table import CRITERIA, Decision, Table, build, built, chosen_by, decide, keys, serving, targets_of
 from codegen.variant import Variant, axis_text, parse_id
 
 ARCHS = tuple(TARGETS)
@@ -178,7 +178,7 @@ def test_the_release_table_is_empty_only_where_nothing_is_legal() -> None:
         name = decision.reason.partition(":")[0]
         native = family_of(key.arch).name
         assert name in RULE[native], decision.reason
-        for family in families_of(key.arch):
+        for family in serving(key):
             for v in declared[(family.name, *wanted)]:
                 legal = v.softmax in SOFTMAXES[key.precision] and check(v) is None
                 assert not legal, f"{v.id} is legal, yet the table says {decision.reason}"

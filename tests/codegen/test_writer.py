@@ -166,7 +166,7 @@ def test_the_manifest_says_what_a_kernel_reads_and_where_it_runs(generated: Path
     for entry in manifest["variants"]:
         hopper = entry["family"] == "sm90a"
         assert entry["targets"] == (["sm90a"] if hopper else ["sm89"])
-        integer = entry["dtype"] == "s8"
+        integer = entry["dtype"] in ("s8", "s8u8")
         coarser = ["tensor", "head"] if entry["scaling"] == "block" and not integer else []
         assert entry["scalings"] == [*coarser, entry["scaling"]]
         assert entry["key_block"] == (128 if 128 % entry["tile_n"] == 0 else entry["tile_n"])
@@ -175,25 +175,33 @@ def test_the_manifest_says_what_a_kernel_reads_and_where_it_runs(generated: Path
         assert entry["cluster"] == "solo" or hopper
 
 
+INTEGERS = (Operand.S8, Operand.S8U8)
+
+
+def made_by(pack: str) -> str:
+    """What integers a pack kernel makes, by its name; "" for e4m3."""
+    return next((name for name in ("s8", "s8u8") if pack.endswith(f"_{name}")), "")
+
+
 def test_every_variant_has_the_kernels_that_make_its_operands(generated: Path) -> None:
     """Of both 16-bit sources in its blocks of keys, and of FP8, on each of its targets, in its profile; no others."""
     manifest = json.loads((generated / "manifest.json").read_text())
-    packs = {(p["head_dim"], p["key_block"], p["source"], p["id"].endswith("_s8")): p for p in manifest["packs"]}
+    packs = {(p["head_dim"], p["key_block"], p["source"], made_by(p["id"])): p for p in manifest["packs"]}
     assert len(packs) == len(manifest["packs"])
     assert list(packs) == sorted(packs)
     users = defaultdict(list)
     for v in manifest["variants"]:
-        integer = v["dtype"] == "s8"
+        made = v["dtype"] if v["dtype"] in ("s8", "s8u8") else ""
         for source in ("bf16", "fp16"):
-            users[v["head_dim"], v["key_block"], source, integer].append(v)
-        if not integer:
-            users[v["head_dim"], 128, "fp8", False].append(v)
+            users[v["head_dim"], v["key_block"], source, made].append(v)
+        if not made:
+            users[v["head_dim"], 128, "fp8", ""].append(v)
     assert packs.keys() == users.keys()
     for key, pack in packs.items():
         assert set(pack["targets"]) == {target for v in users[key] for target in v["targets"]}
         assert PROFILES.index(pack["profile"]) == min(PROFILES.index(v["profile"]) for v in users[key])
-        head_dim, key_block, source, integer = key
-        assert pack["id"] == f"pack_d{head_dim}_n{key_block}_{source}" + ("_s8" if integer else "")
+        head_dim, key_block, source, made = key
+        assert pack["id"] == f"pack_d{head_dim}_n{key_block}_{source}" + (f"_{made}" if made else "")
 
 
 def table_of(registry: str, name: str) -> tuple[list[str], list[str]]:
@@ -227,10 +235,10 @@ def test_the_registry_has_the_packs_in_the_manifest_s_order(generated: Path) -> 
     _, rows = table_of(registry, "kPacks")
     for p, row in zip(packs, rows, strict=True):
         assert row.startswith(f'{{"{p["id"]}", {p["head_dim"]}, {p["key_block"]}, SourceType::{p["source"]}, ')
-        copies, integer = p["source"] == "fp8", p["id"].endswith("_s8")
+        copies, integer, integer_v = p["source"] == "fp8", made_by(p["id"]) != "", made_by(p["id"]) == "s8u8"
         delivers = p["head_dim"] in (64, 128) and not copies and not integer
         ragged = p["head_dim"] != 32 and not integer  # sm89 alone has heads of 32
-        end = f", {str(ragged).lower()}, {str(integer).lower()}}},"
+        end = f", {str(ragged).lower()}, {str(integer).lower()}, {str(integer_v).lower()}}},"
         text = (generated / p["file"]).read_text()
         stated = dict(re.findall(r"constexpr int (k\w+) = (\d+);", text))
         stage = re.search(r"static_assert\(Stage::kBytes == (\d+)\)", text)
@@ -269,11 +277,11 @@ def test_the_registry_has_the_manifest_s_order(generated: Path) -> None:
                 "mask": f"Mask::{v.mask}",
                 "out": f"OutType::{v.out}",
                 "q": f"Granularity::{v.scaling.grain.q}",
-                "k": "Granularity::group" if v.dtype is Operand.S8 else f"Granularity::{v.scaling.grain.k}",
-                "v": f"Granularity::{v.scaling.grain.v}",
+                "k": "Granularity::group" if v.dtype in INTEGERS else f"Granularity::{v.scaling.grain.k}",
+                "v": "Granularity::token" if v.dtype is Operand.S8U8 else f"Granularity::{v.scaling.grain.v}",
                 "diagnostic": str(v.kind is Kind.DIAG).lower(),
                 "key_block": str(key_block(v)),
-                "coarse": str(v.scaling is Scaling.BLOCK and v.dtype is not Operand.S8).lower(),
+                "coarse": str(v.scaling is Scaling.BLOCK and v.dtype not in INTEGERS).lower(),
                 "draws": str(v.family == "sm90a" and v.cluster is Cluster.SOLO).lower(),
                 "quantises_q": str(d.quantises_q).lower(),
                 "ragged": str(v.walk is Walk.RAGGED).lower(),

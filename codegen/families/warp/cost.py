@@ -24,13 +24,16 @@ ISSUE_PER_CYCLE = 4 * 32  # thread instructions an SM issues a cycle
 def cost(v: Variant, shape: Shape, card: Card) -> Cost:
     d = derive(v)
     elements = v.tile_m * v.tile_n
-    score_rate = card.fp8_f16 if v.softmax.by_code else card.fp8_f32
-    tensor = 2 * elements * v.head_dim / score_rate + 2 * elements * v.terms * (v.head_dim + 8) / card.fp8_f32
+    # Integers have the rate of f16 sums everywhere.
+    score_rate = card.fp8_f32 if v.score == "f32" else card.fp8_f16
+    value_rate = card.fp8_f16 if v.dtype.p.integer else card.fp8_f32
+    columns = v.head_dim + (0 if v.softmax.by_byte else 8)  # of P V, and of the row sums
+    tensor = 2 * elements * v.head_dim / score_rate + 2 * elements * v.terms * columns / value_rate
     tile_bytes = v.tile_n * v.head_dim
     reads = v.warps * 2 * tile_bytes + (0 if d.q_in_registers else v.tile_m * v.head_dim)
     smem = (reads + 2 * tile_bytes) / SMEM_BYTES_PER_CYCLE
     per_element = v.softmax.instructions[v.family] + (1.0 if v.scaling.per_key else 0.0)
-    promotion = v.tile_m * v.head_dim  # one FMA for each element of O
+    promotion = v.tile_m * v.head_dim * (1 + v.dtype.p.integer)  # an FMA an element of O, of integers a conversion
     matrix = d.mma_per_tile * v.warps * 32 * 1.5  # with the ldmatrix that feed them
     per_row = 40 * v.tile_m * 4  # maxima, weights: four lanes share a row
     issue = (elements * per_element + promotion + matrix + per_row) / ISSUE_PER_CYCLE

@@ -43,13 +43,15 @@ def estimate_registers(v: Variant, fragments: int, q_in_registers: bool, rows_in
     state = fragments * (14 if rows_in_registers else 2)  # reference, sums, slopes, factors
     # From 96 accumulators on, the compiler needs slack for the alignment of fragments: without it spills were seen.
     slack = 46 if output >= 96 else 0
-    addresses = 56 if v.softmax.by_code else 36  # the code domain keeps more maxima and offsets in flight
+    # The code domain keeps more maxima and offsets in flight, bytes the descales of V.
+    addresses = 56 if v.softmax.by_code or v.softmax.by_byte else 36
     # P overwrites S piece by piece, so only the larger of (S) and (P + product) counts beside O and Q.
     return output + max(scores + prob // 2, prob + product) + q + state + addresses + slack
 
 
 def descale_slots(v: Variant) -> int:
-    """Buffers for per-token K descales: the softmax reads a tile's after the load of the next K may have begun."""
+    """Buffers for descales of single keys, K's or V's: the softmax reads a tile's after the load of the next K may have
+    begun."""
     return max(2, v.stages)
 
 
@@ -65,8 +67,8 @@ def derive(v: Variant) -> WarpDerived:
         (f"{v.stages} x K", v.stages * v.tile_n * row_pitch(v.head_dim)),
         (f"{v.stages} x V", v.stages * v.head_dim * row_pitch(v.tile_n)),
     ]
-    if v.scaling.per_key:
-        parts.append((f"{descale_slots(v)} x K descales", descale_slots(v) * max(128, 4 * v.tile_n)))
+    for operand in (name for name, shared_by in (("K", v.grain.k), ("V", v.grain.v)) if shared_by == "token"):
+        parts.append((f"{descale_slots(v)} x {operand} descales", descale_slots(v) * max(128, 4 * v.tile_n)))
     if not rows_in_registers:
         parts.append(("row state", threads * fragments * ROW_STATE_BYTES))
     parts.append(("work items", WORK_ITEM_BYTES))
@@ -80,8 +82,10 @@ def derive(v: Variant) -> WarpDerived:
     }
     limit = min(limits, key=lambda k: limits[k])
     steps_n, steps_d = v.tile_n // 32, v.head_dim // 32
-    values = fragments * (v.head_dim // 8 + 1) * steps_n * v.terms  # P V and the row sums
+    sums = 0 if v.softmax.by_byte else 1  # n8 blocks
+    values = fragments * (v.head_dim // 8 + sums) * steps_n * v.terms  # P V and the row sums
     scores = fragments * v.tile_n // 8
+    in_loop = scores * (steps_d if q_in_registers else STEPS_AT_ONCE)
     return WarpDerived(
         threads=threads,
         rows_per_warp=rows_per_warp,
@@ -95,5 +99,6 @@ def derive(v: Variant) -> WarpDerived:
         ctas_per_sm=limits[limit],
         ctas_limit=limit,
         mma_per_tile=values + scores * steps_d,
-        mma_in_loop=values + scores * (steps_d if q_in_registers else STEPS_AT_ONCE),
+        integer_in_loop=v.dtype.qk.integer * in_loop + v.dtype.p.integer * values,
+        mma_in_loop=values + in_loop,
     )

@@ -12,6 +12,9 @@ from codegen.rule import (
     E5M2_TOKEN,
     EXACT_SCORES,
     HEAD_DIM,
+    INTEGER_OUT,
+    INTEGER_P,
+    INTEGER_SCALING,
     LINEAR_E5M2,
     LINEAR_RANGE,
     LINEAR_TOKEN,
@@ -43,14 +46,6 @@ def whole_row_groups(v: Variant, d: Derived) -> bool:
     return all(d.threads % (8 * load_columns(row_bytes)) == 0 for row_bytes in (v.head_dim, v.tile_n))
 
 
-NO_INTEGERS = Rule(
-    name="NO-INTEGERS",
-    why="the instructions are there, and as fast as those of FP8; nobody has written the kernels",
-    refuses=lambda v, d: v.dtype.qk.integer,
-    explain=lambda v, d: f"no kernel of this family multiplies {v.dtype}",
-    of_choice=True,
-)
-
 RULES: tuple[Rule, ...] = (
     Rule(
         name="WARP-ROWS",
@@ -65,7 +60,9 @@ RULES: tuple[Rule, ...] = (
         explain=lambda v, d: f"tile_n {v.tile_n} is no multiple of 32 that divides {KEY_BLOCK}",
     ),
     EXACT_SCORES,
-    NO_INTEGERS,
+    INTEGER_P,
+    INTEGER_SCALING,
+    INTEGER_OUT,
     LINEAR_RANGE,
     head_dim_rule(
         HEAD_DIM_CHOICES, "shared-memory rows of other lengths would collide in the banks or not be whole k steps"

@@ -39,8 +39,8 @@ def kernel_view(v: Variant) -> KernelView:
         rows_in_registers=d.rows_in_registers,
         steps_at_once=STEPS_AT_ONCE,
         descale_slots=descale_slots(v),
-        mma_scores=f"SM89_16x8x32_{score}{qk}{qk}{score}_TN",
-        mma_values=f"SM89_16x8x32_{sums}{p}{values}{sums}_TN",
+        mma_scores=f"SM{80 if v.dtype.qk.integer else 89}_16x8x32_{score}{qk}{qk}{score}_TN",
+        mma_values=f"SM{80 if v.dtype.v.integer else 89}_16x8x32_{sums}{p}{values}{sums}_TN",
         mma_sums=f"SM89_16x8x32_{sums}{p}{p}{sums}_TN",
         mma_comment=f"{d.mma_per_tile} of these a warp and KV tile",
     )

@@ -15,6 +15,7 @@ from codegen.rule import (
     E5M2_TOKEN,
     EXACT_SCORES,
     INTEGER_OUT,
+    INTEGER_P,
     INTEGER_SCALING,
     LINEAR_E5M2,
     LINEAR_RANGE,
@@ -66,8 +67,18 @@ INTEGER_HEAD_DIM = Rule(
     of_choice=True,
 )
 
+INTEGER_V = Rule(
+    name="INTEGER-V",
+    why="u8 P takes an exponential a score, which leaves no more speed than bf16 attention has (model)",
+    refuses=lambda v, d: v.dtype.v.integer,
+    explain=lambda v, d: f"no kernel of this family multiplies V of {v.dtype}",
+    of_choice=True,
+)
+
 RULES: tuple[Rule, ...] = (
     EXACT_SCORES,
+    INTEGER_V,
+    INTEGER_P,
     INTEGER_SCALING,
     INTEGER_OUT,
     INTEGER_HEAD_DIM,

@@ -34,22 +34,41 @@ FP8CUTLASS_MMA(E5M2, E4M3, e5m2, e4m3)
 FP8CUTLASS_MMA(E5M2, E5M2, e5m2, e5m2)
 #undef FP8CUTLASS_MMA
 
+// 8-bit integers: sums are exact, in s32.
+#define FP8CUTLASS_MMA(NAME_A, A)                                                                                      \
+  struct SM80_16x8x32_S32##NAME_A##S8S32_TN {                                                                          \
+    static __device__ __forceinline__ void fma(uint32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {   \
+      asm("mma.sync.aligned.m16n8k32.row.col.s32." #A                                                                  \
+          ".s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "                                                     \
+          "{%10, %11, %12, %13};"                                                                                      \
+          : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                                             \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])); \
+    }                                                                                                                  \
+  };
+FP8CUTLASS_MMA(S8, s8)
+FP8CUTLASS_MMA(U8, u8)
+#undef FP8CUTLASS_MMA
+
+__device__ __forceinline__ float value_of(float sum) { return sum; }
+__device__ __forceinline__ float value_of(uint32_t sum) { return float(int(sum)); }
+
 template <int kFrags, int kBlocks, class Acc, int kRegs>
-__device__ __forceinline__ void clear(Acc (&s)[kFrags][kBlocks][kRegs]) {
+__device__ __forceinline__ void set(Acc (&s)[kFrags][kBlocks][kRegs], Acc value) {
 #pragma unroll
   for (int f = 0; f < kFrags; ++f)
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
-      for (int r = 0; r < kRegs; ++r) s[f][n][r] = Acc(0);
+      for (int r = 0; r < kRegs; ++r) s[f][n][r] = value;
 }
 
-// S = Q K^T with Q fragments in registers. Acc is float[4] or uint32_t[2] (packed f16) for each n8 block.
+// S = begin + Q K^T with Q fragments in registers. Acc is float[4], uint32_t[2] (packed f16) or uint32_t[4] (s32) for
+// each n8 block.
 template <class Mma, class KTile, int kFrags, int kBlocks, int kSteps, class Acc, int kRegs>
 __device__ __forceinline__ void scores(Acc (&s)[kFrags][kBlocks][kRegs], const uint32_t (&q)[kFrags][kSteps][4],
-                                       const uint8_t* k_tile) {
+                                       const uint8_t* k_tile, Acc begin) {
   delay_point(15);
-  clear(s);
+  set(s, begin);
   const int lane = lane_offset_b<KTile>();
 #pragma unroll
   for (int n = 0; n < kBlocks; n += 2)
@@ -71,8 +90,8 @@ __device__ __forceinline__ void scores(Acc (&s)[kFrags][kBlocks][kRegs], const u
 template <class Mma, int kStepsAtOnce, class QTile, class KTile, int kSteps, int kFrags, int kBlocks, class Acc,
           int kRegs>
 __device__ __forceinline__ void scores_from_smem(Acc (&s)[kFrags][kBlocks][kRegs], const uint8_t* q_tile, int row,
-                                                 const uint8_t* k_tile) {
-  clear(s);
+                                                 const uint8_t* k_tile, Acc begin) {
+  set(s, begin);
   delay_point(13);
   const int q_lane = lane_offset_a<QTile>(row), k_lane = lane_offset_b<KTile>();
 #pragma unroll kStepsAtOnce
@@ -109,9 +128,10 @@ __device__ __forceinline__ void row_sums(float (&sum)[kFrags][2], const uint32_t
 }
 
 // O += factor * (P V): the product of one tile starts from zero in the tensor core and is added to O in float32,
-// because the tensor core's accumulator keeps 13 fraction bits. `sink(f, n, t)` sees each product before it is added.
-// P has as many steps as V, or twice as many: two terms for the same keys, one after the other.
-template <class Mma, class VTile, int kFrags, int kBlocks, int kSteps, class Sink>
+// because the tensor core's accumulator keeps 13 fraction bits, and the next tile's integers have another step. `Sum`
+// is its type. `sink(f, n, t)` sees each product before it is added. P has as many steps as V, or twice as many: two
+// terms for the same keys, one after the other.
+template <class Mma, class VTile, class Sum = float, int kFrags, int kBlocks, int kSteps, class Sink>
 __device__ __forceinline__ void accumulate_values(float (&o)[kFrags][kBlocks][4],
                                                   const uint32_t (&p)[kFrags][kSteps][4], const uint8_t* v_tile,
                                                   const float (&factor)[kFrags][2], const Sink& sink) {
@@ -120,7 +140,7 @@ __device__ __forceinline__ void accumulate_values(float (&o)[kFrags][kBlocks][4]
   const int lane = lane_offset_b<VTile>();
 #pragma unroll
   for (int n = 0; n < kBlocks; n += 2) {
-    float t[kFrags][2][4] = {};
+    Sum t[kFrags][2][4] = {};
 #pragma unroll
     for (int step = 0; step < kSteps / kTerms; ++step) {
       uint32_t b[4];
@@ -139,7 +159,7 @@ __device__ __forceinline__ void accumulate_values(float (&o)[kFrags][kBlocks][4]
       for (int h = 0; h < 2; ++h) {
         sink(f, n + h, t[f][h]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) o[f][n + h][i] = fmaf(factor[f][i / 2], t[f][h][i], o[f][n + h][i]);
+        for (int i = 0; i < 4; ++i) o[f][n + h][i] = fmaf(factor[f][i / 2], value_of(t[f][h][i]), o[f][n + h][i]);
       }
   }
 }

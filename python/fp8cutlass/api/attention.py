@@ -185,6 +185,7 @@ def attention(
             to nothing is lost beside the rounding of the operands: e4m3, bf16 and fp16 operands, bf16 and fp16
             results. Pinning a less precise kernel is excluded. ``int8`` makes 8-bit integers of bf16 and fp16 query and
             key, ``int8_full`` of value and P, too, in ``block`` scaling; a NaN reaches all rows that see its descale.
+            ``int8_full`` has no kernel on Hopper.
         smooth_k: subtract from every key of a head a mean of some of them before it is quantised, which changes nothing
             but rounding: for keys that share a bias. An LSE is that of the original keys. Not for FP8 operands. By
             default for ``int8`` and ``int8_full``.

@@ -174,6 +174,8 @@ def _keys(
     missing = variant.head_dim - v.shape[3]  # a rotated K has all columns
     if scaling == "token":  # a descale for each channel of V
         k_descale, v_descale = pad_token_descale(k_descale), F.pad(v_descale, (0, missing), value=1.0)
+    if OPERANDS[variant.dtype].v == torch.int8:
+        v_descale = pad_token_descale(v_descale, 0.0)
     k, v = _padded(k, variant.head_dim - k.shape[3]), _padded(v, missing)
     k8, v8 = aligned(k).view(torch.uint8), pack_v(v).view(torch.uint8)
     return Operands(None, k8, v8, None, k_descale, v_descale)
@@ -208,6 +210,7 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         raise ValueError("an operand or a descale is missing")
     keys, operand = o.k.shape[2], OPERANDS[variant.dtype]
     k_descale = o.k_descale[:, :, :keys] if call.scaling == "token" else o.k_descale
+    v_descale = o.v_descale[:, :, :keys] if operand.v == torch.int8 else o.v_descale
     banded = variant.mask == "window"
     causal_offset, window_offset = call.offsets(o.q.shape[2], keys, both=banded)
     mask = packed(t.seen, {"tiles": t.tiles, "counts": t.counts, "bits": t.bits}, o.q.shape[2], keys)
@@ -217,7 +220,7 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         unpack_v(o.v.view(operand.v), keys),
         o.q_descale,
         k_descale,
-        o.v_descale,
+        v_descale,
         variant=variant,
         scale=abs(call.scale),
         scaling=call.scaling,

@@ -19,6 +19,7 @@ PRECISE_ENOUGH = {
     "high": ("exp2x2",),
     "balanced": ("quadratic", "exp2", "exp2x2"),
     "int8": ("codes",),
+    "int8_full": ("bytes",),
 }
 
 

@@ -16,10 +16,11 @@ import torch
 from .._ops import LIBRARY, compiled
 from ..manifest import Variant
 from ..memory import as_bytes, empty_rows
-from ..quant.quantize import GRANULARITIES, V_AMAX
+from ..quant.quantize import GRANULARITIES
 from ..quant.sinks import join_lse
 from ..quant.smooth import restore_lse
 from . import extension
+from .fused import v_amax
 from .masks import NO_MASK, MaskParts
 from .numbers import constants
 
@@ -202,7 +203,7 @@ def prepare(
         "variant": number,
         **{f"{name}_granularity": GRANULARITIES.index(granularity[name]) for name in "qkv"},
         "score_amax": amax,
-        "v_amax": V_AMAX,
+        "v_amax": v_amax(granularity),
         "hadamard": hadamard,
         "seq_major": seq_major,
         "scale": scale,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..manifest import KEY_BLOCK
 from ..memory import ALIGNMENT, aligned, as_bytes, empty_rows, is_aligned
 from ..quant.descale import canonical_shape
-from ..quant.quantize import GRANULARITIES, V_AMAX
+from ..quant.quantize import GRANULARITIES, LIMITS, V_AMAX
 from . import extension
 
 BEYOND_BLOCKS = ("tensor", "head", "channel")  # granularities whose maxima take a kernel of their own
@@ -26,7 +26,8 @@ BEYOND_BLOCKS = ("tensor", "head", "channel")  # granularities whose maxima take
 class Operands:
     """What a kernel of head_dim D reads: the FP8 bytes, uint8, of Q (B, H, Sq, D) and K (B, Hkv, Sk, D), rows 16-byte
     aligned, and of packed V (B, Hkv, D, ceil(Sk / 128) * 128); and their descales, float32, contiguous. K's descales of
-    tokens are padded with ones to whole tiles, V's of channels to D. None is what was not made."""
+    tokens are padded with ones to whole tiles, V's of tokens with zeros, V's of channels with ones to D. What was not
+    made is None."""
 
     q: torch.Tensor | None
     k: torch.Tensor | None
@@ -70,7 +71,7 @@ def quantise_and_pack(
     Args:
         head_dim: the kernel's, at least D: the columns between are zeros.
         key_block: keys that share a descale where K and V are scaled by ``block``.
-        amax: what the largest magnitude of a group of Q and K becomes; of V it is 256.
+        amax: what the largest magnitude of a group of Q and K becomes; of V :func:`v_amax` says it.
         granularity: of "q", "k" and "v", a row of ``scaling`` of the manifest.
         negate_q: turn the sign of Q, for a negative softmax scale.
         smooth_k, hadamard: subtract a mean from the keys, rotate Q and K: ``smooth``, ``rotate`` and ``prepare``.
@@ -84,9 +85,14 @@ def quantise_and_pack(
     return made
 
 
+def v_amax(granularity: Mapping[str, str]) -> float:
+    """What the largest magnitude of a group of V becomes. V is int8 where its tokens have descales."""
+    return LIMITS[torch.int8] if granularity["v"] == "token" else V_AMAX
+
+
 def descale_shape(name: str, shape: Sequence[int], granularity: str, key_block: int) -> tuple[int, ...]:
     """Of the descale of operand "q", "k" or "v", whose shape is (B, H, S, the kernel's head_dim)."""
-    if name == "k" and granularity == "token":
+    if name != "q" and granularity == "token":
         shape = (*shape[:2], -(-shape[2] // KEY_BLOCK) * KEY_BLOCK, shape[3])
     return canonical_shape(granularity, shape, key_block)
 
@@ -149,7 +155,7 @@ def fill(
         v,
         *(GRANULARITIES.index(granularity[name]) for name in "qkv"),
         amax,
-        V_AMAX,
+        v_amax(granularity),
         negate_q,
         made.q,
         made.k,

@@ -33,12 +33,13 @@ def pack_v(v: torch.Tensor) -> torch.Tensor:
     return packed.contiguous().view(v.dtype)
 
 
-def pad_token_descale(k_descale: torch.Tensor) -> torch.Tensor:
-    """Extend K's descales of `token` scaling, float32 (B, Hkv, Sk), with ones to whole tiles, ceil(Sk / 128) * 128.
+def pad_token_descale(descale: torch.Tensor, value: float = 1.0) -> torch.Tensor:
+    """Extend K's descales of `token` scaling, or those of V's tokens, float32 (B, Hkv, Sk), with ``value`` to whole
+    tiles, ceil(Sk / 128) * 128.
 
     The kernels read them by the tile, and mask the keys past Sk.
     """
-    return F.pad(k_descale, (0, -k_descale.shape[2] % KEY_BLOCK), value=1.0)
+    return F.pad(descale, (0, -descale.shape[2] % KEY_BLOCK), value=value)
 
 
 def unpack_v(packed: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -44,7 +44,7 @@ def estimate_registers(v: Variant, fragments: int, q_in_registers: bool, rows_in
     # From 96 accumulators on, the compiler needs slack for the alignment of fragments: without it spills were seen.
     slack = 46 if output >= 96 else 0
     # The code domain keeps more maxima and offsets in flight, bytes the descales of V.
-    addresses = 56 if v.softmax.by_code or v.softmax.by_byte else 36
+    addresses = 36 if v.score == "f32" else 56
     # P overwrites S piece by piece, so only the larger of (S) and (P + product) counts beside O and Q.
     return output + max(scores + prob // 2, prob + product) + q + state + addresses + slack
 
@@ -67,8 +67,9 @@ def derive(v: Variant) -> WarpDerived:
         (f"{v.stages} x K", v.stages * v.tile_n * row_pitch(v.head_dim)),
         (f"{v.stages} x V", v.stages * v.head_dim * row_pitch(v.tile_n)),
     ]
-    for operand in (name for name, shared_by in (("K", v.grain.k), ("V", v.grain.v)) if shared_by == "token"):
-        parts.append((f"{descale_slots(v)} x {operand} descales", descale_slots(v) * max(128, 4 * v.tile_n)))
+    for operand, shared_by in (("K", v.grain.k), ("V", v.grain.v)):
+        if shared_by == "token":
+            parts.append((f"{descale_slots(v)} x {operand} descales", descale_slots(v) * max(128, 4 * v.tile_n)))
     if not rows_in_registers:
         parts.append(("row state", threads * fragments * ROW_STATE_BYTES))
     parts.append(("work items", WORK_ITEM_BYTES))

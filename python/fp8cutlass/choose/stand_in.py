@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..manifest import INTEGER, Manifest, Variant
+from .special import PRECISE_ENOUGH
 
 NO_NUMBER = -1  # in an extension
-SOFTMAX = {"int8": "codes", "int8_full": "bytes"}
 
 
 def stands_in(manifest: Manifest, arch: str, precision: str) -> bool:
@@ -18,7 +18,7 @@ def stands_in(manifest: Manifest, arch: str, precision: str) -> bool:
 
 def stand_in(base: Variant, precision: str) -> Variant:
     """The variant that the emulator runs, with the tiles of ``base``."""
-    name, softmax = INTEGER[precision], SOFTMAX[precision]
+    name, softmax = INTEGER[precision], PRECISE_ENOUGH[precision][0]
     id_ = base.id.replace(f"_{base.dtype}_", f"_{name}_").replace(f"_{base.softmax}", f"_{softmax}")
     return replace(base, id=id_, dtype=name, softmax=softmax, score="s32", targets=())
 

@@ -978,6 +978,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "954591e10c32f9b079141ef353f62fc243d48943cf03f2874f054c6dc4e4254d";
+const char kManifest[] = "cfa66d4136d2c369dfb2938381561b31a551f9d4a1d1ee0941cb38c569783bdf";
 
 }  // namespace fp8cutlass

@@ -61,6 +61,7 @@ class Fault:
 
 
 FINISH = "fp8cutlass/decode/finish.cuh"
+INTEGERS = "fp8cutlass/softmax_integer.cuh"
 TESTS_END = 150.0  # seconds in which the tests of a kernel that does not hang end on a busy host, too
 FAULTS = (
     Fault(
@@ -150,6 +151,56 @@ FAULTS = (
         "tests",
     ),
     Fault(
+        "integers: K's descale is that of another lane",
+        "sm90a_fwd_d64_m128n128w8_s3_block_causal_s8_bf16_codes_pingpong_solo",
+        "control.k_descale[stage.slot][unsigned(thread_index()) % 4]",
+        "control.k_descale[stage.slot][unsigned(thread_index()) % 4 ^ 1]",
+        "tests",
+    ),
+    Fault(
+        "integers: a sum runs over what its bits hold",
+        "sm90a_fwd_d64_m128n128w8_s3_block_causal_s8_fp16_codes_pingpong_solo",
+        "control.raised[threadIdx.x] = kRaise;",
+        "control.raised[threadIdx.x] = kRaise + 0x3FC000u;",
+        "tests",
+    ),
+    Fault(
+        "integers: codes an octave too high run over the sign",
+        "sm90a_fwd_d64_m128n128w8_s3_block_full_s8_bf16_codes_pingpong_solo",
+        "kTop<Code::linear> + (logit - top)",
+        "kTop<Code::linear> + 8.f + (logit - top)",
+        "tests",
+        header=INTEGERS,
+    ),
+    Fault(
+        "integers: a sum does not begin at what it is read by",
+        "sm89_fwd_d64_m64n128w4_s2_block_full_s8_bf16_codes",
+        "constexpr Score kNoScore{kRaise};",
+        "constexpr Score kNoScore{};",
+        "tests",
+    ),
+    Fault(
+        "integers: Q has no sign",
+        "sm89_fwd_d64_m64n128w4_s2_block_full_s8u8_bf16_bytes",
+        "using MmaScores = sm89::SM80_16x8x32_S32S8S8S32_TN;",
+        "using MmaScores = sm89::SM80_16x8x32_S32U8S8S32_TN;",
+        "tests",
+    ),
+    Fault(
+        "integers: P in u8 is read as s8",
+        "sm89_fwd_d64_m64n128w4_s2_block_causal_s8u8_bf16_bytes",
+        "using MmaValues = sm89::SM80_16x8x32_S32U8S8S32_TN;",
+        "using MmaValues = sm89::SM80_16x8x32_S32S8S8S32_TN;",
+        "tests",
+    ),
+    Fault(
+        "integers: V's descales are those of another tile",
+        "sm89_fwd_d64_m64n128w4_s2_block_causal_s8u8_fp16_bytes",
+        "slope, shared.v_descale[tile % 2], masked",
+        "slope, shared.v_descale[(tile + 1) % 2], masked",
+        "tests",
+    ),
+    Fault(
         "decode: a slice is used while its copy is on its way",
         "decode_sm90a_d64_r8",
         "decode::wait<kStages - 2>()",
@@ -195,9 +246,9 @@ SWITCHED_OFF = (
 )
 
 
-def broken_sources(generated: Path) -> None:
+def broken_sources(generated: Path, faults: tuple[Fault, ...] = FAULTS) -> None:
     """Plant every fault into the generated folder. LookupError where a source does not have what is to be replaced."""
-    for fault in FAULTS:
+    for fault in faults:
         path = generated / fault.kernel.split("_")[0] / f"{fault.kernel}.cu"
         text = inlined(path.read_text(encoding="utf-8"), fault.header)
         if text.count(fault.old) != 1:
@@ -216,9 +267,9 @@ def inlined(text: str, header: str) -> str:
     return text.replace(line, body.replace("#pragma once\n", ""))
 
 
-def generate(folder: Path) -> Path:
+def generate(folder: Path, faults: tuple[Fault, ...] = FAULTS) -> Path:
     """The kernels that are to be broken, as the generator writes them."""
-    ids = [x for fault in FAULTS for x in ("--only", fault.kernel)]
+    ids = [x for fault in faults for x in ("--only", fault.kernel)]
     _run(["-m", "codegen", "--arch", "sm90a", "--emulated", *ids, "--out", str(folder)])
     return folder
 
@@ -231,17 +282,17 @@ def _run(arguments: list[str], environment: dict[str, str] | None = None) -> Non
         raise RuntimeError(f"{' '.join(arguments[:3])} failed:\n{done.stdout[-3000:]}")
 
 
-def on_the_card(folder: Path) -> Iterator[Finding]:
+def on_the_card(folder: Path, faults: tuple[Fault, ...]) -> Iterator[Finding]:
     """Build the broken copies, with delays, and let the tests and racecheck have them."""
-    generated = generate(folder / "generated")
-    broken_sources(generated)
+    generated = generate(folder / "generated", faults)
+    broken_sources(generated, faults)
     destination = folder / "fp8cutlass"
     places = ["--generated", str(generated), "--build-dir", str(folder / "work"), "--dest", str(destination)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     # With random waits: without, timing hides the missing wait for V from every test.
     _run(["scripts/build_extension.py", *places], environment | {"FP8CUTLASS_CUDA_FLAGS": "-DFP8CUTLASS_DELAY=1"})
     environment["FP8CUTLASS_LIBRARY"] = str(destination / "_C.so")
-    for fault in FAULTS:
+    for fault in faults:
         started = time.monotonic()
         if fault.by == "tests":
             caught, said = _by_tests(fault, environment)
@@ -257,6 +308,8 @@ def _by_tests(fault: Fault, environment: dict[str, str]) -> tuple[bool, str]:
         file, test = "test_gpu_scores", "is_its_emulation"
     if fault.name.startswith("a bias"):
         file, test = "test_gpu_bias", "is_its_emulation"
+    if fault.name.startswith("integers"):
+        file, test = "test_gpu_int8", "emulators"
     if fault.name.startswith("a mask"):
         file, test = "test_gpu_masks", "test_every_kernel"
     if fault.kernel.startswith("decode_"):
@@ -320,12 +373,15 @@ def main() -> int:
     """The command line; returns 0 when every fault was noticed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-card", action="store_true", help="only what compiling shows")
+    parser.add_argument("--fault", default="", metavar="TEXT", help="only faults of kernels whose name begins so")
     parser.add_argument("--json", type=Path, help="write what was found")
     options = parser.parse_args()
     findings = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        steps = [by_compiling(folder / "rules")] + ([] if options.no_card else [on_the_card(folder)])
+        faults = tuple(f for f in FAULTS if f.name.startswith(options.fault))
+        steps = [] if options.fault else [by_compiling(folder / "rules")]
+        steps += [] if options.no_card else [on_the_card(folder, faults)]
         for step in steps:
             for finding in step:
                 findings.append(finding)

@@ -12,6 +12,7 @@ from reference import randn
 
 from fp8cutlass.accuracy.inputs import BIAS_SIZE, OUTLIER_SHARE, OUTLIER_SIZE
 from fp8cutlass.choose.target import granularities
+from fp8cutlass.manifest import INTEGER
 from fp8cutlass.quant.quantize import quantize
 
 LENGTHS = (1, 2, 3, 7, 9, 12, 31, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 511, 512, 513, 1023)
@@ -112,6 +113,15 @@ def _windowed(case: Case) -> Case:
     return replace(case, window=(left, right), alignment=alignment)
 
 
+def _of_integers(case: Case) -> Case:
+    """With 8-bit integers in a quarter of the cases that they go with, in place of the mode. Drawn apart, too."""
+    apart = random.Random(f"integers of {case.seed}/{case.number}")
+    plain = case.half and case.window is None and not case.softcap and not case.sinks and case.out != "e4m3"
+    if not plain or apart.random() >= 0.25:
+        return case
+    return replace(case, precision=apart.choice(tuple(INTEGER)), scaling="block")
+
+
 CAPS = (0.5, 5.0, 30.0, 50.0)
 
 
@@ -172,7 +182,7 @@ def draw(seed: int, number: int, cells: int) -> Case:
         lse=r.random() < 0.5,
         pick=r.random() if r.random() < 0.4 else None,
     )
-    return _scored(_windowed(case))
+    return _of_integers(_scored(_windowed(case)))
 
 
 def values_of(case: Case) -> list[torch.Tensor]:
@@ -284,7 +294,7 @@ def arguments(case: Case, inputs: Inputs, device: str) -> dict[str, Any]:
         options |= {"is_causal": True, "causal_alignment": case.alignment}
     if case.scale is not None:
         options["scale"] = case.scale
-    if case.smooth_k or case.hadamard:
+    if case.smooth_k or case.hadamard or case.precision in INTEGER:  # which have both where nothing is said
         options |= {"smooth_k": case.smooth_k, "hadamard": case.hadamard}
     if case.softcap:
         options["softcap"] = case.softcap

@@ -25,7 +25,7 @@ from fp8cutlass.call.call import FAR
 from fp8cutlass.choose.target import granularities, target
 from fp8cutlass.dtypes import DTYPE_NAMES, OUT_NAMES
 from fp8cutlass.emulator.emulate import Emulation, emulate
-from fp8cutlass.manifest import Variant, load_manifest
+from fp8cutlass.manifest import INTEGER, Variant, load_manifest
 from fp8cutlass.quant.descale import to_canonical
 from fp8cutlass.quant.prepare import prepared
 from fp8cutlass.quant.smooth import key_mean
@@ -75,16 +75,19 @@ def _run(case: Case, device: str) -> Verdict:
         reference.max_score = max(reference.max_score, float(shift.abs().max()))  # of the logits that the LSE is of
     emulated = None
     if device == "cuda":
-        with nullcontext() if is_emulated(variant) else cut_products(two_terms=variant.softmax == "exp2x2"):
+        exact = is_emulated(variant) or case.precision in INTEGER  # no product of integers is cut
+        with nullcontext() if exact else cut_products(two_terms=variant.softmax == "exp2x2"):
             emulated = _emulated(case, operands, variant, options, device)
-    missed += judge(case, variant, reference, real_out, lse, amax, out.dtype, emulated, options, case.seen.any(-1))
+    seen = case.seen.any(-1)
+    v_descale = operands.descales[2]
+    missed += judge(case, variant, reference, real_out, lse, amax, out.dtype, emulated, options, seen, v_descale)
     return Verdict("failed" if missed else "passed", variant.id, tuple(missed))
 
 
 def _pinned(case: Case, tensors: list[torch.Tensor], options: dict[str, Any]) -> str | None:
     """One of the kernels that serve a call, by the case's draw; None where there is none."""
     at = target(tensors[0].device)
-    wanted: dict[str, Any] = {"dtype": DTYPE_NAMES.get(tensors[0].dtype, "e4m3")}
+    wanted: dict[str, Any] = {"dtype": INTEGER.get(case.precision) or DTYPE_NAMES.get(tensors[0].dtype, "e4m3")}
     if case.softcap:
         mask = "window" if case.window_offset is not None else "full" if case.causal_offset is None else "causal"
         wanted |= {"kind": "capped", "walk": "dense", "mask": mask}
@@ -152,7 +155,9 @@ def _emulated(case: Case, operands: Operands, variant: Variant, options: dict[st
 
     def wide(x: torch.Tensor, negate: bool = False) -> torch.Tensor:
         raw = F.pad(x.contiguous().view(torch.uint8), (0, variant.head_dim - x.shape[3]))
-        return (raw ^ 0x80 if negate else raw).view(x.dtype).to(device)
+        if negate:  # an integer, which is never -128, or the sign bit of FP8
+            raw = -raw if x.dtype == torch.int8 else raw ^ 0x80
+        return raw.view(x.dtype).to(device)
 
     q, k, v = operands.fp8
     descales = [d.to(device) for d in operands.descales]

@@ -15,7 +15,7 @@ from gpu import is_emulated
 from kernel_gates import AMAX, ROW_COSINE, beyond_rounding, dequantised_limit, emulator_limit, lse_limit
 from reference import FLOOR, Reference, ZTest, min_row_cosine, relative_l2, visible, z_test
 
-from fp8cutlass.accuracy.ztest import LIMITS
+from fp8cutlass.accuracy.ztest import LIMITS, P_OFFSET, byte_deviation, summarise
 from fp8cutlass.emulator.emulate import Emulation
 from fp8cutlass.manifest import Variant
 
@@ -61,9 +61,10 @@ def judge(
     emulated: Expected | None,
     options: dict[str, Any],
     seen: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
 ) -> list[str]:
     """The gates that a result misses: ``out`` is (B, H, Sq, D) with its descale applied, ``stored`` its type. ``seen``
-    (Sq,): which rows see a key, where the case does not say it."""
+    (Sq,): which rows see a key, where the case does not say it. ``v_descale``: (B, Hkv, Sk), which P in u8 needs."""
     missed = []
 
     def hold(name: str, figure: float, limit: float) -> None:
@@ -94,10 +95,10 @@ def judge(
         normal = case.values == "normal" and case.scale is None and case.alignment is None
         floor = FLOOR if normal and case.seqlen_k >= FLOOR_KEYS else 0.0
         step = float(options.get("out_descale", 0.0)) * float(torch.finfo(stored).smallest_normal)
-        z = _z_test(out, reference, variant, stored, step)
+        z = _z_test(out, reference, variant, stored, step, v_descale)
         excused = _excused(case, variant, case.batch * case.heads * int(seen.sum()))
         if emulated is not None:  # what the emulator misses as well is the algorithm's, not the kernel's
-            e = _z_test(emulated.out, reference, variant, stored, step)
+            e = _z_test(emulated.out, reference, variant, stored, step, v_descale)
             excused |= {n for n in LIMITS if abs(getattr(z, n)) <= 1.02 * abs(getattr(e, n))}
         missed += [f"z: {x}" for x in z.refusals(floor=floor) if x.split()[0] not in excused]
     many = case.batch * case.heads * int(seen.sum()) >= MANY
@@ -123,17 +124,47 @@ def _excused(case: Case, variant: Variant, rows: int) -> set[str]:
     if case.values == "constant":  # one number, and one rounding of it
         return {"rms", "row_rms", "mean"}
     excused = {"rms"} if rows < MANY else set()
-    linear = variant.softmax == "linear"
+    coarse = variant.softmax in ("linear", "codes", "bytes")
     equal = case.values in ("zeros", "tiny") or (case.scale is not None and abs(case.scale) < 0.1)
     if equal or case.seqlen_k < MANY or case.alignment is not None:  # equal P err alike, few P do not average
-        excused |= {"row_rms", "mean"} | ({"rms"} if linear else set())
-    if linear:  # the worst row of its interpolation
+        excused |= {"row_rms", "mean"} | ({"rms"} if coarse else set())
+    if coarse:  # the worst row of its interpolation, or of P below a step
         excused.add("row_rms")
     return excused
 
 
-def _z_test(out: torch.Tensor, reference: Reference, variant: Variant, stored: torch.dtype, smallest: float) -> ZTest:
+def _z_test(
+    out: torch.Tensor,
+    reference: Reference,
+    variant: Variant,
+    stored: torch.dtype,
+    smallest: float,
+    v_descale: torch.Tensor | None = None,
+) -> ZTest:
     """The z-test, whose theory has relative roundings of the output only: what is below ``smallest``, the smallest
     normal number of an e4m3 output, counts as right."""
     held = torch.where(reference.out.abs() < smallest, reference.out.float(), out)
+    if variant.softmax == "bytes":
+        assert v_descale is not None
+        group = out.shape[1] // v_descale.shape[1]
+        v_descale = v_descale.to(out.device).repeat_interleave(group, 1)
+        sigma = byte_deviation(reference, v_descale, variant.tile_n, stored)
+        z = summarise((held.double() - reference.out) / sigma, held)
+        # A P below one half becomes 0 in every row, so it is keys and columns that err independently, not rows; of
+        # the keys those that get more than a 0 in some row.
+        share = reference.probabilities * v_descale[:, :, None].double()
+        keys = int((share > share.amax(-1, keepdim=True) / (2 * 255)).any(2).sum()) // group
+        return replace(z, elements=min(z.elements, keys * z.columns))
+    if variant.softmax in ("linear", "codes"):
+        held = _without_least(held, reference, variant.softmax)
     return z_test(held, reference, variant.softmax, stored)
+
+
+def _without_least(out: torch.Tensor, reference: Reference, softmax: str) -> torch.Tensor:
+    """``out`` as if the least P were right: a code below 8 is a subnormal e4m3, whose P may be lost whole. A normal one
+    is 2^-6 and more."""
+    p = reference.probabilities
+    least = p < p.amax(-1, keepdim=True) * 2.0 ** (-6 - P_OFFSET[softmax])
+    lost = (p * least) @ reference.values.abs()
+    away = out.double() - reference.out
+    return reference.out + away.sign() * (away.abs() - lost).clamp(min=0)

@@ -26,9 +26,9 @@ from fp8cutlass.manifest import load_manifest
 KINDS = ("boolean", "packed", "documents", "padding", "prefix", "blocks", "bias", "hiding bias")
 DENSITIES = (0.0, 0.01, 0.2, 0.5, 0.9, 0.99, 1.0)
 # Of P: half a step of e4m3, with `linear` 0.69 of a code more, with `quadratic` 0.08; two terms leave 2^-9.
-ROUNDING = {"linear": 0.11, "quadratic": 0.075, "exp2": 0.0625, "exp2x2": 2.0**-8}
+ROUNDING = {"linear": 0.11, "codes": 0.11, "quadratic": 0.075, "exp2": 0.0625, "exp2x2": 2.0**-8, "bytes": 2.0**-20}
 # Of the largest P of a row, what may be lost: code domains end 14 octaves below it.
-LOST = {"linear": 2.0**-13, "quadratic": 2.0**-13, "exp2": 2.0**-17, "exp2x2": 2.0**-17}
+LOST = {"linear": 2.0**-13, "codes": 2.0**-13, "quadratic": 2.0**-13, "exp2": 2.0**-17, "exp2x2": 2.0**-17}
 MOST_ERROR = 0.5  # of P, beyond which an element says nothing
 
 
@@ -201,7 +201,7 @@ def _run(case: MaskedCase, device: str) -> Verdict:
         shift = (call.softmax_scale * (q.double() * shared).sum(-1)).to(device)
         lse = lse - shift
         reference.max_score = max(reference.max_score, float(shift.abs().max()))
-    missed += judge_masked(reference, variant, out, lse.double(), results[0][0].dtype, emulated=emulated)
+    missed += judge_masked(reference, variant, operands, out, lse.double(), results[0][0].dtype, emulated=emulated)
     largest = float(out.abs().max()) if out.numel() else 0.0
     if abs(float(amax) - largest) > torch.finfo(results[0][0].dtype).eps * largest:
         missed.append(f"amax {float(amax):.4g} of an output with {largest:.4g}")
@@ -211,6 +211,7 @@ def _run(case: MaskedCase, device: str) -> Verdict:
 def judge_masked(
     reference: Reference,
     variant: Any,
+    operands: Operands,
     out: torch.Tensor,
     lse: torch.Tensor,
     stored: torch.dtype,
@@ -234,7 +235,12 @@ def judge_masked(
     if rounding > MOST_ERROR:
         return missed
     limit = 2 * rounding / (1 - rounding) * (p @ v)
-    limit += LOST[variant.softmax] * p.amax(-1, keepdim=True) * v.sum(2, keepdim=True)
+    if variant.softmax == "bytes":  # each P is rounded by half a step of 255, in units of V's descale
+        descale = operands.descales[2].to(p).repeat_interleave(p.shape[1] // operands.descales[2].shape[1], 1)
+        step = (p * descale[:, :, None]).amax(-1, keepdim=True) / 255
+        limit += 0.5 * step * (v / descale[..., None]).nan_to_num(0.0).sum(2, keepdim=True)
+    else:
+        limit += LOST[variant.softmax] * p.amax(-1, keepdim=True) * v.sum(2, keepdim=True)
     limit += torch.finfo(stored).eps * reference.out.abs() + torch.finfo(stored).tiny
     beyond = ((out - reference.out).abs() / limit.clamp(min=1e-300))[~dead]
     if not bool((beyond <= 1).all()):

@@ -16,7 +16,8 @@ TRANSFORMERS, DENSE = "transformers", "dense"  # adapters: of transformers; of d
 class Case:
     """Calls of one shape. ``count`` are those of a forward. ``window`` is (left, right) keys beside a row's own, -1 for
     all. ``padded``: the sequences of the batch have unequal lengths. ``sinks`` and ``softcap`` are features of the
-    model. ``masked``: the model gives SDPA a mask, ``bias``: one that is added to the scores."""
+    model. ``text``: so many of the keys are of a prompt, whose second half is padding. The model hides it by a mask for
+    SDPA, a boolean one or, ``added``, one of 0 and -10,000. ``bias``: a tensor that is added to the scores."""
 
     family: str
     part: str
@@ -34,7 +35,8 @@ class Case:
     padded: bool = False
     sinks: bool = False
     softcap: float | None = None
-    masked: bool = False
+    text: int = 0
+    added: bool = False
     bias: bool = False
 
     @property
@@ -50,7 +52,15 @@ class Case:
         """In a word, for tables."""
         left, right = self.window
         band = "causal" if self.causal else "full" if left == right == -1 else f"window {left}, {right}"
-        return ", ".join([band, *["padded"] * self.padded, *["mask"] * self.masked, *["bias"] * self.bias])
+        return ", ".join(
+            [
+                band,
+                *["padded"] * self.padded,
+                *["mask"] * (self.text > 0),
+                *["added"] * self.added,
+                *["bias"] * self.bias,
+            ]
+        )
 
     @property
     def label(self) -> str:
@@ -62,11 +72,12 @@ class Case:
 def _model(
     family: str, part: str, source: str, count: int, batch: int, heads: int, tokens: int, head_dim: int, *,
     keys: int = 0, kv_heads: int = 0, door: str = TRANSFORMERS, window: tuple[int, int] = (-1, -1), value_dim: int = 0,
-    padded: bool = False, sinks: bool = False, softcap: float | None = None, masked: bool = False, bias: bool = False,
+    padded: bool = False, sinks: bool = False, softcap: float | None = None, text: int = 0, added: bool = False,
+    bias: bool = False,
 ) -> Case:  # fmt: skip
     """Self-attention of as many heads, unless it is said otherwise."""
     sizes = (count, batch, heads, kv_heads or heads, tokens, keys or tokens, head_dim, value_dim)
-    return Case(family, part, source, door, *sizes, window, padded, sinks, softcap, masked, bias)
+    return Case(family, part, source, door, *sizes, window, padded, sinks, softcap, text, added, bias)
 
 
 CAUSAL = (-1, 0)
@@ -75,6 +86,7 @@ GEMMA2, GEMMA3, OSS = "Gemma 2 9B", "Gemma 3 12B", "gpt-oss 20B"
 WHISPER, T5, QWEN = "Whisper large v3", "T5 large", "Qwen2-VL, vision tower"
 FLUX, SD3, SDXL, WAN = "FLUX.1 dev", "Stable Diffusion 3 medium", "SDXL base", "Wan 2.1 14B"
 COG, LTX, PIXART = "CogVideoX 5B", "LTX-Video 0.9", "PixArt-Sigma"
+HUNYUAN, QWEN_IMAGE = "HunyuanVideo", "Qwen-Image"
 
 CASES: tuple[Case, ...] = (
     _model("Llama", "prefill", LLAMA, 32, 1, 32, 8192, 128, kv_heads=8, window=CAUSAL),
@@ -110,8 +122,11 @@ CASES: tuple[Case, ...] = (
     _model("Wan", "cross", WAN, 40, 1, 40, 32760, 128, keys=512, door=DENSE),
     _model("CogVideoX", "joint", COG, 42, 2, 48, 17776, 64, door=DENSE),
     _model("LTX", "self", LTX, 28, 2, 32, 6144, 64, door=DENSE),
-    _model("LTX", "cross", LTX, 28, 2, 32, 6144, 64, keys=128, masked=True, door=DENSE),
+    _model("LTX", "cross", LTX, 28, 2, 32, 6144, 64, keys=128, text=128, added=True, door=DENSE),
     _model("PixArt", "self", PIXART, 28, 2, 16, 4096, 72, door=DENSE),
-    _model("PixArt", "cross", PIXART, 28, 2, 16, 4096, 72, keys=300, masked=True, door=DENSE),
+    _model("PixArt", "cross", PIXART, 28, 2, 16, 4096, 72, keys=300, text=300, added=True, door=DENSE),
+    _model("HunyuanVideo", "joint", HUNYUAN, 60, 1, 24, 14296, 128, text=256, door=DENSE),
+    _model("HunyuanVideo", "prompt", HUNYUAN, 2, 1, 24, 256, 128, text=256, door=DENSE),
+    _model("Qwen-Image", "joint", QWEN_IMAGE, 60, 1, 24, 7145, 128, text=256, door=DENSE),
 )  # fmt: skip
 FAMILIES = tuple(dict.fromkeys(case.family for case in CASES))

@@ -102,9 +102,10 @@ def _mask(case: Case, valid: torch.Tensor | None, device: torch.device | str) ->
         row, key = torch.arange(case.rows, device=device), torch.arange(case.keys, device=device)
         slope = torch.arange(case.heads, device=device)[:, None, None] / case.keys
         return (-slope * (row[:, None] - key).abs()).bfloat16()[None]
-    if case.masked:  # the text of a prompt fills half of its tokens
-        seen = torch.arange(case.keys, device=device) < max(1, case.keys // 2)
-        return seen.expand(case.batch, 1, 1, case.keys)
+    if case.text:
+        seen = torch.arange(case.keys, device=device) < max(1, case.keys - case.text // 2)
+        seen = seen.expand(case.batch, 1, 1, case.keys)
+        return torch.zeros_like(seen, dtype=torch.bfloat16).masked_fill(~seen, -10_000.0) if case.added else seen
     windowed = case.window != (-1, -1) and not case.causal
     if valid is None and not windowed:
         return None

@@ -37,7 +37,7 @@ def test_the_table_is_one_of_models() -> None:
 
 
 KINDS = ("Llama, prefill", "Llama, padded, prefill", "Mistral, window", "gpt-oss, window", "DeepSeek, latent",
-         "BERT, padded, encoder", "Wan, cross", "Gemma 2, full", "Gemma 2, window")  # fmt: skip
+         "BERT, padded, encoder", "Wan, cross", "Gemma 2, full", "Gemma 2, window", "Qwen-Image, joint")  # fmt: skip
 
 
 @pytest.mark.parametrize("label", KINDS)

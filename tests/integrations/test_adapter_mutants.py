@@ -49,6 +49,7 @@ def unmasked(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0
 
 
 ATTEND, REFUSAL = comfy._attend, dense.refusal
+MASK = 3  # place of attn_mask in dense's call of attention
 CAUSAL = 5  # place of is_causal in dense's call of attention
 SCALE = 6
 
@@ -57,11 +58,15 @@ descales = partial(test_flash.test_descales_are_those_of_flash_attention_3, "kv_
 flash_masks = partial(test_flash.test_masks_are_aligned_with_the_end, rows=40)
 
 MUTANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
-    "mode: mask dropped": (
+    "mode: mask not seen": (
         dense, "refusal", unmasked,
         lambda: test_sdpa.test_others_run_as_before_bit_by_bit(by_mode, "mask"),
     ),
-    "provider: mask dropped": (
+    "mode: mask dropped": (
+        dense, "attention", without(dense.attention, MASK, None),
+        lambda: test_sdpa.test_a_boolean_mask_is_served("padding"),
+    ),
+    "provider: mask not seen": (
         dense, "refusal", unmasked,
         lambda: test_sdpa.test_others_run_as_before_bit_by_bit(by_provider, "mask"),
     ),
@@ -82,7 +87,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
         lambda: test_sdpa.test_quantized_operands_with_a_descale_for_each_kv_head(False),
     ),
     "sage: mask dropped": (
-        dense, "refusal", unmasked,
+        dense, "attention", without(dense.attention, MASK, None),
         lambda: test_sage.test_a_mask_is_applied("HND", torch.bool),
     ),
     "sage: causal lost": (
@@ -109,9 +114,12 @@ MUTANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
     "flash: descales of ragged batches ignored": (
         flash, "attention_varlen", ones(flash.attention_varlen), lambda: descales(True),
     ),
-    "comfy: mask dropped": (
+    "comfy: mask not seen": (
         dense, "refusal", unmasked,
-        lambda: test_comfy.test_what_is_not_served_is_comfys_own({"mask": test_comfy.MASK}, "mask"),
+        lambda: test_comfy.test_what_is_not_served_is_comfys_own({"mask": test_comfy.ADDED}, "mask"),
+    ),
+    "comfy: mask dropped": (
+        dense, "attention", without(dense.attention, MASK, None), test_comfy.test_a_boolean_mask_is_served,
     ),
     "comfy: scale lost": (
         comfy, "attend", changed(comfy.attend, scale=None),
@@ -124,7 +132,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
 
 
 NO_MASK = cpu_alone("torch asks no flash attention of a card for a call with a mask")
-CASES = [pytest.param(name, marks=NO_MASK if name == "provider: mask dropped" else ()) for name in MUTANTS]
+CASES = [pytest.param(name, marks=NO_MASK if name == "provider: mask not seen" else ()) for name in MUTANTS]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -88,16 +88,17 @@ def test_keys_with_fewer_heads(flat: bool) -> None:
 
 
 MASK = torch.ones(40, 24, dtype=torch.bool).tril(3)
+ADDED = torch.zeros(40, 24, dtype=torch.bfloat16).masked_fill(~MASK, -torch.inf)
 
 
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"mask": MASK}, "mask"),
+        ({"mask": ADDED}, "mask"),
         ({"low_precision_attention": False}, "policy"),
         ({"attn_precision": torch.float32}, "policy"),
         ({"temperature": 2.0}, "keyword"),
-        ({"skip_output_reshape": True, "mask": MASK, "scale": 0.05}, "mask"),
+        ({"skip_output_reshape": True, "mask": ADDED, "scale": 0.05}, "mask"),
     ],
 )
 def test_what_is_not_served_is_comfys_own(given: dict[str, Any], why: str) -> None:
@@ -105,8 +106,14 @@ def test_what_is_not_served_is_comfys_own(given: dict[str, Any], why: str) -> No
     assert torch.equal(out, want) and counted == {why: 1}
 
 
+def test_a_boolean_mask_is_served() -> None:
+    out, want, counted = run(*operands(), HEADS, mask=MASK)
+    assert counted == {"served": 1} and 0 < relative_l2(out, want.double()) < BOUND
+    assert relative_l2(stock(*operands(), HEADS), want.double()) > 2 * BOUND, "the mask changes the result"
+
+
 def test_a_mask_as_the_fifth_argument_and_wide_heads() -> None:
-    out, want, counted = run(*operands(), HEADS, MASK)
+    out, want, counted = run(*operands(), HEADS, ADDED)
     assert torch.equal(out, want) and counted == {"mask": 1}
     out, want, counted = run(*operands(width=320), HEADS)
     assert torch.equal(out, want) and counted == {"head_dim": 1}
@@ -125,10 +132,10 @@ def test_an_override_that_was_there_still_changes_the_call() -> None:
     """Here it adds a mask. Replaced, the mask would be lost; asked afterwards, it would never be called."""
 
     def earlier(func: Any, q: Any, k: Any, v: Any, heads: int, mask: Any = None, **kwargs: Any) -> torch.Tensor:
-        return func(q, k, v, heads, mask=MASK, **kwargs)
+        return func(q, k, v, heads, mask=ADDED, **kwargs)
 
     out, _, counted = run(*operands(), HEADS, chosen=override(earlier))
-    assert torch.equal(out, stock(*operands(), HEADS, mask=MASK)) and counted == {"mask": 1}
+    assert torch.equal(out, stock(*operands(), HEADS, mask=ADDED)) and counted == {"mask": 1}
 
     def doubles(func: Any, q: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return 2 * func(q, *args, **kwargs)
@@ -145,7 +152,7 @@ def test_the_word_that_ends_recursion_is_passed_on() -> None:
         seen.update(kwargs)
         return args[0]
 
-    override()(bare, *operands(), HEADS, mask=MASK, _inside_attn_wrapper=True, transformer_options={})
+    override()(bare, *operands(), HEADS, mask=ADDED, _inside_attn_wrapper=True, transformer_options={})
     assert seen["_inside_attn_wrapper"] is True and seen["transformer_options"] == {}
 
 

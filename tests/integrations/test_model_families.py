@@ -271,8 +271,25 @@ def _pixart(d: Any) -> Any:
     return model, given
 
 
+def _hunyuan_video(d: Any) -> Any:
+    given = {
+        "hidden_states": noise(1, 16, 9, 60, 104), "timestep": noise(1), "encoder_hidden_states": noise(1, 256, 4096),
+        "encoder_attention_mask": noise(1, 256), "pooled_projections": noise(1, 768), "guidance": noise(1),
+    }  # fmt: skip
+    return d.HunyuanVideoTransformer3DModel(), given
+
+
+def _qwen_image(d: Any) -> Any:
+    given = {
+        "hidden_states": noise(1, 6889, 64), "encoder_hidden_states": noise(1, 256, 3584),
+        "encoder_hidden_states_mask": noise(1, 256), "timestep": noise(1), "img_shapes": [(1, 83, 83)],
+    }  # fmt: skip
+    return d.QwenImageTransformer2DModel(), given
+
+
 FROM_DIFFUSERS = {
     "Flux": _flux, "SD3": _sd3, "SDXL": _sdxl, "Wan": _wan, "CogVideoX": _cogvideox, "LTX": _ltx, "PixArt": _pixart,
+    "HunyuanVideo": _hunyuan_video, "Qwen-Image": _qwen_image,
 }  # fmt: skip
 
 

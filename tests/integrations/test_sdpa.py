@@ -39,6 +39,7 @@ def operands(kv_heads: int = 4, keys: int = 40) -> tuple[torch.Tensor, ...]:
 
 Q, K, V = operands()
 MASK = torch.ones(40, 40, dtype=torch.bool).tril(3)
+ADDED = torch.zeros(40, 40, dtype=torch.bfloat16).masked_fill(~MASK, -torch.inf)
 
 
 def counted(seen: stats.Collected) -> dict[str, int]:
@@ -85,7 +86,7 @@ SERVED: dict[str, Callable[[], torch.Tensor]] = {
     "gqa": lambda: F.scaled_dot_product_attention(Q, K[:, :2], V[:, :2], enable_gqa=True),
 }
 LEFT: dict[str, Callable[[], torch.Tensor]] = {
-    "mask": lambda: F.scaled_dot_product_attention(Q, K, V, MASK),
+    "mask": lambda: F.scaled_dot_product_attention(Q, K, V, ADDED),
     "dtype": lambda: F.scaled_dot_product_attention(Q.float(), K.float(), V.float()),
 }
 
@@ -106,6 +107,31 @@ def test_others_run_as_before_bit_by_bit(fp8: Way, case: str) -> None:
     with fp8(), stats.collect() as seen:
         out = LEFT[case]()
     assert counted(seen) == fp8.left(case) and torch.equal(out, before)
+
+
+MASKS: dict[str, Callable[[], torch.Tensor]] = {
+    "rows and keys": lambda: MASK,
+    "a batch": lambda: MASK.expand(2, 1, 40, 40),
+    "padding": lambda: (torch.arange(40) < torch.tensor([[17], [40]]))[:, None, None],
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_boolean_mask_is_served(kind: str) -> None:
+    mask = MASKS[kind]().to(DEVICE)
+    before = F.scaled_dot_product_attention(Q, K, V, mask)
+    with use_fp8(), stats.collect() as seen:
+        out = F.scaled_dot_product_attention(Q, K, V, attn_mask=mask)
+    assert counted(seen) == {"served": 1} and 0 < relative_l2(out, before.double()) < BOUND
+    assert relative_l2(F.scaled_dot_product_attention(Q, K, V), before.double()) > 2 * BOUND
+
+
+@pytest.mark.parametrize("shape", [(40, 39), (2, 3, 40, 40), (1, 1, 1, 40, 40)])
+def test_a_mask_that_does_not_fit_is_torchs_error(shape: tuple[int, ...]) -> None:
+    mask = torch.ones(shape, dtype=torch.bool, device=DEVICE)
+    with use_fp8(), stats.collect() as seen, pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(Q, K, V, mask)
+    assert counted(seen) == {"mask": 1}
 
 
 def test_training_goes_on(fp8: Way) -> None:
@@ -159,7 +185,7 @@ def test_autocast_casts_before(fp8: Way) -> None:
 def test_compile_keeps_one_graph_and_counts_each_run(fp8: Way, causal: bool) -> None:
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         served = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        return served + F.scaled_dot_product_attention(q, k, v, MASK)
+        return served + F.scaled_dot_product_attention(q, k, v, ADDED)
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")

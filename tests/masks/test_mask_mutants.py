@@ -11,6 +11,7 @@ from fuzz_masks import KINDS, draw_masked
 from fp8cutlass.call import launch
 from fp8cutlass.emulator.emulate import Emulation, emulate
 from fp8cutlass.emulator.visible import Mask
+from fp8cutlass.manifest import INTEGER
 from fp8cutlass.masks.bits import unlisted
 from tests import fuzz
 
@@ -96,7 +97,7 @@ def test_masks_of_every_kind_are_drawn() -> None:
     assert draw_masked(3, 7, CELLS["cpu"]) == draw_masked(3, 7, CELLS["cpu"]) != draw_masked(4, 7, CELLS["cpu"])
     for axis in range(4):
         assert {case.shared[axis] for case in cases} == {True, False}
-    assert {case.call.precision for case in cases} == {"fast", "balanced", "accurate"}
+    assert {case.call.precision for case in cases} == {"fast", "balanced", "accurate", *INTEGER}
 
 
 def test_lists_are_what_the_emulator_visits() -> None:

@@ -29,7 +29,7 @@ from tensor_core import cut_products
 from fp8cutlass.call import launch, ragged
 from fp8cutlass.choose.target import Target
 from fp8cutlass.emulator.emulate import Emulation, emulate
-from fp8cutlass.manifest import Variant, generated_dir
+from fp8cutlass.manifest import INTEGER, Variant, generated_dir
 from tests import fuzz
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,10 +54,10 @@ def test_the_emulator_that_a_card_is_compared_with(monkeypatch: pytest.MonkeyPat
     results: list[bool] = []
 
     def compared(case: Case, variant: Variant, reference: Any, out: torch.Tensor, *rest: Any) -> list[str]:
-        lse, amax, stored, _, options, seen = rest
+        lse, amax, stored, _, options, seen, v_descale = rest
         emulated = fuzz_check._emulated(case, operands[0], variant, options, "cpu")
         results.append(torch.equal(out, emulated.out) and torch.equal(amax, emulated.amax))
-        return judge(case, variant, reference, out, lse, amax, stored, emulated, options, seen)
+        return judge(case, variant, reference, out, lse, amax, stored, emulated, options, seen, v_descale)
 
     def kept(*args: Any) -> tuple[Operands, torch.Tensor | None]:
         operands[:] = operands_for(*args)
@@ -105,8 +105,6 @@ def test_the_gates_of_a_card_pass_the_ragged_kernels(monkeypatch: pytest.MonkeyP
 def test_random_calls_on_a_card(batch: int, only: str) -> None:
     if only == fuzz.VARLEN and not built_variants("ragged"):
         pytest.skip("no kernel of ragged batches is built for this card")
-    if only == fuzz.MASKS:
-        pytest.skip("no kernel reads masks")
     ran = fuzz.fuzz("cuda", 1, first=batch * CARD_CASES, cases=CARD_CASES, only=only, say=lambda text: None)
     assert ran.failures == []
     least = CARD_CASES // (4 if built_manifest().profile == "release" else 10)  # others lack kernels for some calls
@@ -136,7 +134,7 @@ def test_everything_is_drawn() -> None:
     windows = [c.window for c in cases if c.window is not None]
     assert {(left < 0, right < 0) for left, right in windows} == {(x, y) for x in (False, True) for y in (False, True)}
     assert {c.scaling for c in cases} == {"tensor", "head", "block", "token"}
-    assert {c.precision for c in cases} == {"fast", "balanced", "accurate"}
+    assert {c.precision for c in cases} == {"fast", "balanced", "accurate", *INTEGER}
     for flag in ("smooth_k", "hadamard", "lse", "half"):
         assert {getattr(c, flag) for c in cases} == {True, False}
     assert {c.out for c in cases} == {None, "bf16", "fp16", "e4m3"}
@@ -197,6 +195,32 @@ def test_a_planted_fault_is_found_and_can_be_run_again(fault: object, monkeypatc
     command = ran.failures[0].split("  #")[0].split()
     assert command[:9] == "python -m tests.fuzz --device cpu --seed 1 --call attention".split()[:9]
     assert fuzz.judge_case("cpu", 1, int(command[command.index("--case") + 1])).status == "failed"
+
+
+def descales_of_other_lanes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any) -> Emulation:
+    """K's integers with the descales of the keys of another lane."""
+    q_descale, k_descale, v_descale = rest
+    k_descale = k_descale.roll(1, 2) if k.dtype == torch.int8 else k_descale
+    return emulate(q, k, v, q_descale, k_descale, v_descale, **options)
+
+
+def descales_of_other_tokens(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any
+) -> Emulation:
+    """V's integers with the descales of the keys behind them."""
+    q_descale, k_descale, v_descale = rest
+    v_descale = v_descale.roll(1, 2) if v.dtype == torch.int8 else v_descale
+    return emulate(q, k, v, q_descale, k_descale, v_descale, **options)
+
+
+@pytest.mark.parametrize(
+    ("fault", "precision"), [(descales_of_other_lanes, "int8"), (descales_of_other_tokens, "int8_full")]
+)
+def test_a_fault_of_integers_is_found(fault: object, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = [n for n in range(400) if draw(1, n, CELLS["cpu"]).precision == precision][:8]
+    assert len(numbers) == 8 and all(fuzz.judge_case("cpu", 1, n).status == "passed" for n in numbers)
+    monkeypatch.setattr(launch, "emulate", fault)
+    assert sum(fuzz.judge_case("cpu", 1, n).status == "failed" for n in numbers) >= 3
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..call.explain import describe
 from ..call.request import request_of
 from ..call.supports import answer
+from ..choose.target import masked_up_to
 from . import jagged
 
 if TYPE_CHECKING:
@@ -22,6 +25,11 @@ def supports(*args: Any, **kwargs: Unpack[Arguments]) -> tuple[bool, str]:
     if jagged.is_jagged(args[0] if args else kwargs.get("query")):
         return jagged.served(request_of(*args, **kwargs))
     return answer(args, kwargs)  # type: ignore[arg-type]
+
+
+def widest_masked(device: torch.device) -> int:
+    """The widest head_dim whose boolean masks a device has kernels for; 0 where it has none."""
+    return masked_up_to(device.type, device.index)
 
 
 def explain(*args: Any, **kwargs: Unpack[Arguments]) -> str:

@@ -20,7 +20,7 @@ from ..native import extension
 from ..tracing import constant
 from .dispatch import load_table, refusal
 from .problem import CPU_ARCH, CPU_SM_COUNT
-from .special import NEW_MASKS, Asked, no_special_kernel, special_kernels
+from .special import LISTED, NEW_MASKS, Asked, no_special_kernel, special_kernels
 from .stand_in import no_integer_kernel, stands_in
 
 
@@ -64,6 +64,23 @@ def _target(
 def device_of(kind: str, index: int | None) -> torch.device:
     """The device of that type and number."""
     return torch.device(kind) if index is None else torch.device(kind, index)
+
+
+@constant
+def masked_up_to(kind: str, index: int | None) -> int:
+    """The widest head_dim of a kernel for boolean masks on a device; 0 where it has none."""
+    try:
+        return _masked_up_to(target(device_of(kind, index)))
+    except UnsupportedError:
+        return 0
+
+
+@cache
+def _masked_up_to(at: Target) -> int:
+    if at.arch == CPU_ARCH:  # the emulator hides keys from any variant
+        return max(v.head_dim for v in load_manifest(at.directory).variants)
+    found = (v for v in load_manifest(at.directory).variants if v.mask == LISTED and at.arch in v.targets)
+    return max((v.head_dim for v in found), default=0)
 
 
 @constant

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import torch
 
-FULL, CAUSAL, MASKED, BIASED = "full", "causal", "masked", "biased"
+FULL, CAUSAL, MASKED, HIDDEN, BIASED = "full", "causal", "masked", "hidden", "biased"
 # From how many query tokens a whole call from bf16 is faster than torch's attention, by mask and head_dim. MASKED is a
-# window or padding, for which torch's attention would need a mask; BIASED is something that is added to scores.
+# window or padding, for which torch's attention would need a mask; HIDDEN is a boolean mask, which a call packs: it
+# needs as many keys, too. BIASED is something that is added to scores.
 # docs/evidence/results.md says where each number is from.
 MEASURED = {
     FULL: {64: 1024, 128: 1024, 256: 1536},
     CAUSAL: {64: 1024, 128: 1024, 256: 2048},
     MASKED: {64: 256, 128: 384, 256: 256},
+    HIDDEN: {64: 512, 128: 1024, 256: 1024},
     BIASED: {64: 4096, 128: 4096, 256: 4096},
 }
 # The same where values are narrower than keys, as in DeepSeek's latent attention: they are padded to the width of keys.
@@ -43,14 +45,14 @@ def set_minimum_length(tokens: int | None) -> None:
 
 
 def minimum_length(head_dim: int, value_dim: int, mask: str, on_card: bool) -> int:
-    """The least number of query tokens of a call that is served. ``mask`` is FULL, CAUSAL, MASKED or BIASED."""
+    """The least number of query tokens of a call that is served. ``mask`` is FULL, CAUSAL, MASKED, HIDDEN or BIASED."""
     if _minimum is not None:
         return _minimum
     if not on_card:
         return 0
     by_width = MEASURED[mask]
     least = next((tokens for width, tokens in by_width.items() if head_dim <= width), by_width[256])
-    return max(least, NARROW_VALUES) if value_dim < head_dim and mask != MASKED else least
+    return max(least, NARROW_VALUES) if value_dim < head_dim and mask not in (MASKED, HIDDEN) else least
 
 
 def short_of(rows: int, head_dim: int, value_dim: int, mask: str, work: int, on_card: bool) -> str:

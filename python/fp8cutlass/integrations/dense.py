@@ -12,11 +12,12 @@ import torch
 
 from .. import stats
 from ..api.arguments import Layout, Precision, Scaling
+from ..api.ask import widest_masked
 from ..api.attention import attention
 from ..autocast import is_on, under_autocast
 from ..errors import NoKernelError, UnsupportedError
 from ..stats import Reason
-from . import CAUSAL, FULL, short_of
+from . import CAUSAL, FULL, HIDDEN, short_of
 from .refusal import refusal_of
 
 
@@ -46,13 +47,27 @@ def refusal(
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Reason | None:
-    """Why a call cannot be served whatever kernels there are, or None."""
+    """Why a call cannot be served whatever kernels there are, or None; a mask is no part of what is."""
     if attn_mask is not None:
         return Reason.MASK
     if dropout_p:
         return Reason.DROPOUT
     found = refusal_of(query, key, value)
     return None if found is None else found.reason
+
+
+def hides(attn_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, layout: Layout = "bhsd") -> bool:
+    """Whether a mask is one that ``attention`` takes and packs: boolean, of a shape that broadcasts to (batch, heads,
+    rows, keys), on a device with kernels for it."""
+    if attn_mask is None or attn_mask.dtype != torch.bool or query.dim() != 4 or key.dim() != 4:
+        return False
+    if attn_mask.device != query.device or attn_mask.layout != torch.strided or not 2 <= attn_mask.dim() <= 4:
+        return False
+    heads, tokens = (1, 2) if layout == "bhsd" else (2, 1)
+    whole = (query.shape[0], query.shape[heads], query.shape[tokens], key.shape[tokens])
+    if not all(n in (1, full) for n, full in zip(attn_mask.shape[::-1], whole[::-1], strict=False)):
+        return False
+    return query.shape[-1] <= widest_masked(query.device)
 
 
 def attend(
@@ -83,15 +98,17 @@ def attend(
     """
     q, k, v = under_autocast((query, key, value), as_torch=True)
     work = effort(q, k, v, is_causal, layout)
+    hidden = not is_causal and hides(attn_mask, q, k, layout)
     if reason is None:
-        reason = refusal(q, k, v, attn_mask, dropout_p)
+        reason = refusal(q, k, v, None if hidden else attn_mask, dropout_p)
     text = ""
     if reason is None and not short:
-        rows = q.shape[-2 if layout == "bhsd" else -3]
-        text = short_of(rows, q.shape[-1], v.shape[-1], CAUSAL if is_causal else FULL, work, q.is_cuda)
+        rows, keys = (x.shape[-2 if layout == "bhsd" else -3] for x in (q, k))
+        mask = CAUSAL if is_causal else HIDDEN if hidden else FULL
+        text = short_of(min(rows, keys) if hidden else rows, q.shape[-1], v.shape[-1], mask, work, q.is_cuda)
         reason = Reason.SHORT if text else None
     if reason is None:
-        given = (q, k, v, None, 0.0, is_causal, scale, enable_gqa)
+        given = (q, k, v, attn_mask, 0.0, is_causal, scale, enable_gqa)
         options: Any = {"layout": layout, "return_lse": return_lse, **(accuracy or {})}
         try:
             if is_on(q.device.type):

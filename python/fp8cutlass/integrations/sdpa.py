@@ -88,7 +88,7 @@ def use_fp8(*, provider: bool = False, **accuracy: Any) -> Iterator[None]:
         accuracy: ``scaling``, ``precision``, ``smooth_k``, ``hadamard`` of :func:`fp8cutlass.attention`.
 
     A call that is not served runs as if the block were not there, and is counted in ``fp8cutlass.stats`` under
-    ``torch`` with the reason: a mask, dropout, a gradient, float32, a head_dim without kernels.
+    ``torch`` with the reason: a mask that is added, dropout, a gradient, float32, a head_dim without kernels.
 
     Raises:
         TypeError: an unknown argument. UnsupportedError: torch has no flash attention to be exchanged.

@@ -65,6 +65,18 @@ def test_the_minimum_length_is_one_of_query_tokens(layout: str, least: int | Non
     assert {key.what for key in seen.result().counts} == {"" if served else "short"}
 
 
+@pytest.mark.parametrize(("least", "served"), [(24, True), (25, False)])
+def test_with_a_boolean_mask_the_minimum_is_one_of_keys_too(least: int, served: bool) -> None:
+    q, k = randn(1, 6, 40, 64, seed=1), randn(1, 6, 24, 64, seed=2)
+    set_minimum_length(least)
+    try:
+        assert dense.attend("test", "", q, k, k) is not None
+        mask = torch.ones(40, 24, dtype=torch.bool, device=q.device).tril()
+        assert (dense.attend("test", "", q, k, k, attn_mask=mask) is not None) == served
+    finally:
+        set_minimum_length(None)
+
+
 def test_why_a_call_is_refused() -> None:
     q = randn(1, 2, 8, 64, seed=1)
     wide = randn(1, 2, 8, 320, seed=1)

@@ -134,6 +134,13 @@ def test_a_mask_that_does_not_fit_is_torchs_error(shape: tuple[int, ...]) -> Non
     assert counted(seen) == {"mask": 1}
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_with_a_mask_are_torchs_error() -> None:
+    q = torch.nested.nested_tensor([Q[0], Q[1]])
+    with use_fp8(), pytest.raises(RuntimeError, match="explicit attn_mask"):
+        F.scaled_dot_product_attention(q, q, q, MASK)
+
+
 def test_training_goes_on(fp8: Way) -> None:
     def gradient() -> torch.Tensor:
         q = Q.clone().requires_grad_()

@@ -59,7 +59,7 @@ def refusal(
 def hides(attn_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, layout: Layout = "bhsd") -> bool:
     """Whether a mask is one that ``attention`` takes and packs: boolean, of a shape that broadcasts to (batch, heads,
     rows, keys), on a device with kernels for it."""
-    if attn_mask is None or attn_mask.dtype != torch.bool or query.dim() != 4 or key.dim() != 4:
+    if attn_mask is None or attn_mask.dtype != torch.bool or query.is_nested or query.dim() != 4 or key.dim() != 4:
         return False
     if attn_mask.device != query.device or attn_mask.layout != torch.strided or not 2 <= attn_mask.dim() <= 4:
         return False

@@ -978,6 +978,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "cfa66d4136d2c369dfb2938381561b31a551f9d4a1d1ee0941cb38c569783bdf";
+const char kManifest[] = "668938b991900555d59f8d1a14fd71b507e518cbf439e024ce7634fe73d84486";
 
 }  // namespace fp8cutlass

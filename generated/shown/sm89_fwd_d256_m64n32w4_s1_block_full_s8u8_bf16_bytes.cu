@@ -75,7 +75,7 @@ struct SharedStorage {
   alignas(128) uint8_t q[QTile::kBytes];
   alignas(128) uint8_t k[kStages][KTile::kBytes];
   alignas(128) uint8_t v[kStages][VTile::kBytes];
-  alignas(128) float v_descale[2][kTileN];  // still read when the next K, with these, is already on its way
+  alignas(128) float v_descale[2][kTileN];  // still read when the next K, with V's descales, is already on its way
   alignas(128) RowState rows[kThreads][kFrags];  // O takes 128 registers of a thread and leaves none for these
   alignas(128) WorkItem work[2];  // this item and the next; here because registers are what the kernel lacks
 };

@@ -75,7 +75,7 @@ struct SharedStorage {
   alignas(128) uint8_t q[QTile::kBytes];
   alignas(128) uint8_t k[kStages][KTile::kBytes];
   alignas(128) uint8_t v[kStages][VTile::kBytes];
-  alignas(128) float k_descale[4][kTileN];
+  alignas(128) float k_descale[kStages][kTileN];
   alignas(128) WorkItem work[2];  // this item and the next; here because registers are what the kernel lacks
 };
 

@@ -18,7 +18,6 @@ class KernelView(View):
     q_in_registers: bool
     rows_in_registers: bool
     steps_at_once: int
-    token_descales: str  # "k" or "v", whichever has descales of single keys; "" where neither has
     descale_slots: int
     mma_scores: str
     mma_values: str
@@ -39,7 +38,6 @@ def kernel_view(v: Variant) -> KernelView:
         q_in_registers=d.q_in_registers,
         rows_in_registers=d.rows_in_registers,
         steps_at_once=STEPS_AT_ONCE,
-        token_descales=next((x for x, of in (("k", v.grain.k), ("v", v.grain.v)) if of == "token"), ""),
         descale_slots=descale_slots(v),
         mma_scores=f"SM{80 if v.dtype.qk.integer else 89}_16x8x32_{score}{qk}{qk}{score}_TN",
         mma_values=f"SM{80 if v.dtype.v.integer else 89}_16x8x32_{sums}{p}{values}{sums}_TN",

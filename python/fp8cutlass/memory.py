@@ -1,4 +1,4 @@
-"""How tensors lie in memory: the two orders of (B, H, S, D), alignment, views as bytes and as words."""
+"""How tensors lie in memory: the two orders of (B, H, S, D), alignment, views as bytes and as words; and shapes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ ALIGNMENT = 16  # bytes of one vector access
 WORD = torch.int64  # what copies move
 WORTH = 1 << 22  # bytes of a tensor from which on words pay: looking at them costs the host some microseconds
 TENSOR_MAP_STRIDE = 2**40  # bytes, of the copy engine: a stride has to be less
+
+
+def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether a tensor of that shape broadcasts to the shape ``whole``."""
+    return len(shape) <= len(whole) and all(n in (1, full) for n, full in zip(shape[::-1], whole[::-1], strict=False))
 
 
 def is_seq_major(x: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from ..choose.target import granularities
 from ..dtypes import OPERANDS
 from ..manifest import KEY_BLOCK, SCORE_AMAX, Variant
 from ..quant.quantize import LIMITS, V_AMAX, dequantize, quantize
+from ..quant.v_layout import without_zeros
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -55,4 +56,7 @@ def operands_of(
     amax = SCORE_AMAX if variant.score == "f16" else LIMITS[of.qk]
     shared = of.granularity(dict(zip("qkv", granularities(scaling or variant.scaling), strict=True)))
     granularity = (shared["q"], shared["k"], shared["v"])
-    return make_operands(q, k, v, granularity, score_amax=amax, dtype=of.qk, v_dtype=of.v, block=variant.key_block)
+    made = make_operands(q, k, v, granularity, score_amax=amax, dtype=of.qk, v_dtype=of.v, block=variant.key_block)
+    if of.v == torch.int8:
+        made.descales = (*made.descales[:2], without_zeros(made.descales[2], v))
+    return made

@@ -93,10 +93,11 @@ def deviation(reference: Reference, softmax: str, out_dtype: torch.dtype) -> tor
 
 def byte_deviation(reference: Reference, v_descale: torch.Tensor, tile_n: int, out_dtype: torch.dtype) -> torch.Tensor:
     """That of P in u8: what a key adds to O is rounded to a 255th of the largest in its row and tile, ``tile_n`` keys,
-    of each V (B, H, S) in units of its descale."""
-    share = reference.probabilities * v_descale[:, :, None].double()
+    of each V (B, H, S) in units of its descale, which is 0 of a V of zeros."""
+    descale = v_descale.double()
+    share = reference.probabilities * descale[:, :, None]
     step = torch.cat([x.amax(-1, keepdim=True).expand_as(x) for x in share.split(tile_n, -1)], -1) / 255
-    whole = reference.values / v_descale[..., None].double()
+    whole = reference.values / descale.masked_fill(descale == 0, 1.0)[..., None]
     variance = step**2 @ whole**2 / 12 + (OUT_ERROR[out_dtype] * reference.out).abs() ** 2 / 3
     return variance.clamp_min(1e-300).sqrt()
 

@@ -20,7 +20,7 @@ from ..quant.prepare import prepared
 from ..quant.quantize import quantize
 from ..quant.sinks import join_lse
 from ..quant.smooth import key_mean, restore_lse
-from ..quant.v_layout import pack_v, pad_token_descale, unpack_v
+from ..quant.v_layout import pack_v, pad_token_descale, unpack_v, without_zeros
 from .call import Call, Outputs, Tensors
 from .card import run_on_card
 from .masks import for_emulator, packed
@@ -142,8 +142,8 @@ def quantised_keys(
         changed, granularity=granularity["k"], dtype=operand.qk, amax=score_amax(variant), block=block
     )
     v8, v_descale = quantize(v, granularity=granularity["v"], dtype=operand.v, amax=value_amax(variant), block=block)
-    if operand.v == torch.int8:  # a V of zeros takes no range from the others
-        v_descale = v_descale.masked_fill((v == 0).all(3), 0.0)
+    if operand.v == torch.int8:
+        v_descale = without_zeros(v_descale, v)
     return k8, v8, k_descale, v_descale
 
 

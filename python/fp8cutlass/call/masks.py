@@ -9,6 +9,7 @@ import torch
 from ..emulator.visible import Mask
 from ..masks.bits import WORDS, tiles_of, unexpanded
 from ..masks.block_mask import BlockMask
+from ..memory import broadcasts
 from .options import Options, visible
 from .reasons import no_derivatives
 
@@ -35,9 +36,7 @@ def refused(mask: Any, options: Options, q: torch.Tensor, k: torch.Tensor) -> li
     if isinstance(mask, torch.Tensor) and mask.dtype not in (torch.bool, *BIASES):
         wrong.append(f"attn_mask has dtype {mask.dtype}; accepted are torch.bool, {', '.join(map(str, BIASES))}")
     shape = tuple(mask.shape)
-    fits = len(shape) <= 4 and all(
-        size == 1 or size == full for size, full in zip(shape, whole[4 - len(shape) :], strict=True)
-    )
+    fits = broadcasts(shape, whole)
     if isinstance(mask, BlockMask) and mask.keys != k.shape[2]:  # of which there is no broadcast
         fits = False
     if not fits:
@@ -65,7 +64,7 @@ def flattened(mask: Any, lead: tuple[int, ...]) -> Any:
     given = mask.shape[:-3]
     if all(size == 1 for size in given):
         return mask.reshape(1, *mask.shape[-3:])
-    if len(given) > len(lead) or any(n not in (1, full) for n, full in zip(given[::-1], lead[::-1], strict=False)):
+    if not broadcasts(given, lead):
         return mask
     return mask.expand(*lead, *mask.shape[-3:]).flatten(0, len(lead) - 1)
 

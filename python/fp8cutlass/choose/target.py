@@ -78,7 +78,7 @@ def masked_up_to(kind: str, index: int | None) -> int:
 @cache
 def _masked_up_to(at: Target) -> int:
     if at.arch == CPU_ARCH:  # the emulator hides keys from any variant
-        return max(v.head_dim for v in load_manifest(at.directory).variants)
+        return max(load_manifest(at.directory).head_dims[at.arch])
     found = (v for v in load_manifest(at.directory).variants if v.mask == LISTED and at.arch in v.targets)
     return max((v.head_dim for v in found), default=0)
 

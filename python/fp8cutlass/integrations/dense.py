@@ -16,6 +16,7 @@ from ..api.ask import widest_masked
 from ..api.attention import attention
 from ..autocast import is_on, under_autocast
 from ..errors import NoKernelError, UnsupportedError
+from ..memory import broadcasts
 from ..stats import Reason
 from . import CAUSAL, FULL, HIDDEN, short_of
 from .refusal import refusal_of
@@ -61,13 +62,11 @@ def hides(attn_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
     rows, keys), on a device with kernels for it."""
     if attn_mask is None or attn_mask.dtype != torch.bool or query.is_nested or query.dim() != 4 or key.dim() != 4:
         return False
-    if attn_mask.device != query.device or attn_mask.layout != torch.strided or not 2 <= attn_mask.dim() <= 4:
+    if attn_mask.device != query.device or attn_mask.layout != torch.strided or attn_mask.dim() < 2:
         return False
     heads, tokens = (1, 2) if layout == "bhsd" else (2, 1)
     whole = (query.shape[0], query.shape[heads], query.shape[tokens], key.shape[tokens])
-    if not all(n in (1, full) for n, full in zip(attn_mask.shape[::-1], whole[::-1], strict=False)):
-        return False
-    return query.shape[-1] <= widest_masked(query.device)
+    return broadcasts(attn_mask.shape, whole) and query.shape[-1] <= widest_masked(query.device)
 
 
 def attend(

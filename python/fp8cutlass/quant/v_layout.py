@@ -33,6 +33,12 @@ def pack_v(v: torch.Tensor) -> torch.Tensor:
     return packed.contiguous().view(v.dtype)
 
 
+def without_zeros(descale: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The token descales (B, H, S) of an s8 V (B, H, S, D): 0 where a token is zeros, which takes no range of P from
+    the others."""
+    return descale.masked_fill((v == 0).all(3), 0.0)
+
+
 def pad_token_descale(descale: torch.Tensor, value: float = 1.0) -> torch.Tensor:
     """Extend K's descales of `token` scaling, or those of V's tokens, float32 (B, Hkv, Sk), with ``value`` to whole
     tiles, ceil(Sk / 128) * 128.

@@ -273,6 +273,8 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m128n128w8_s2_block_window_e4m3_fp16_exp2x2_serial_solo_biased", Family::sm90a, 128, 128, 128, 128, 384, 173056, 1, 1, 1, Mask::window, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false, true},
     {"sm90a_fwd_d128_m128n128w8_s3_block_blocks_e4m3_bf16_exp2_serial_solo", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::blocks, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false, false},
     {"sm90a_fwd_d128_m128n128w8_s3_block_blocks_e4m3_fp16_exp2_serial_solo", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::blocks, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false, false},
+    {"sm90a_fwd_d128_m128n128w8_s3_block_blocks_s8_bf16_codes_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 141312, 1, 1, 1, Mask::blocks, OutType::bf16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}, false, false},
+    {"sm90a_fwd_d128_m128n128w8_s3_block_blocks_s8_fp16_codes_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 141312, 1, 1, 1, Mask::blocks, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}, false, false},
     {"sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_bf16_exp2_serial_solo", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false, false},
     {"sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_bf16_exp2_serial_solo_capped", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, true, false},
     {"sm90a_fwd_d128_m128n128w8_s3_block_causal_e4m3_bf16_exp2_serial_solo_ragged", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, true, {}, false, false},
@@ -305,6 +307,8 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d128_m128n128w8_s3_block_window_e4m3_fp16_exp2_serial_solo_capped", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::window, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, true, false},
     {"sm90a_fwd_d128_m128n128w8_s3_block_window_e4m3_fp16_exp2_serial_solo_ragged", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::window, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, true, {}, false, false},
     {"sm90a_fwd_d128_m128n128w8_s3_block_window_e4m3_fp16_exp2_serial_solo_ragged_capped", Family::sm90a, 128, 128, 128, 128, 384, 174080, 1, 1, 1, Mask::window, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, true, {}, true, false},
+    {"sm90a_fwd_d128_m128n128w8_s3_block_window_s8_bf16_codes_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 141312, 1, 1, 1, Mask::window, OutType::bf16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}, false, false},
+    {"sm90a_fwd_d128_m128n128w8_s3_block_window_s8_fp16_codes_pingpong_solo", Family::sm90a, 128, 128, 128, 128, 384, 141312, 1, 1, 1, Mask::window, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}, false, false},
     {"sm90a_fwd_d128_m128n128w8_s3_token_causal_e4m3_bf16_exp2_serial_split4", Family::sm90a, 128, 128, 128, 128, 384, 126976, 1, 1, 4, Mask::causal, OutType::bf16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, false, false, false, {}, false, false},
     {"sm90a_fwd_d128_m128n128w8_s3_token_causal_e4m3_fp16_exp2_serial_split4", Family::sm90a, 128, 128, 128, 128, 384, 126976, 1, 1, 4, Mask::causal, OutType::fp16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, false, false, false, {}, false, false},
     {"sm90a_fwd_d128_m128n128w8_s3_token_full_e4m3_bf16_exp2_serial_split4", Family::sm90a, 128, 128, 128, 128, 384, 126976, 1, 1, 4, Mask::full, OutType::bf16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, false, false, false, {}, false, false},
@@ -625,10 +629,14 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d64_m128n128w8_s2_token_full_e4m3_bf16_exp2x2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 75776, 1, 1, 1, Mask::full, OutType::bf16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, true, true, false, {}, false, false},
     {"sm90a_fwd_d64_m128n128w8_s2_token_full_e4m3_fp16_exp2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 75776, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, true, true, false, {}, false, false},
     {"sm90a_fwd_d64_m128n128w8_s2_token_full_e4m3_fp16_exp2x2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 75776, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, true, true, false, {}, false, false},
+    {"sm90a_fwd_d64_m128n128w8_s3_block_blocks_s8_bf16_codes_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 75776, 1, 1, 1, Mask::blocks, OutType::bf16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}, false, false},
+    {"sm90a_fwd_d64_m128n128w8_s3_block_blocks_s8_fp16_codes_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 75776, 1, 1, 1, Mask::blocks, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}, false, false},
     {"sm90a_fwd_d64_m128n128w8_s3_block_causal_s8_bf16_codes_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 75776, 1, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}, false, false},
     {"sm90a_fwd_d64_m128n128w8_s3_block_causal_s8_fp16_codes_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 75776, 1, 1, 1, Mask::causal, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}, false, false},
     {"sm90a_fwd_d64_m128n128w8_s3_block_full_s8_bf16_codes_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 75776, 1, 1, 1, Mask::full, OutType::bf16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}, false, false},
     {"sm90a_fwd_d64_m128n128w8_s3_block_full_s8_fp16_codes_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 75776, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}, false, false},
+    {"sm90a_fwd_d64_m128n128w8_s3_block_window_s8_bf16_codes_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 75776, 1, 1, 1, Mask::window, OutType::bf16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}, false, false},
+    {"sm90a_fwd_d64_m128n128w8_s3_block_window_s8_fp16_codes_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 75776, 1, 1, 1, Mask::window, OutType::fp16, Granularity::token, Granularity::group, Granularity::block, false, 128, false, true, false, false, {}, false, false},
     {"sm90a_fwd_d64_m128n128w8_s3_token_full_e4m3_bf16_exp2_serial_split4", Family::sm90a, 64, 128, 128, 128, 384, 69632, 1, 1, 4, Mask::full, OutType::bf16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, false, false, false, {}, false, false},
     {"sm90a_fwd_d64_m128n128w8_s3_token_full_e4m3_fp16_exp2_serial_split4", Family::sm90a, 64, 128, 128, 128, 384, 69632, 1, 1, 4, Mask::full, OutType::fp16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, false, false, false, {}, false, false},
     {"sm90a_fwd_d64_m128n128w8_s4_block_blocks_e4m3_bf16_exp2_pingpong_solo", Family::sm90a, 64, 128, 128, 128, 384, 109568, 1, 1, 1, Mask::blocks, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, true, true, false, {}, false, false},
@@ -858,7 +866,7 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_linear_serial_solo", Family::sm90a, 96, 64, 256, 256, 256, 151552, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}, false, false},
     {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_quadratic_serial_solo", Family::sm90a, 96, 64, 256, 256, 256, 151552, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}, false, false},
 };
-const int kVariantCount = 851;
+const int kVariantCount = 859;
 
 // id, head_dim, key_block, source, rows, ctas, stage_bytes, delivery_threads, delivery_bytes, delivery_ctas_per_sm, ragged, integer, integer_v
 const PackEntry kPacks[] = {
@@ -978,6 +986,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "668938b991900555d59f8d1a14fd71b507e518cbf439e024ce7634fe73d84486";
+const char kManifest[] = "52e218b9f8bae60d5f3d9b45efbfe0b42f8db5ab81ea2a62cfe94ab812437887";
 
 }  // namespace fp8cutlass

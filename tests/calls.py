@@ -10,6 +10,7 @@ from fp8cutlass import quantize
 from fp8cutlass.call.call import Call, Tensors
 from fp8cutlass.call.plan import Plan
 from fp8cutlass.choose.problem import Decision
+from fp8cutlass.dtypes import OPERANDS
 from fp8cutlass.manifest import Manifest, Variant
 
 ASKED: dict[str, Any] = {"out_dtype": torch.bfloat16, "scaling": "head", "precision": "accurate", "scale": 0.125}
@@ -43,4 +44,5 @@ def half_arguments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /, **chang
 def plan_of(call: Call, variant: Variant, manifest: Manifest) -> Plan:
     """A call by this kernel, whatever the table says."""
     number = manifest.index[variant.id]
-    return Plan(call, variant, number, Decision(variant.id), manifest.scaling[call.scaling])
+    granularity = OPERANDS[variant.dtype].granularity(manifest.scaling[call.scaling])
+    return Plan(call, variant, number, Decision(variant.id), granularity)

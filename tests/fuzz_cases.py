@@ -116,7 +116,7 @@ def _windowed(case: Case) -> Case:
 def _of_integers(case: Case) -> Case:
     """With 8-bit integers in a quarter of the cases that they go with, in place of the mode. Drawn apart, too."""
     apart = random.Random(f"integers of {case.seed}/{case.number}")
-    plain = case.half and case.window is None and not case.softcap and not case.sinks and case.out != "e4m3"
+    plain = case.half and not case.softcap and not case.sinks and case.out != "e4m3"
     if not plain or apart.random() >= 0.25:
         return case
     return replace(case, precision=apart.choice(tuple(INTEGER)), scaling="block")

@@ -42,10 +42,12 @@ def common(v: Variant, d: Derived) -> dict[str, Any]:
 
 
 def summary(v: Variant) -> str:
-    """The lines of the head comment that say what the kernel computes."""
+    """The lines of the head comment that say what the kernel computes. A line has few axes, so that few kernels show
+    them all."""
     grain = v.grain
     text = (
-        f"head_dim {v.head_dim}, {v.dtype} operands, {v.out} output, {v.mask.text}, {v.softmax.text}{v.change.text};\n"
+        f"head_dim {v.head_dim}, {v.dtype} operands, {v.out} output;\n"
+        f"//   {v.mask.text}{v.change.text};\n//   {v.softmax.text};\n"
         f"//   descales of Q per {grain.q}, of K per {grain.k}, of V per {grain.v}."
     )
     if v.kind.diagnostic:

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cmath>
 #include <cstdint>
 
 namespace fp8cutlass {
@@ -36,6 +37,13 @@ __device__ __forceinline__ uint32_t hidden(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+
+// What a score in float32 or s32 becomes whose key is not seen: -inf, whose bits are an integer less than any s32
+// score.
+template <class Score>
+constexpr Score kHiddenScore = -INFINITY;
+template <>
+constexpr uint32_t kHiddenScore<uint32_t> = 0xFF800000u;
 
 constexpr uint32_t kHalf2NegInf = 0xFC00FC00u;  // -inf, -inf
 

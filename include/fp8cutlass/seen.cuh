@@ -44,14 +44,14 @@ __device__ __forceinline__ bool sees_all(const SeenPair& seen) {
 }
 
 // Scores of keys that are not seen become -inf.
-template <int kBlocks>
-__device__ __forceinline__ void mask_unseen(float (&s)[kBlocks][4], const uint2& seen) {
+template <class Score, int kBlocks>
+__device__ __forceinline__ void mask_unseen(Score (&s)[kBlocks][4], const uint2& seen) {
   static_assert(kBlocks == kMaskTile / 8);
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (((i < 2 ? seen.x : seen.y) >> (2 * n + i % 2) & 1) == 0) s[n][i] = -INFINITY;
+      if (((i < 2 ? seen.x : seen.y) >> (2 * n + i % 2) & 1) == 0) s[n][i] = kHiddenScore<Score>;
 }
 
 // The same of f16 scores: a bit comes to the sign of a byte, which a permutation spreads over a half.

@@ -42,32 +42,32 @@ __device__ __forceinline__ void cap_scores(float (&s)[kBlocks][4], const float (
 }
 
 // Columns beyond last[r] (relative to the tile) become -inf.
-template <int kBlocks>
-__device__ __forceinline__ void mask_columns(float (&s)[kBlocks][4], const int (&last)[2]) {
+template <class Score, int kBlocks>
+__device__ __forceinline__ void mask_columns(Score (&s)[kBlocks][4], const int (&last)[2]) {
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (8 * n + 2 * t + i % 2 > last[i / 2]) s[n][i] = -INFINITY;
+      if (8 * n + 2 * t + i % 2 > last[i / 2]) s[n][i] = kHiddenScore<Score>;
 }
 
 // The ends of a window, one at a time: columns beyond `last` and those before `first`, which are row 0's; of row 1, 8
 // rows below, they lie 8 columns further.
-template <int kBlocks>
-__device__ __forceinline__ void mask_after(float (&s)[kBlocks][4], int last) {
+template <class Score, int kBlocks>
+__device__ __forceinline__ void mask_after(Score (&s)[kBlocks][4], int last) {
   const int lasts[2] = {last, last + 8};
   mask_columns(s, lasts);
 }
 
-template <int kBlocks>
-__device__ __forceinline__ void mask_before(float (&s)[kBlocks][4], int first) {
+template <class Score, int kBlocks>
+__device__ __forceinline__ void mask_before(Score (&s)[kBlocks][4], int first) {
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (8 * n + 2 * t + i % 2 < first + i / 2 * 8) s[n][i] = -INFINITY;
+      if (8 * n + 2 * t + i % 2 < first + i / 2 * 8) s[n][i] = kHiddenScore<Score>;
 }
 
 // slope[r]: logits in octaves (log2) a score unit, > 0. If `want_exact`, `keep` is called with the sums of this lane's

@@ -14,7 +14,6 @@ namespace fp8cutlass {
 // these bits are in the order of s.
 constexpr uint32_t kRaise = 0x4B400000u;
 constexpr float kRaiseValue = 12582912.f;
-constexpr uint32_t kHiddenScore = 0xFF800000u;        // -inf, as an integer less than any score
 constexpr int kLeastScore = int(kRaise) - (1 << 22);  // stands for the maximum of a lane that sees no key
 
 // Above one code a score unit, a unit is more than the rounding of an offset may lose.
@@ -45,16 +44,6 @@ __device__ __forceinline__ float least_or_nan(float a, float b) {
   float d;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
   return d;
-}
-
-template <int kBlocks>
-__device__ __forceinline__ void mask_columns(uint32_t (&s)[kBlocks][4], const int (&last)[2]) {
-  const int t = threadIdx.x % 4;
-#pragma unroll
-  for (int n = 0; n < kBlocks; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (8 * n + 2 * t + i % 2 > last[i / 2]) s[n][i] = kHiddenScore;
 }
 
 // The largest of four lanes that share a row; NaN where one has it.
@@ -139,7 +128,7 @@ __device__ __forceinline__ void softmax_to_bytes(uint32_t (&s)[kBlocks][4], cons
       const float p = exp2_approx(fmaf(score_of(s[n][i]), slope[i / 2], offset[i / 2]));
       sum[i / 2] += p;
       float share = __fmul_rn(p, i % 2 ? two.y : two.x);
-      if (masked && s[n][i] == kHiddenScore) share = 0.f;  // whatever the descale
+      if (masked && s[n][i] == kHiddenScore<uint32_t>) share = 0.f;  // whatever the descale
       largest[i / 2] = most_or_nan(largest[i / 2], share);
       s[n][i] = __float_as_uint(share);
     }

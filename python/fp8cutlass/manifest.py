@@ -130,6 +130,13 @@ class Manifest:
     residents: tuple[Resident, ...]
     index: dict[str, int]
 
+    def head_dims_of(self, arch: str, dtype: str) -> tuple[int, ...]:
+        """Those of kernels whose operands are of ``dtype``, ascending: integers have kernels for fewer head dims. All
+        that an architecture has where no kernel is of that type, and the emulator borrows the tiles of others."""
+        if dtype not in INTEGER.values():
+            return self.head_dims[arch]
+        return _head_dims_of(self.directory, arch, dtype) or self.head_dims[arch]
+
     def find(self, variant_id: str) -> Variant:
         """Return the variant of that id; UnsupportedError names the profile and what is near it."""
         if variant_id not in self.index:
@@ -140,6 +147,12 @@ class Manifest:
                 f"({len(self.variants)} variants in {self.directory}){hint}"
             )
         return self.variants[self.index[variant_id]]
+
+
+@cache
+def _head_dims_of(directory: Path, arch: str, dtype: str) -> tuple[int, ...]:
+    variants = load_manifest(directory).variants
+    return tuple(sorted({v.head_dim for v in variants if v.dtype == dtype and v.kind == "fwd" and arch in v.targets}))
 
 
 _FIELDS = tuple(field.name for field in fields(Variant))

@@ -131,31 +131,56 @@ L40S, H200 = ((8, 9), "NVIDIA L40S", 142), ((9, 0), "NVIDIA H200", 132)
 
 
 @pytest.mark.parametrize(
-    ("precision", "card", "words"),
+    ("precision", "card", "how", "words"),
     [
-        ("int8", L40S, "softmax codes, scores s32"),
-        ("int8_full", L40S, "softmax bytes, scores s32"),
-        ("int8_full", H200, "precision='int8_full' has no kernel for sm90a"),
-        ("int8", H200, "softmax codes, scores s32"),
+        ("int8", L40S, "plain", "softmax codes, scores s32"),
+        ("int8_full", L40S, "plain", "softmax bytes, scores s32"),
+        ("int8_full", H200, "plain", "precision='int8_full' has no kernel for sm90a"),
+        ("int8", H200, "plain", "softmax codes, scores s32"),
+        ("int8", H200, "window", "_window_s8_bf16_codes_"),
+        ("int8", H200, "mask", "_blocks_s8_bf16_codes_"),
+        ("int8", H200, "head_dim 72", "sm90a_fwd_d128_"),
+        ("int8", H200, "head_dim 192", "head_dim must lie in 1..128, got 192"),
+        ("int8", L40S, "head_dim 192", "sm89_fwd_d256_"),
+        ("int8", L40S, "window", "kernels for windows take e4m3, bf16 and fp16 operands"),
     ],
 )
-def test_what_a_card_says(precision: str, card: extension.Properties, words: str) -> None:
+def test_what_a_card_says(precision: str, card: extension.Properties, how: str, words: str) -> None:
     """Its own kernels, or refused by name; not served by something less exact."""
     with extension.assume(card), torch._subclasses.FakeTensorMode():
-        x = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="cuda")
-        assert words in fp8cutlass.explain(x, x, x, precision=precision)
+        head_dim = int(how.split()[1]) if how.startswith("head_dim") else 64
+        x = torch.empty(1, 2, 64, head_dim, dtype=torch.bfloat16, device="cuda")
+        seen = torch.empty(64, 64, dtype=torch.bool, device="cuda")
+        options = {"window": {"window_size": (20, 0)}, "mask": {"attn_mask": seen}}.get(how, {})
+        assert words in fp8cutlass.explain(x, x, x, precision=precision, **options)
 
 
 def test_kernels_of_a_card_on_the_cpu() -> None:
     """The emulator runs a pinned kernel of Hopper, with blocks of 128 or 192 keys, to the same accuracy."""
     x = operands()
-    found = [
-        v for v in load_manifest(generated_dir()).variants if v.dtype == "s8" and v.head_dim == 64 and not v.causal
-    ]
+    wanted = {"dtype": "s8", "head_dim": 64, "kind": "fwd", "causal": False}
+    variants = load_manifest(generated_dir()).variants
+    found = [v for v in variants if all(getattr(v, name) == value for name, value in wanted.items())]
     assert found
     for v in found:
         out = attention(*x, precision="int8", kernel=v.id, out_dtype=OUT_DTYPES[v.out])
         assert relative_l2(out, exact(*x)) < MOST["int8"][0]
+
+
+@pytest.mark.parametrize("kind", ["window", "blocks"])
+def test_kernels_for_windows_and_masks_on_the_cpu(kind: str) -> None:
+    """Emulated, they hide what they should and lose as little as the others."""
+    q, k, v = operands(rows=300)
+    row, key = torch.arange(300)[:, None], torch.arange(300)
+    seen = (key >= row - 70) & (key <= row + 9)
+    wanted = {"dtype": "s8", "head_dim": 64, "kind": kind}
+    found = [x for x in load_manifest(generated_dir()).variants if all(getattr(x, n) == w for n, w in wanted.items())]
+    assert found
+    options = {"window_size": (70, 9)} if kind == "window" else {"attn_mask": seen}
+    want = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), attn_mask=seen)
+    for x in found:
+        out = attention(q, k, v, precision="int8", kernel=x.id, out_dtype=OUT_DTYPES[x.out], **options)
+        assert relative_l2(out, want) < MOST["int8"][0]
 
 
 def test_explain_on_the_cpu() -> None:
@@ -170,7 +195,14 @@ def test_explain_on_the_cpu() -> None:
 def test_packed_keys(precision: str, family: str) -> None:
     """Its bits, cut between blocks and put together again."""
     q, k, v = operands(rows=600)
-    wanted = {"dtype": INTEGER[precision], "key_block": 128, "head_dim": 64, "out": "bf16", "causal": False}
+    wanted = {
+        "dtype": INTEGER[precision],
+        "key_block": 128,
+        "head_dim": 64,
+        "out": "bf16",
+        "kind": "fwd",
+        "causal": False,
+    }
     variants = load_manifest(generated_dir()).variants
     kernel = next(v.id for v in variants if family in v.targets and all(getattr(v, n) == x for n, x in wanted.items()))
     options = {"precision": precision, "kernel": kernel, "smooth_k": False}

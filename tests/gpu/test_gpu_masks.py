@@ -21,6 +21,7 @@ from fp8cutlass import BlockMask, UnsupportedError, attention, explain, pack_kv,
 from fp8cutlass.call.call import Call, Tensors
 from fp8cutlass.call.launch import kernel_operands, quantised
 from fp8cutlass.call.masks import for_emulator
+from fp8cutlass.dtypes import OPERANDS
 from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import Variant
 from fp8cutlass.masks.bits import pack
@@ -51,9 +52,13 @@ def far(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.cpu().float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-6))
 
 
+def granularity_of(v: Variant) -> dict[str, str]:
+    return OPERANDS[v.dtype].granularity(built_manifest().scaling[v.scaling])
+
+
 def straight(v: Variant, tensors: list[torch.Tensor], mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
     """One kernel on operands that were packed before."""
-    call, granularity = Call("half", tensors[0].dtype, v.head_dim**-0.5), built_manifest().scaling[v.scaling]
+    call, granularity = Call("half", tensors[0].dtype, v.head_dim**-0.5), granularity_of(v)
     made = kernel_operands(call, v, granularity, Tensors(*(x.cuda() for x in tensors)))
     out = torch.full_like(tensors[0], torch.nan).cuda()
     lse = torch.full(tensors[0].shape[:3], torch.nan).cuda()
@@ -80,7 +85,7 @@ def checked(
     """The kernel's result and the emulator's, whose rows without keys and whose LSE are compared here."""
     tensors = operands(v, rows, keys, seed)
     out, lse = straight(v, tensors, mask)
-    call, granularity = Call("half", tensors[0].dtype, v.head_dim**-0.5), built_manifest().scaling[v.scaling]
+    call, granularity = Call("half", tensors[0].dtype, v.head_dim**-0.5), granularity_of(v)
     one = quantised(call, v, granularity, Tensors(*tensors))
     wanted = emulate(
         one.q, one.k, one.v, one.q_descale, one.k_descale, one.v_descale, variant=v, scale=v.head_dim**-0.5,
@@ -250,7 +255,8 @@ def test_other_operands(head_dim: int) -> None:
     how: dict[str, Any] = {"enable_gqa": True}
     needs(*tensors, mask, **how)
     on_cpu = [x.cpu() for x in tensors]
-    for more in ({}, {"smooth_k": True}, {"hadamard": True}, {"precision": "accurate"}, {"return_lse": True}):
+    precisions: tuple[dict[str, Any], ...] = ({"precision": "accurate"}, {"precision": "int8"})
+    for more in ({}, {"smooth_k": True}, {"hadamard": True}, *precisions, {"return_lse": True}):
         if not supports(*tensors, mask, **how, **more)[0]:
             continue
         got, wanted = attention(*tensors, mask, **how, **more), attention(*on_cpu, mask.to("cpu"), **how, **more)
@@ -262,7 +268,7 @@ def test_other_operands(head_dim: int) -> None:
     got = attention(*tensors, mask, **how, sinks=sinks.cuda())
     assert far(got, attention(*on_cpu, mask.to("cpu"), **how, sinks=sinks)) < 0.08
     if head_dim % 64 == 0:
-        kernel = next(v for v in LISTED if v.head_dim == head_dim and v.out == "bf16")
+        kernel = next(v for v in LISTED if (v.head_dim, v.dtype, v.out) == (head_dim, "e4m3", "bf16"))
         precision = "fast" if kernel.softmax == "linear" else "accurate"
         kept = pack_kv(*tensors[1:], precision=precision, key_block=kernel.key_block)
         a = attention(tensors[0], kept, None, mask, **how, kernel=kernel.id)

@@ -28,6 +28,7 @@ from fp8cutlass.call.ragged import (
     launch,
     launch_made,
 )
+from fp8cutlass.dtypes import OPERANDS
 from fp8cutlass.emulator.emulate import emulate
 from fp8cutlass.manifest import Variant
 from fp8cutlass.native import extension
@@ -107,7 +108,8 @@ def test_every_window_kernel_is_its_emulation(v: Variant) -> None:
     for rows, keys in ((1000, 1000), (300, 1500), (700, 200), (40, 3000)):
         q = torch.randn(2, 4, rows, v.head_dim, generator=generator).to(dtype)
         k, values = (torch.randn(2, 2, keys, v.head_dim, generator=generator).to(dtype) for _ in range(2))
-        call, granularity = Call("half", dtype, v.head_dim**-0.5), built_manifest().scaling["block"]
+        call = Call("half", dtype, v.head_dim**-0.5)
+        granularity = OPERANDS[v.dtype].granularity(built_manifest().scaling["block"])
         made = kernel_operands(call, v, granularity, Tensors(q.cuda(), k.cuda(), values.cuda()))
         one = quantised(call, v, granularity, Tensors(q, k, values))
         for left, right in WINDOWS["window"]:

@@ -69,7 +69,7 @@ INTEGER_HEAD_DIM = Rule(
 
 INTEGER_V = Rule(
     name="INTEGER-V",
-    why="u8 P takes an exponential a score, which leaves no more speed than bf16 attention has (model)",
+    why="u8 P takes an exponential a score, which leaves no more speed than bf16 attention has (docs/lab/house.md)",
     refuses=lambda v, d: v.dtype.v.integer,
     explain=lambda v, d: f"no kernel of this family multiplies V of {v.dtype}",
     of_choice=True,

@@ -33,6 +33,7 @@ class KernelView(View):
     tight: bool
     quantises_q: bool
     seen_type: str  # what a lane's rows see of a tile of a list
+    one_end: bool  # slopes of an item, and the last key that all of its rows see, are kept in registers
     handed: bool  # K and V may be packed while the kernel runs
     prepares: bool
     early: bool
@@ -73,6 +74,7 @@ def kernel_view(v: Variant) -> KernelView:
         tight=d.tight,
         quantises_q=d.quantises_q,
         seen_type="SeenPair" if v.paired else "uint2",
+        one_end=v.softmax.exact and not (v.windowed or v.listed),
         handed=d.quantises_q and not v.walk.tables,
         prepares=d.prepares,
         early=d.early,

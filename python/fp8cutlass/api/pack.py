@@ -158,11 +158,12 @@ def chosen_kernel(
     """The variant for a query and keys of these sizes, its key block, and what it has K quantised to. ``key_block`` is
     the one that it is to have; 0 for any. NoKernelError where only the emulator has the precision."""
     call, device = replace(parse(text), right=right), device_of(kind, index)
+    dtype = operand_name(torch.bfloat16, call.precision)
     if key_block:  # as if they were there, of magnitudes that every kernel takes
         call = replace(call, kind="packed", key_block=key_block, amax=SCORE_AMAX)
-        columns = padded_head_dim(k_shape[3], head_dims(device.type, device.index, False)[0])
+        columns = padded_head_dim(k_shape[3], head_dims(device.type, device.index, False, dtype)[0])
         k_shape = (*k_shape[:3], columns)
-    plan = resolve_for(call, device, q_shape, k_shape, operand_name(torch.bfloat16, call.precision))
+    plan = resolve_for(call, device, q_shape, k_shape, dtype)
     if plan.number == NO_NUMBER:
         raise NoKernelError(f"precision={call.precision!r} has no kernel here that reads packed keys and values")
     variant = plan.variant

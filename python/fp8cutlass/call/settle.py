@@ -97,11 +97,11 @@ def _check_served(options: Options, q: torch.Tensor, out: str, mask: str, precis
     """NoKernelError where the device has no kernel for such a call, whatever its lengths."""
     device = (q.device.type, q.device.index, shipped)
     capped = 1 if options.softcap else 0  # a plain number where torch.compile traces
-    available, refusals = head_dims(*device)
+    dtype = operand_name(q.dtype, precision)
+    available, refusals = head_dims(*device, dtype)
     if not refusals:
         head_dim = padded_head_dim(q.shape[3], available)
         if options.kernel is None or mask in NEW_MASKS:
-            dtype = operand_name(q.dtype, precision)
             refusals = unserved(*device, head_dim, dtype, out, options.scaling, mask, precision, capped)
     if refusals:
         raise NoKernelError(*refusals)

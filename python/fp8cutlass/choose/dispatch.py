@@ -132,7 +132,7 @@ def decide(
     else:
         table = load_table(directory)
         columns = problem.head_dim if form is None else form.head_dim
-        key = replace(problem, head_dim=padded_head_dim(columns, manifest.head_dims[problem.arch]))
+        key = replace(problem, head_dim=padded_head_dim(columns, manifest.head_dims_of(problem.arch, problem.dtype)))
         cell = table.lookup(key)
         if cell.variant is not None and not _fits_blocks(manifest.find(cell.variant), problem):
             cell = table.lookup(replace(key, precision="accurate"))  # of blocks that divide KEY_BLOCK
@@ -151,7 +151,7 @@ def decide(
 
 def _for_special(manifest: Manifest, problem: Problem, form: KVForm | None) -> Decision:
     head_dim = problem.head_dim if form is None else form.head_dim
-    padded = padded_head_dim(head_dim, manifest.head_dims[problem.arch])
+    padded = padded_head_dim(head_dim, manifest.head_dims_of(problem.arch, problem.dtype))
     served = special_kernels(manifest, problem.arch, padded, Asked.by(problem))
     served = [v for v in served if _fits_blocks(v, problem)]
     decision = for_special(problem, served)

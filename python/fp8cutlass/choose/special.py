@@ -74,8 +74,8 @@ def special_kernels(manifest: Manifest, arch: str, head_dim: int, asked: Asked) 
 
 def no_special_kernel(asked: Asked) -> str:
     """The reason where there is none."""
-    what, where = ("windows", "sm90a")
-    precisions = "fast, balanced and accurate"
+    what, where = ("windows", "sm90a, of int8 for head_dim up to 128")
+    precisions = "fast, balanced, accurate and int8"
     if asked.mask == BIAS:
         what, where = ("an attn_mask that is added to scores", "sm90a, head_dim up to 128, without softcap")
         precisions = "fast, balanced, accurate and high"
@@ -83,6 +83,7 @@ def no_special_kernel(asked: Asked) -> str:
         what, where = ("boolean masks and BlockMask", "sm90a, head_dim up to 128, without softcap")
     elif asked.capped:
         what, where = ("softcap", "sm90a, on sm89 without a window")
+        precisions = "fast, balanced and accurate"
     return (
         f"kernels for {what} take e4m3, bf16 and fp16 operands, give bf16 and fp16, and are there for scaling tensor, "
         f"head and block and precision {precisions} on {where}; the call has {asked.dtype} to "

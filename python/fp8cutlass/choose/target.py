@@ -84,13 +84,15 @@ def _masked_up_to(at: Target) -> int:
 
 
 @constant
-def head_dims(kind: str, index: int | None, shipped: bool) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The head dims that a device has kernels for, ascending; or none, and the reasons."""
+def head_dims(
+    kind: str, index: int | None, shipped: bool, dtype: str = "e4m3"
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The head dims that a device has kernels of a type of operands for, ascending; or none, and the reasons."""
     try:
         at = target(device_of(kind, index), shipped=shipped)
     except NoKernelError as error:
         return (), error.reasons
-    return load_manifest(at.directory).head_dims[at.arch], ()
+    return load_manifest(at.directory).head_dims_of(at.arch, dtype), ()
 
 
 @constant

@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import turns
+from benchmarks import results, turns
 from benchmarks.__main__ import cli
 from benchmarks.families import lengths
 from benchmarks.families.lengths import LengthTime
@@ -104,3 +104,20 @@ def test_no_call_that_is_served_by_default_was_slower(path: Path) -> None:
         if work >= LAUNCHED_WORK:
             assert ours.eager_us <= sdpa.eager_us, (family, mask, ours.part, ours.rows)  # type: ignore[operator]
     assert judged > 20
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_no_call_of_integers_that_is_served_by_default_was_slower(head_dim: int) -> None:
+    """Than the fastest attention of torch."""
+    _, rows = results.read(Path(lengths.__file__).parents[1] / "results" / "h200" / f"int8_{head_dim}.csv")
+    calls: dict[tuple[int, bool], dict[str, float]] = {}
+    for row in rows:
+        shape = row.shape
+        if row.status == OK and shape.batch * shape.seqlen_q == lengths.TOKENS:
+            calls.setdefault((shape.seqlen_k, shape.causal), {})[row.contender] = float(row.median_us or 0.0)
+    served = {}
+    for (keys, causal), of in calls.items():
+        faster = min(of["cudnn_bf16"], of["fa2_bf16"]) / of["fp8cutlass_call_int8"]
+        served[keys, causal] = keys >= minimum_length(head_dim, head_dim, CAUSAL if causal else FULL, True, "int8")
+        assert faster >= 1.02 or not served[keys, causal], (keys, causal)
+    assert set(served.values()) == {True, False}

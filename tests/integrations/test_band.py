@@ -219,6 +219,11 @@ def test_minimum_length(monkeypatch: pytest.MonkeyPatch) -> None:
         for mask in measured:
             assert integrations.minimum_length(head_dim, head_dim, mask, on_card=True) == measured[mask][width]
     assert integrations.minimum_length(192, 128, causal, on_card=True) == integrations.NARROW_VALUES
+    for mask, by_width in integrations.MEASURED_INTEGERS.items():
+        for head_dim, width in ((64, 64), (72, 128), (192, 128)):
+            assert integrations.minimum_length(head_dim, head_dim, mask, True, "int8") == by_width[width]
+            assert by_width[width] >= measured[mask][width]
+    assert integrations.minimum_length(64, 64, causal, False, "int8") == 0
     assert integrations.minimum_length(192, 128, integrations.MASKED, True) == measured[integrations.MASKED][256]
     asked: list[tuple[object, ...]] = []
     with monkeypatch.context() as patch:  # what a band is to it

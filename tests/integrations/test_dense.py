@@ -77,6 +77,16 @@ def test_with_a_boolean_mask_the_minimum_is_one_of_keys_too(least: int, served: 
         set_minimum_length(None)
 
 
+@pytest.mark.parametrize("precision", ["fast", "int8"])
+def test_the_minimum_depends_on_the_precision(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(dense, "short_of", lambda *given: asked.append(given) or "short")
+    q = randn(1, 2, 40, 64, seed=1)
+    given = {} if precision == "fast" else {"precision": precision}
+    assert dense.attend("test", "", q, q, q, accuracy=dense.accuracy_of("test", given)) is None
+    assert [of[-1] for of in asked] == [precision]
+
+
 def test_why_a_call_is_refused() -> None:
     q = randn(1, 2, 8, 64, seed=1)
     wide = randn(1, 2, 8, 320, seed=1)

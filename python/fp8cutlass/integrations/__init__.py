@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from ..manifest import INTEGER
+
 FULL, CAUSAL, MASKED, HIDDEN, BIASED = "full", "causal", "masked", "hidden", "biased"
 # From how many query tokens a whole call from bf16 is faster than torch's attention, by mask and head_dim. MASKED is a
 # window or padding, for which torch's attention would need a mask; HIDDEN is a boolean mask, which a call packs: it
@@ -22,6 +24,12 @@ MEASURED = {
     MASKED: {64: 256, 128: 384, 256: 256},
     HIDDEN: {64: 512, 128: 1024, 256: 1024},
     BIASED: {64: 4096, 128: 4096, 256: 4096},
+}
+# The same of 8-bit integers, which take longer to make and to multiply; they have kernels up to head_dim 128.
+MEASURED_INTEGERS = {
+    FULL: {64: 1024, 128: 2048},
+    CAUSAL: {64: 2048, 128: 2048},
+    HIDDEN: {64: 1024, 128: 2048},
 }
 # The same where values are narrower than keys, as in DeepSeek's latent attention: they are padded to the width of keys.
 NARROW_VALUES = 8192
@@ -44,20 +52,24 @@ def set_minimum_length(tokens: int | None) -> None:
     _minimum = tokens
 
 
-def minimum_length(head_dim: int, value_dim: int, mask: str, on_card: bool) -> int:
+def minimum_length(head_dim: int, value_dim: int, mask: str, on_card: bool, precision: str = "fast") -> int:
     """The least number of query tokens of a call that is served. ``mask`` is FULL, CAUSAL, MASKED, HIDDEN or BIASED."""
     if _minimum is not None:
         return _minimum
     if not on_card:
         return 0
     by_width = MEASURED[mask]
-    least = next((tokens for width, tokens in by_width.items() if head_dim <= width), by_width[256])
+    if precision in INTEGER:
+        by_width = MEASURED_INTEGERS.get(mask, by_width)
+    least = next((tokens for width, tokens in by_width.items() if head_dim <= width), max(by_width.values()))
     return max(least, NARROW_VALUES) if value_dim < head_dim and mask not in (MASKED, HIDDEN) else least
 
 
-def short_of(rows: int, head_dim: int, value_dim: int, mask: str, work: int, on_card: bool) -> str:
+def short_of(
+    rows: int, head_dim: int, value_dim: int, mask: str, work: int, on_card: bool, precision: str = "fast"
+) -> str:
     """What a call lacks to be served, or "". ``mask`` as in ``minimum_length``, ``work`` as in ``stats.work``."""
-    least = minimum_length(head_dim, value_dim, mask, on_card)
+    least = minimum_length(head_dim, value_dim, mask, on_card, precision)
     if rows < least:
         return f"less than {least} rows"
     if _minimum is None and on_card and _launched_singly() and work < LAUNCHED_WORK:  # no guard in a compiled program

@@ -104,7 +104,8 @@ def attend(
     if reason is None and not short:
         rows, keys = (x.shape[-2 if layout == "bhsd" else -3] for x in (q, k))
         mask = CAUSAL if is_causal else HIDDEN if hidden else FULL
-        text = short_of(min(rows, keys) if hidden else rows, q.shape[-1], v.shape[-1], mask, work, q.is_cuda)
+        rows, precision = min(rows, keys) if hidden else rows, (accuracy or {}).get("precision", "fast")
+        text = short_of(rows, q.shape[-1], v.shape[-1], mask, work, q.is_cuda, precision)
         reason = Reason.SHORT if text else None
     if reason is None:
         given = (q, k, v, attn_mask, 0.0, is_causal, scale, enable_gqa)

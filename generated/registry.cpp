@@ -986,6 +986,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "52e218b9f8bae60d5f3d9b45efbfe0b42f8db5ab81ea2a62cfe94ab812437887";
+const char kManifest[] = "543c1c86f17781685ea6672b1e37d28e63a8e642b15c0077422278dc2bf318d7";
 
 }  // namespace fp8cutlass

@@ -101,7 +101,8 @@ def run_window(variant: Any) -> Iterator[None]:
 
 
 def run_biased(variant: Any) -> Iterator[None]:
-    """Launches a kernel that adds a bias, once a turn: of each type, aligned to 16 bytes and not, with tails."""
+    """Launches a kernel that adds a bias, once a turn: of each type, aligned to 16 bytes and not, with tails, of each row
+    and of all rows."""
     import torch
 
     fp8cutlass = importlib.import_module("fp8cutlass")
@@ -116,11 +117,12 @@ def run_biased(variant: Any) -> Iterator[None]:
             (torch.float32, torch.bfloat16, torch.float16), (keys + 1, -(-keys // 8) * 8)
         ):
             bias = torch.randn(1, heads, rows, length, device="cuda").to(of)[..., :keys]
-            fp8cutlass.attention(
-                q, k, v, bias, is_causal=True, causal_alignment="bottom_right", precision=precision, enable_gqa=True,
-                kernel=variant.id, return_lse=True,
-            )  # fmt: skip
-            yield
+            for given in (bias, bias[:, :, :1]):
+                fp8cutlass.attention(
+                    q, k, v, given, is_causal=True, causal_alignment="bottom_right", precision=precision,
+                    enable_gqa=True, kernel=variant.id, return_lse=True,
+                )  # fmt: skip
+                yield
 
 
 def run_ragged(variant: Any) -> Iterator[None]:

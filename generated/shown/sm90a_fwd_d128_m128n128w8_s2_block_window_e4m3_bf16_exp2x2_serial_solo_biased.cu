@@ -468,7 +468,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       cute::warpgroup_commit_batch();
       BiasWords bias;
       if (params.bias.chunks) {
-        bias_rows().read(bias);
+        bias_rows().read(params.bias, bias);
         if (j + 1 < tiles) copy_bias(item, tile + 1);  // comes until the next scores are there
       } else {
         read_halves(bias, params.bias, bias_of(item, tile));

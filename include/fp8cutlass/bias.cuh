@@ -59,7 +59,8 @@ struct BiasTile {
 };
 
 // A warp's 16 rows of a 16-bit bias in shared memory, in chunks of 8 keys. The chunks of a row are turned by its
-// number, so that no two rows of a matrix share banks.
+// number, so that no two rows of a matrix share banks. Where all rows have the same values (a step of 0), only the first
+// is copied, and is read for each.
 template <int kKeys>
 struct BiasRows {
   static constexpr int kChunks = kKeys / 8;
@@ -73,8 +74,10 @@ struct BiasRows {
     const int lane = threadIdx.x % 32, n = lane % kChunks;
     const int bytes_there = min(max(2 * (keys - key - 8 * n), 0), 16);
     const auto* begin = static_cast<const uint8_t*>(bias.data) + 2 * (head + key + 8 * n);
+    const int copied = bias.stride_row == 0 ? 1 : 16;
 #pragma unroll
     for (int row = lane / kChunks; row < 16; row += 32 / kChunks) {
+      if (row >= copied) break;
       const uint8_t* from = begin + 2 * (min(first_row + row, rows - 1) * bias.stride_row);
       asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(chunk(row, n))),
                    "l"(from), "r"(bytes_there)
@@ -84,14 +87,14 @@ struct BiasRows {
   }
 
   // What was copied, two keys a word. Then the rows may be copied to again.
-  __device__ __forceinline__ void read(uint32_t (&words)[kChunks][2]) {
+  __device__ __forceinline__ void read(const Bias& bias, uint32_t (&words)[kChunks][2]) {
     sm89::wait_copies<0>();
     __syncwarp();
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, row = bias.stride_row == 0 ? 0 : lane % 16;
 #pragma unroll
     for (int n = 0; n < kChunks; n += 2) {
       uint32_t r[4];
-      sm89::load_matrices(r, chunk(lane % 16, n + lane / 16));
+      sm89::load_matrices(r, chunk(row, n + lane / 16));
       words[n][0] = r[0], words[n][1] = r[1], words[n + 1][0] = r[2], words[n + 1][1] = r[3];
     }
     __syncwarp();

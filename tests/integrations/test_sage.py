@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from reference import masked64, relative_l2
 from where import randn
 
-from fp8cutlass import UnsupportedError, stats
+from fp8cutlass import UnsupportedError, attention, stats
+from fp8cutlass.api.ask import widest_integer
+from fp8cutlass.choose import target as targets
 from fp8cutlass.integrations import sage, set_minimum_length
 from fp8cutlass.integrations.sage import sageattn, sageattn_varlen
+from fp8cutlass.manifest import generated_dir
 
 BOUND = 0.06
 
@@ -109,17 +112,37 @@ def test_other_ranks_are_refused() -> None:
         sageattn(*(x[0] for x in operands()))
 
 
-def test_variants_take_their_settings_by_name() -> None:
-    plain = sageattn(*operands())
+def test_variants_have_integers_and_take_their_settings_by_name() -> None:
+    """Those whose names ask for INT8 products of Q and K, and they smooth unless told otherwise."""
+    q, k, v = operands()
+    whole = attention(q, k, v, precision="int8", enable_gqa=True)
+    assert not torch.equal(sageattn(q, k, v), whole)
     for variant, settings in (
         (sage.sageattn_qk_int8_pv_fp16_triton, {"quantization_backend": "cuda"}),
         (sage.sageattn_qk_int8_pv_fp16_cuda, {"pv_accum_dtype": "fp32", "smooth_v": False}),
         (sage.sageattn_qk_int8_pv_fp8_cuda, {"qk_quant_gran": "per_warp", "pv_accum_dtype": "fp32+fp16"}),
         (sage.sageattn_qk_int8_pv_fp8_cuda_sm90, {"pv_accum_dtype": "fp32+fp32"}),
     ):
-        assert torch.equal(variant(*operands(), "HND", **settings), plain)
+        with stats.collect() as seen:
+            assert torch.equal(variant(*operands(), "HND", **settings), whole)
+        assert {key.where for key in seen.result().counts} == {variant.__name__}
+        plain = attention(q, k, v, precision="int8", smooth_k=False, enable_gqa=True)
+        assert torch.equal(variant(*operands(), "HND", smooth_k=False), plain)
         with pytest.raises(TypeError):
             variant(*operands(), "HND", False)
+
+
+def test_variants_without_kernels_for_integers_are_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sage, "widest_integer", lambda device, precision: 32)
+    assert torch.equal(sage.sageattn_qk_int8_pv_fp8_cuda(*operands()), sageattn(*operands()))
+
+
+@pytest.mark.parametrize(("arch", "widest"), [("sm90a", (128, 0)), ("sm89", (256, 256))])
+def test_how_wide_integers_of_a_card_are(arch: str, widest: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, card = torch.device("cpu"), torch.device("cuda")
+    assert (widest_integer(cpu, "int8"), widest_integer(cpu, "int8_full")) == (256, 256)
+    monkeypatch.setattr(targets, "target", lambda device: targets.Target(generated_dir(), arch, 132))
+    assert (widest_integer(card, "int8"), widest_integer(card, "int8_full")) == widest
 
 
 @pytest.mark.parametrize("causal", [False, True])

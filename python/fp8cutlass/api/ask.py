@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ..call.explain import describe
 from ..call.request import request_of
 from ..call.supports import answer
-from ..choose.target import masked_up_to
+from ..choose.target import integers_up_to, masked_up_to
 from . import jagged
 
 if TYPE_CHECKING:
@@ -30,6 +30,11 @@ def supports(*args: Any, **kwargs: Unpack[Arguments]) -> tuple[bool, str]:
 def widest_masked(device: torch.device) -> int:
     """The widest head_dim whose boolean masks a device has kernels for; 0 where it has none."""
     return masked_up_to(device.type, device.index)
+
+
+def widest_integer(device: torch.device, precision: Literal["int8", "int8_full"]) -> int:
+    """The widest head_dim that a device has kernels of 8-bit integers for; 0 where it has none."""
+    return integers_up_to(device.type, device.index, precision)
 
 
 def explain(*args: Any, **kwargs: Unpack[Arguments]) -> str:

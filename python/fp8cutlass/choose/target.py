@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ..errors import NoKernelError, UnsupportedError
-from ..manifest import generated_dir, load_manifest
+from ..manifest import INTEGER, generated_dir, load_manifest
 from ..native import extension
 from ..tracing import constant
 from .dispatch import load_table, refusal
@@ -73,6 +73,19 @@ def masked_up_to(kind: str, index: int | None) -> int:
         return _masked_up_to(target(device_of(kind, index)))
     except UnsupportedError:
         return 0
+
+
+@constant
+def integers_up_to(kind: str, index: int | None, precision: str) -> int:
+    """The widest head_dim of a kernel of a precision of 8-bit integers on a device; 0 where it has none."""
+    try:
+        at = target(device_of(kind, index))
+    except UnsupportedError:
+        return 0
+    manifest = load_manifest(at.directory)
+    if stands_in(manifest, at.arch, precision):
+        return max(manifest.head_dims[at.arch]) if kind == "cpu" else 0  # the emulator borrows tiles
+    return max(manifest.head_dims_of(at.arch, INTEGER[precision]))
 
 
 @cache

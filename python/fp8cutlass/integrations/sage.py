@@ -1,24 +1,26 @@
 """SageAttention's functions by their names, for code that is written for them.
 
-The arguments that SageAttention swallows are not swallowed here. A mask is applied, by torch's attention. An unknown
-argument is a TypeError.
+The arguments that SageAttention swallows are not swallowed here. A mask is applied. An unknown argument is a TypeError.
+The functions whose names ask for INT8 products of Q and K have ``precision="int8"``, where a device has kernels for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..api.arguments import Layout
+from ..api.ask import widest_integer
 from ..api.varlen import attention_varlen
 from ..errors import UnsupportedError
-from .dense import attend, count_ragged
+from .dense import Accuracy, attend, count_ragged
 
 DOOR = "sage"
 LAYOUTS: dict[str, Layout] = {"HND": "bhsd", "NHD": "bshd"}
-# What SageAttention's variants take and what is no part of the result here: their kinds of INT8 and of accumulators.
+# What SageAttention's variants take and what is no part of the result here: their groups of INT8, and accumulators.
 SETTINGS = {
     "qk_quant_gran": ("per_warp", "per_thread"),
     "pv_accum_dtype": ("fp32", "fp16", "fp16+fp32", "fp32+fp32", "fp32+fp16"),
@@ -48,7 +50,7 @@ def sageattn(
         is_causal: row i sees the keys up to i. Needs Sq = Sk, as in SageAttention.
         sm_scale: default 1 / sqrt(D).
         return_lse: also return the natural-log sum of exponentials, (B, H, Sq) float32.
-        attn_mask: what torch's attention takes. The call then runs in torch's attention and is counted so.
+        attn_mask: what torch's attention takes. With one that is added to scores it runs there, and is counted so.
         smooth_k: subtract a mean of the keys, which changes rounding alone.
         smooth_v: only False is served.
         settings: ``qk_quant_gran``, ``pv_accum_dtype``, ``quantization_backend`` of SageAttention's variants. Their
@@ -58,6 +60,26 @@ def sageattn(
         TypeError: an argument that SageAttention does not have, such as ``dropout_p``, ``scale`` or ``enable_gqa``.
         UnsupportedError: values that are not served, by name; a call that neither a kernel nor torch serves.
     """
+    return _sageattn(
+        "sageattn", q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask, smooth_v, settings,
+        {"smooth_k": smooth_k},
+    )  # fmt: skip
+
+
+def _sageattn(
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str,
+    is_causal: bool,
+    sm_scale: float | None,
+    return_lse: bool,
+    attn_mask: torch.Tensor | None,
+    smooth_v: bool,
+    settings: dict[str, Any],
+    accuracy: Accuracy,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     _check(settings)
     if tensor_layout not in LAYOUTS:
         raise UnsupportedError(f"tensor_layout must be HND or NHD, got {tensor_layout!r}")
@@ -74,9 +96,9 @@ def sageattn(
         )
     gqa = True if q.shape[heads] != k.shape[heads] else False  # a bool, also where sizes are symbols
     result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = attend(
-        DOOR, "sageattn", q, k, v,
+        DOOR, name, q, k, v,
         attn_mask=attn_mask, is_causal=is_causal, scale=sm_scale, enable_gqa=gqa, layout=LAYOUTS[tensor_layout],
-        return_lse=return_lse, short=return_lse, accuracy={"smooth_k": smooth_k},
+        return_lse=return_lse, short=return_lse, accuracy=accuracy,
     )  # fmt: skip
     if result is not None:
         return result
@@ -88,15 +110,42 @@ def sageattn(
     return out if tensor_layout == "HND" else out.transpose(1, 2)
 
 
-def _variant(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensor_layout: str = "HND", **arguments: Any
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``sageattn``. Arguments go by name after the first four, as their order differs between the variants."""
-    return sageattn(q, k, v, tensor_layout, **arguments)
+def _integer(name: str) -> Callable[..., Any]:
+    """A function of that name, which asks for INT8 products of Q and K."""
+
+    def variant(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tensor_layout: str = "HND",
+        *,
+        is_causal: bool = False,
+        sm_scale: float | None = None,
+        return_lse: bool = False,
+        attn_mask: torch.Tensor | None = None,
+        smooth_k: bool = True,
+        smooth_v: bool = False,
+        **settings: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """:func:`sageattn` with 8-bit integers in Q K^T where the device has kernels for them, else in FP8.
+
+        Arguments go by name after the first four, as their order differs between the variants.
+        """
+        accuracy: Accuracy = {"smooth_k": smooth_k}
+        if q.shape[-1] <= widest_integer(q.device, "int8"):
+            accuracy["precision"] = "int8"
+        return _sageattn(
+            name, q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask, smooth_v, settings, accuracy
+        )
+
+    variant.__name__ = variant.__qualname__ = name
+    return variant
 
 
-sageattn_qk_int8_pv_fp16_triton = sageattn_qk_int8_pv_fp16_cuda = _variant
-sageattn_qk_int8_pv_fp8_cuda = sageattn_qk_int8_pv_fp8_cuda_sm90 = _variant
+sageattn_qk_int8_pv_fp16_triton = _integer("sageattn_qk_int8_pv_fp16_triton")
+sageattn_qk_int8_pv_fp16_cuda = _integer("sageattn_qk_int8_pv_fp16_cuda")
+sageattn_qk_int8_pv_fp8_cuda = _integer("sageattn_qk_int8_pv_fp8_cuda")
+sageattn_qk_int8_pv_fp8_cuda_sm90 = _integer("sageattn_qk_int8_pv_fp8_cuda_sm90")
 
 
 def sageattn_varlen(

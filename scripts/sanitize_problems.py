@@ -101,8 +101,8 @@ def run_window(variant: Any) -> Iterator[None]:
 
 
 def run_biased(variant: Any) -> Iterator[None]:
-    """Launches a kernel that adds a bias, once a turn: of each type, aligned to 16 bytes and not, with tails, of each row
-    and of all rows."""
+    """Launches a kernel that adds a bias, once a turn: of each type, aligned to 16 bytes and not, with tails; one for
+    each row and one for all."""
     import torch
 
     fp8cutlass = importlib.import_module("fp8cutlass")

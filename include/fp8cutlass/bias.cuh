@@ -59,8 +59,8 @@ struct BiasTile {
 };
 
 // A warp's 16 rows of a 16-bit bias in shared memory, in chunks of 8 keys. The chunks of a row are turned by its
-// number, so that no two rows of a matrix share banks. Where all rows have the same values (a step of 0), only the first
-// is copied, and is read for each.
+// number, so that no two rows of a matrix share banks. Where all rows have the same values (a step of 0), only the
+// first is copied, and is read for each.
 template <int kKeys>
 struct BiasRows {
   static constexpr int kChunks = kKeys / 8;

@@ -132,8 +132,8 @@ FAULTS = (
     Fault(
         "a bias: copied to while it is read",
         "sm90a_fwd_d96_m128n128w8_s2_block_window_e4m3_bf16_exp2_serial_solo_biased",
-        "        bias_rows().read(bias);\n        if (j + 1 < tiles) copy_bias(item, tile + 1);",
-        "        if (j + 1 < tiles) copy_bias(item, tile + 1);\n        bias_rows().read(bias);",
+        "        bias_rows().read(params.bias, bias);\n        if (j + 1 < tiles) copy_bias(item, tile + 1);",
+        "        if (j + 1 < tiles) copy_bias(item, tile + 1);\n        bias_rows().read(params.bias, bias);",
         "tests",
     ),
     Fault(

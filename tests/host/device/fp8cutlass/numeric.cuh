@@ -32,6 +32,11 @@ inline uint32_t bf16x2(float low, float high) { return uint32_t(bf16_bits(high))
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float reciprocal_approx(float x) { return 1.f / x; }
 
+template <class Score>
+constexpr Score kHiddenScore = -INFINITY;
+template <>
+constexpr uint32_t kHiddenScore<uint32_t> = 0xFF800000u;
+
 constexpr uint32_t kHalf2NegInf = 0xFC00FC00u;
 inline uint32_t hide(uint32_t s, uint32_t where) { return (s & ~where) | (kHalf2NegInf & where); }
 inline uint32_t signs_of_bytes(uint32_t a, uint32_t b, uint32_t which) {

@@ -13,10 +13,15 @@ from codegen.profiles import PROFILES
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 ROWS = (8, 16, 32)  # of a unit
+WIDE_ROWS = 64  # of a unit that warpgroups multiply, with O and P as f16 operands of wgmma
+WIDE_KEYS = 64  # that a warpgroup takes at a time
+WIDE_STAGES = 2  # tiles of a warpgroup in f16
+WIDE_RING_BYTES = 4 * (6 + 4 * 14) + 2 * 4 * 8  # of shares that are worked on, and the next ones
 WARPS = {"sm89": (4, 2), "sm90a": (8, 4)}  # of a CTA: the first with which it has stages enough, else the last
 MOST_OUTPUTS = 4096  # rows times head_dim of a unit, whose float32 sums are in the registers of a warp
 SLICES = {"sm89": 16, "sm90a": 32}  # keys that a warp takes at a time
 MOST_STAGES = 4
+WARPS_TRIED = (2, 4, 8)
 LENGTHS_BYTES = 4 * (32 + 33)  # of sequences, that a warp holds
 # Slices of a warp on their way while one is worked on. What an Ada card's memory delivers in its latency is in one.
 FEWEST_STAGES = {"sm89": 2, "sm90a": 3}
@@ -46,6 +51,11 @@ class Decode:
         return f"decode_{self.target}_d{self.head_dim}_r{self.rows}{shape}"
 
     @property
+    def wide(self) -> bool:
+        """Whether warpgroups multiply, from keys that they turned into f16 in shared memory."""
+        return self.rows == WIDE_ROWS
+
+    @property
     def candidate(self) -> bool:
         return self.keys > 0
 
@@ -55,14 +65,17 @@ class Decode:
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps
+        """Of wide kernels as many warps again: they copy keys and turn them into f16."""
+        return 32 * self.warps * (2 if self.wide else 1)
 
     @property
     def slice(self) -> int:
-        """Keys that a warp takes at a time: 16 where scores of 32 rows, or O, leave registers for no more, or slots of
-        more keys were too large to have enough of them."""
+        """Keys that a warp takes at a time, or a warpgroup of a wide kernel. 16 where scores of 32 rows, or O, leave
+        registers for no more, or slots of more keys were too large to have enough of them."""
         if self.candidate:
             return self.keys
+        if self.wide:
+            return WIDE_KEYS
         large = self.rows == ROWS[-1] or self.outputs > MOST_OUTPUTS // 2 or self.head_dim > 128
         return 16 if large else SLICES[self.target]
 
@@ -72,13 +85,16 @@ class Decode:
 
     @property
     def products(self) -> int:
-        """Matrix instructions, of 16 x 8 x 16, for a slice: of K Q^T and of V^T P^T."""
+        """Matrix instructions in the loop: of 16 x 8 x 16 for a slice, of K Q^T and of V^T P^T. Or of 64 x 64 x 16 for
+        a warpgroup's keys, of Q K^T and of P V."""
+        if self.wide:
+            return self.head_dim // 16 + WIDE_KEYS // 16 * (self.head_dim // 64)
         return 2 * (self.slice // 16) * (self.head_dim // 16) * (self.rows // 8)
 
     @property
     def tile(self) -> int:
         """Keys that a CTA takes at a time."""
-        return self.slice * self.warps
+        return self.slice * self.warps // (4 if self.wide else 1)
 
     @property
     def slot_bytes(self) -> int:
@@ -96,11 +112,27 @@ class Decode:
     @property
     def exchange_bytes(self) -> int:
         """Of Q in f16 for this unit and the next, the result in float32, and what the warps tell one another."""
-        queries = _up(self.rows * (_up(2 * self.head_dim, 128) + 36) + 8 * self.warps, 16)
+        pitch = 2 * self.head_dim if self.wide else _up(2 * self.head_dim, 128) + 32
+        queries = _up(self.rows * (pitch + 4) + 8 * self.warps, self.alignment)
         result = 4 * self.rows * (self.head_dim + 4)
-        return _up(2 * queries + result + 4 * self.rows * (2 + 2 * self.warps) + 4 * self.warps + 4, 16)
+        return _up(2 * queries + result + 4 * self.rows * (2 + 2 * self.warps) + 4 * self.warps + 4, self.alignment)
+
+    @property
+    def alignment(self) -> int:
+        """Of what warps exchange: panels of wgmma are swizzled by eight rows of 128 bytes."""
+        return 1024 if self.wide else 16
+
+    @property
+    def key_tile_bytes(self) -> int:
+        """Of a warpgroup's keys in f16, with their descales."""
+        return _up(2 * 2 * WIDE_KEYS * self.head_dim + 2 * 4 * WIDE_KEYS, 1024)
 
     def smem_with(self, stages: int) -> int:
+        """Of wide kernels ``stages`` counts tiles in f16: keys wait in registers until one is free."""
+        if self.wide:
+            groups, cut, handoff = self.warps // 4, 48, 4 * 8 + 4 * 4
+            tiles = groups * stages * self.key_tile_bytes
+            return _up(_up(tiles + self.exchange_bytes + WIDE_RING_BYTES, 16) + 2 * cut + groups * handoff, 1024)
         slots = self.warps * stages * (self.slot_bytes + self.places_bytes)
         return _up(_up(slots + LENGTHS_BYTES * self.warps, 16) + self.exchange_bytes, 128)
 
@@ -122,11 +154,13 @@ class Decode:
 
     @property
     def stages(self) -> int:
-        return self._stages_with(self.ctas_per_sm)
+        return WIDE_STAGES if self.wide else self._stages_with(self.ctas_per_sm)
 
     @property
     def registers(self) -> int:
         """Of a thread, a guess that errs low: O, S and P, and what any kernel takes."""
+        if self.wide:  # by the launch bounds, before warps give some to others
+            return REGISTERS_PER_SM // self.threads
         return 80 + self.outputs // 32 + 3 * self.slice * self.rows // 64
 
     @property
@@ -145,12 +179,24 @@ class Decode:
 
 def kernel(target: str, head_dim: int, rows: int) -> Decode:
     """The one of this shape."""
+    if rows == WIDE_ROWS:
+        return Decode(target=target, head_dim=head_dim, rows=rows, warps=WARPS_TRIED[-1])
     made = [Decode(target=target, head_dim=head_dim, rows=rows, warps=w) for w in WARPS[target]]
     return next((d for d in made if d.stages >= FEWEST_STAGES[target]), made[-1])
 
 
+WIDE = tuple(("sm90a", d) for d in (64, 128))  # the target has wgmma; head_dim is a number of whole panels
+
+
+def has_rows(target: str, head_dim: int, rows: int) -> bool:
+    """Whether a target has units of so many rows. Those of 64 take the place of those of 32, and are faster there."""
+    if (target, head_dim) in WIDE:
+        return rows != ROWS[-1]
+    return rows != WIDE_ROWS and rows * head_dim <= MOST_OUTPUTS
+
+
 ALL = tuple(
-    kernel(a, d, r) for a in TARGETS for d in HEAD_DIMS for r in ROWS if r * d <= MOST_OUTPUTS
+    kernel(a, d, r) for a in TARGETS for d in HEAD_DIMS for r in (*ROWS, WIDE_ROWS) if has_rows(a, d, r)
 )  # in the order of the registry
 
 
@@ -163,8 +209,15 @@ class Rule:
     broken: Callable[[Decode], str]
 
 
+def _rows(d: Decode) -> str:
+    wide = (d.target, d.head_dim) in WIDE
+    if not d.wide:
+        return f"{d.target} multiplies {WIDE_ROWS} rows by warpgroups" if wide and d.rows == ROWS[-1] else ""
+    return "" if wide else f"warpgroups multiply at {', '.join(f'head_dim {h} on {t}' for t, h in WIDE)}"
+
+
 def _outputs(d: Decode) -> str:
-    if d.outputs <= MOST_OUTPUTS:
+    if d.wide or d.outputs <= MOST_OUTPUTS:
         return ""
     return f"{d.rows} x {d.head_dim} = {d.outputs:,} outputs a unit, at most {MOST_OUTPUTS:,}"
 
@@ -183,16 +236,19 @@ def _registers(d: Decode) -> str:
 
 
 RULES = (
+    Rule("DECODE-ROWS", "more than 16 rows a unit are for warpgroups, where a target has them", _rows),
     Rule("DECODE-OUTPUTS", "the float32 sums of O of a unit are in the registers of each warp", _outputs),
     Rule("DECODE-STAGES", "a slice of keys is on its way while one is worked on", _stages),
     Rule("DECODE-REGISTERS", "CTAs of an SM share its registers; the guess errs low", _registers),
 )
 KEYS, CTAS = (16, 32), (1, 2, 3, 4)  # of a slice, of an SM
-WARPS_TRIED = (2, 4, 8)
 DECLARED = tuple(
     Decode(target=a, head_dim=d, rows=r, keys=k, ctas=c, warps=w)
     for a in TARGETS for d in HEAD_DIMS for r in ROWS for w in WARPS_TRIED if w in (*WARPS[a], 4, 8)
     for k in KEYS for c in CTAS
+) + tuple(
+    Decode(target=a, head_dim=d, rows=WIDE_ROWS, keys=WIDE_KEYS, ctas=1, warps=WARPS_TRIED[-1])
+    for a in TARGETS for d in HEAD_DIMS
 )  # fmt: skip
 
 
@@ -215,14 +271,16 @@ def candidates(head_dims: tuple[int, ...], archs: tuple[str, ...]) -> tuple[Deco
 
 @cache
 def profile_of(d: Decode) -> str:
-    """The smallest profile that has the kernel: `ci` has each head_dim and each number of rows, `dev` one kernel."""
+    """The smallest profile that has the kernel: `ci` has each head_dim and each number of rows, `dev` one of each
+    template."""
     if d.candidate:
         return PROFILES[-1]
-    if (d.head_dim, d.rows) == (HEAD_DIMS[0], ROWS[0]):
+    of_target = [x for x in ALL if x.target == d.target]
+    dev = [x.id for x in of_target if x.head_dim == HEAD_DIMS[0] and x.rows in (ROWS[0], WIDE_ROWS)]
+    if d.id in dev:
         return "dev"
-    parts = {x.id: frozenset({x.head_dim, -x.rows}) for x in ALL if x.target == d.target}
-    first = next(x.id for x in ALL if x.target == d.target)
-    return "ci" if d.id in cover(parts, given=(first,)) else "release"
+    parts = {x.id: frozenset({x.head_dim, -x.rows}) for x in of_target}
+    return "ci" if d.id in cover(parts, given=tuple(dev)) else "release"
 
 
 def decodes_of(profile: str, archs: tuple[str, ...]) -> tuple[Decode, ...]:

@@ -13,6 +13,8 @@ from codegen.decode import (
     ROWS,
     RULES,
     WARPS_TRIED,
+    WIDE_KEYS,
+    WIDE_ROWS,
     Decode,
     emitted_as,
     profile_of,
@@ -20,7 +22,7 @@ from codegen.decode import (
 )
 
 AXES = ("target", "head_dim", "rows", "keys", "ctas", "warps")
-VALUES = (tuple(TARGETS), HEAD_DIMS, ROWS, KEYS, CTAS, WARPS_TRIED)
+VALUES = (tuple(TARGETS), HEAD_DIMS, (*ROWS, WIDE_ROWS), (*KEYS, WIDE_KEYS), CTAS, WARPS_TRIED)
 CANDIDATE = "DECODE-CANDIDATE"
 CANDIDATE_WHY = "legal; no measurement says that it is faster, and `--candidates` builds it to be timed"
 
@@ -84,6 +86,13 @@ def render() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _few(own: list[Decode], kernel: Decode, rows: int) -> list[str]:
+    smaller = [d for d in own if d.rows < kernel.rows]
+    if not smaller or 2 * rows > kernel.rows:
+        return []
+    return [f"few      {max(smaller).id}, where sequences times heads of K and V are fewer than SMs"]
+
+
 def explain(target: str, head_dim: int, rows: int) -> str:
     """Which kernel a call with so many rows a unit gets, why, and what became of the other shapes."""
     own = [d for d in ALL if (d.target, d.head_dim) == (target, head_dim)]
@@ -91,7 +100,9 @@ def explain(target: str, head_dim: int, rows: int) -> str:
         return f"kernel   none: decode has head_dim {', '.join(map(str, HEAD_DIMS))}, got {head_dim}"
     enough = [d for d in own if d.rows >= rows]
     kernel = min(enough) if enough else max(own)
-    more = kernel.smem_bytes - kernel.stages * kernel.warps * kernel.slot_bytes
+    each, of = (kernel.key_tile_bytes, kernel.warps // 4) if kernel.wide else (kernel.slot_bytes, kernel.warps)
+    more = kernel.smem_bytes - kernel.stages * of * each
+    takes = "a warpgroup" if kernel.wide else "a warp"
     because = (
         f"the fewest rows a unit that hold {rows}"
         if enough
@@ -103,13 +114,14 @@ def explain(target: str, head_dim: int, rows: int) -> str:
         f"kernel   {kernel.id}",
         f"because  {because}",
         "others   " + ", ".join(f"{d.rows} rows" for d in own if d != kernel),
-        f"shape    {kernel.tile} keys a tile, {kernel.slice} a warp; {kernel.stages} stages of {kernel.warps} x "
-        f"{kernel.slot_bytes:,} bytes and {more:,} more: {kernel.smem_bytes:,} of shared memory",
+        f"shape    {kernel.tile} keys a tile, {kernel.slice} {takes}; {kernel.stages} stages of {of} x "
+        f"{each:,} bytes and {more:,} more: {kernel.smem_bytes:,} of shared memory",
         f"CTAs     {kernel.ctas_per_sm} an SM, {kernel.threads} threads, about {kernel.registers} registers a thread",
+        *_few(own, kernel, rows),
         f"profile  {profile_of(kernel)}",
         "evidence rule, no measurement",
         "",
-        "other shapes:",
+        "other shapes: none" if kernel.wide else "other shapes:",
     ]
     for d in DECLARED:
         if (d.target, d.head_dim, d.rows) == (target, head_dim, kernel.rows) and emitted_as(d) is None:

@@ -51,7 +51,7 @@ def render_single(path: str, env: Environment) -> str:
 
 
 def render_decode(d: Decode, env: Environment) -> str:
-    return env.get_template("decode.cu.j2").render(d=d)
+    return env.get_template("decode_wide.cu.j2" if d.wide else "decode.cu.j2").render(d=d)
 
 
 def render_resident(r: Resident, env: Environment) -> str:

@@ -944,13 +944,13 @@ const DecodeEntry kDecodes[] = {
     {"decode_sm89_d256_r16", "sm89", 256, 16, 32, 64, 86016, 1, 4128},
     {"decode_sm90a_d64_r8", "sm90a", 64, 8, 256, 256, 155648, 1, 528},
     {"decode_sm90a_d64_r16", "sm90a", 64, 16, 256, 256, 161024, 1, 1056},
-    {"decode_sm90a_d64_r32", "sm90a", 64, 32, 128, 256, 98048, 1, 2112},
+    {"decode_sm90a_d64_r64", "sm90a", 64, 64, 128, 512, 111616, 1, 4224},
     {"decode_sm90a_d96_r8", "sm90a", 96, 8, 256, 256, 195456, 1, 784},
     {"decode_sm90a_d96_r16", "sm90a", 96, 16, 256, 256, 203904, 1, 1568},
     {"decode_sm90a_d96_r32", "sm90a", 96, 32, 128, 256, 159488, 1, 3136},
     {"decode_sm90a_d128_r8", "sm90a", 128, 8, 256, 256, 221056, 1, 1040},
     {"decode_sm90a_d128_r16", "sm90a", 128, 16, 256, 256, 230528, 1, 2080},
-    {"decode_sm90a_d128_r32", "sm90a", 128, 32, 128, 256, 179968, 1, 4160},
+    {"decode_sm90a_d128_r64", "sm90a", 128, 64, 128, 512, 209920, 1, 8320},
     {"decode_sm90a_d192_r8", "sm90a", 192, 8, 128, 256, 182144, 1, 1552},
     {"decode_sm90a_d192_r16", "sm90a", 192, 16, 128, 256, 195712, 1, 3104},
     {"decode_sm90a_d256_r8", "sm90a", 256, 8, 128, 256, 223104, 1, 2064},
@@ -986,6 +986,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "543c1c86f17781685ea6672b1e37d28e63a8e642b15c0077422278dc2bf318d7";
+const char kManifest[] = "7d27c30a6ef10ff57d0d0255d94a2588c5a1d25f58a6e3aaa6aff7906d664cff";
 
 }  // namespace fp8cutlass

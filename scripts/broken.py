@@ -61,6 +61,7 @@ class Fault:
 
 
 FINISH = "fp8cutlass/decode/finish.cuh"
+CONVERT = "fp8cutlass/decode/convert.cuh"
 INTEGERS = "fp8cutlass/softmax_integer.cuh"
 TESTS_END = 150.0  # seconds in which the tests of a kernel that does not hang end on a busy host, too
 FAULTS = (
@@ -225,7 +226,7 @@ FAULTS = (
     Fault(
         "decode: a CTA arrives before its part is in memory",
         "decode_sm90a_d96_r8",
-        "  __syncthreads();\n  delay_point(22);\n",
+        "  meet_all<kRows, kWarps>();\n  delay_point(22);\n",
         "",
         "tests",
         header=FINISH,
@@ -237,6 +238,14 @@ FAULTS = (
         "part(first + (min(c + i, last) + int(blockIdx.x) - 2 * first) % (last - first + 1))",
         "tests",
         header=FINISH,
+    ),
+    Fault(
+        "decode: a tile is said to be there before its V is",
+        "decode_sm90a_d128_r64",
+        "  held.to_panels(tile.v[0], place, held.v);\n  fence_products();\n  arrive(handoff.there[number % 2]);\n",
+        "  arrive(handoff.there[number % 2]);\n  delay_point(27);\n  held.to_panels(tile.v[0], place, held.v);\n",
+        "tests",
+        header=CONVERT,
     ),
 )
 # Rules of the sm90a family, a declared point that each of them alone refuses, and the gate that has to notice.

@@ -122,7 +122,8 @@ class Kernel:
         folder.mkdir(parents=True, exist_ok=True)
         headers, env = folder / "include", environment()
         shutil.copytree(ROOT / "include" / "fp8cutlass" / "decode", headers / "fp8cutlass" / "decode")
-        (headers / "fp8cutlass" / "decode" / "instructions.cuh").unlink()
+        for replaced in ("instructions.cuh", "warpgroup.cuh"):
+            (headers / "fp8cutlass" / "decode" / replaced).unlink()
         source, cut = folder / "kernel.cu", folder / "cut.cu"
         source.write_text(render_decode(self.spec, env))
         cut.write_text(render_single("cut.cu", env))

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from fp8cutlass import PagedKVCache, attention_with_kvcache
+from fp8cutlass.call.kvlaunch import kernel_of
 from fp8cutlass.choose.target import target
 from fp8cutlass.manifest import Decode, load_manifest
 from fp8cutlass.native import decode, extension
@@ -75,7 +76,8 @@ def native_cache(data: DecodeData) -> PagedKVCache:
 
 def _chosen(data: DecodeData) -> tuple[Decode, int]:
     step, at = data.step, target(data.q.device)
-    return decode.kernel_for(at.directory, at.arch, step.head_dim, step.queries * step.heads // step.kv_heads)
+    sequences = len(step.lengths)
+    return kernel_of(at, step.head_dim, step.heads, step.kv_heads, sequences * step.queries, sequences, step.queries)
 
 
 def _caches(k: torch.Tensor, v: torch.Tensor, descale: torch.Tensor) -> decode.Caches:

@@ -14,6 +14,7 @@ from codegen.outputs import APPEND, APPEND_PATH, CUT, CUT_PATH, ROUTE, ROUTE_PAT
 from codegen.render import environment, render_decode, render_single
 
 FAMILY = "decode"
+WIDE = "wide decode"  # by warpgroups
 ROUTED = "sm90a"  # the target that has kernels of ragged batches
 APPEND_CTAS = 4  # of an SM, by the launch bounds of the source
 
@@ -29,7 +30,7 @@ def render(chosen: Mapping[str, tuple[Decode, ...]], folder: Path) -> list[Kerne
                 Kernel(
                     id=d.id,
                     target=target,
-                    family=FAMILY,
+                    family=WIDE if d.wide else FAMILY,
                     source=folder / d.path,
                     emulated=False,
                     head_dim=d.head_dim,

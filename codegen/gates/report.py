@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from codegen.gates.decodes import FAMILY as DECODE
+from codegen.gates.decodes import WIDE
 from codegen.gates.packs import FAMILY as PACK
 from codegen.gates.residents import FAMILY as RESIDENT
 from codegen.gates.rules import applicable, check, occupancy, smem_bytes
@@ -25,7 +26,7 @@ PARTS = {
     RESIDENT: "# Kernels that keep K and V in shared memory, of",
 }
 ATTENTION = ("sm89", "sm90a")
-LOOPS = (*ATTENTION, DECODE, RESIDENT)
+LOOPS = (*ATTENTION, DECODE, WIDE, RESIDENT)
 CODE_TOLERANCE = 0.05  # of the code size; below it a change is scheduling and padding
 
 
@@ -43,7 +44,7 @@ class Column:
     better: int = -1
     tolerance: float = 0.0
     compared: bool = True
-    families: tuple[str, ...] = (*ATTENTION, PACK, DECODE, CUT, APPEND, ROUTE, RESIDENT)
+    families: tuple[str, ...] = (*ATTENTION, PACK, DECODE, WIDE, CUT, APPEND, ROUTE, RESIDENT)
 
 
 def _count(opcode: str) -> Callable[[Kernel, Measured], int]:
@@ -83,6 +84,7 @@ COLUMNS = (
     Column(name="machine", value=lambda k, m: m.code, better=0),
     Column(name="qmma", value=_count("QMMA"), better=0, families=("sm89",)),
     Column(name="hmma", value=_count("HMMA"), families=("sm89", DECODE)),
+    Column(name="hgmma", value=_count("HGMMA"), better=0, families=(WIDE,)),
     Column(name="qgmma", value=_count("QGMMA"), better=0, families=("sm90a", RESIDENT)),
     Column(name="tma", value=_count("UTMALDG"), better=0, families=("sm90a",)),
     Column(name="ldl+stl", value=lambda k, m: m.listing.counts.get("LDL", 0) + m.listing.counts.get("STL", 0)),
@@ -92,6 +94,7 @@ COLUMNS = (
     Column(name="l.ldsm", value=_loop("LDSM"), families=("sm89", DECODE)),
     Column(name="l.qgmma", value=_loop("QGMMA"), better=0, families=("sm90a", RESIDENT)),
     Column(name="l.wait", value=_loop("WARPGROUP"), families=("sm90a", RESIDENT)),
+    Column(name="l.hgmma", value=_loop("HGMMA"), better=0, families=(WIDE,)),
     Column(name="l.mov", value=_loop("MOV"), families=("sm90a",)),
     Column(name="l.mufu", value=_loop("MUFU"), families=LOOPS),
     Column(name="l.bar", value=_loop("BAR"), families=LOOPS),
@@ -140,12 +143,14 @@ RESIDENT_LEGEND = """\
 
 DECODE_LEGEND = """\
 # The same words. The loop is a slice of keys of one warp. hmma: products in f16, which e4m3 becomes in registers.
+# Units of 64 rows: the loop is a tile of one warpgroup; regs are those at launch, before warps trade them; hgmma: its
+# products.
 """
 
 
 def part_of(family: str) -> str:
     """The part of a report that a kernel stands in."""
-    return DECODE if family in (CUT, APPEND, ROUTE) else family if family in PARTS else "attention"
+    return DECODE if family in (WIDE, CUT, APPEND, ROUTE) else family if family in PARTS else "attention"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from codegen.arch import REGISTERS_PER_SM, REGISTERS_PER_THREAD
 from codegen.gates.decodes import FAMILY as DECODE
+from codegen.gates.decodes import WIDE
 from codegen.gates.occupancy import ctas_per_sm
 from codegen.gates.packs import FAMILY as PACK
 from codegen.gates.residents import FAMILY as RESIDENT
@@ -178,7 +179,7 @@ GATES = (
         why="sizeof(SharedStorage) is the manifest's smem_bytes, fits a block, and nothing lies beside it",
         native_only=False,
         check=_smem,
-        families=("sm89", "sm90a", DECODE, RESIDENT),
+        families=("sm89", "sm90a", DECODE, WIDE, RESIDENT),
     ),
     Gate(
         name="CP-ASYNC",
@@ -241,21 +242,21 @@ GATES = (
         why="ptxas had to serialise no warpgroup products (C7510 to C7514) and saw no other loss",
         native_only=True,
         check=_advice,
-        families=("sm90a", RESIDENT),
+        families=("sm90a", WIDE, RESIDENT),
     ),
     Gate(
         name="SPILL",
         why="no register goes through local memory; a few words where rows are transformed (SPILLED)",
         native_only=True,
         check=_spill,
-        families=(PACK, PLAN, PACK_MASK, MERGE, DECODE, CUT, APPEND, ROUTE, RESIDENT),
+        families=(PACK, PLAN, PACK_MASK, MERGE, DECODE, WIDE, CUT, APPEND, ROUTE, RESIDENT),
     ),
     Gate(
         name="NO-LOCAL",
         why="no stack, no LDL, no STL beyond these words",
         native_only=True,
         check=_local,
-        families=(PACK, PLAN, PACK_MASK, MERGE, DECODE, CUT, APPEND, ROUTE, RESIDENT),
+        families=(PACK, PLAN, PACK_MASK, MERGE, DECODE, WIDE, CUT, APPEND, ROUTE, RESIDENT),
     ),
     Gate(
         name="SMEM",
@@ -276,7 +277,7 @@ GATES = (
         why="as many CTAs an SM as the manifest says",
         native_only=True,
         check=_pack_occupancy,
-        families=(DECODE, RESIDENT),
+        families=(DECODE, WIDE, RESIDENT),
     ),
     Gate(
         name="HMMA-COUNT",
@@ -284,6 +285,13 @@ GATES = (
         native_only=True,
         check=_count("HMMA"),
         families=(DECODE,),
+    ),
+    Gate(
+        name="HGMMA-COUNT",
+        why="the main loop has exactly the warpgroup products that the generator counts for a tile",
+        native_only=True,
+        check=_count("HGMMA"),
+        families=(WIDE,),
     ),
     Gate(
         name="LOADS",

@@ -36,7 +36,9 @@ def test_candidates_are_the_legal_shapes() -> None:
     for d in DECLARED:
         target = TARGETS[d.target]
         each = min(target.smem_per_sm // d.ctas - SMEM_RESERVED_PER_CTA, target.smem_per_block)
-        legal = d.rows * d.head_dim <= 4096 and d.smem_with(2) <= each
+        wide = d.target == "sm90a" and d.head_dim in (64, 128)
+        legal = d.rows != 32 if wide else d.rows != 64 and d.rows * d.head_dim <= 4096
+        legal = legal and d.smem_with(2) <= each
         legal = legal and d.registers * d.threads * d.ctas <= REGISTERS_PER_SM
         assert legal == (d in candidates(HEAD_DIMS, tuple(TARGETS))), d.id
 
@@ -72,7 +74,7 @@ def test_the_text_adds_up() -> None:
         count = re.search(r"\(([\d,]+)\)", title)
         assert count is not None and sum(int(line.split()[0]) for line in lines) == int(count[1].replace(",", "")) > 0
         total += int(count[1].replace(",", ""))
-    assert total == int(head[3]) and len(sections) == 4
+    assert total == int(head[3]) and len(sections) == 5
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -84,6 +86,13 @@ def test_the_explained_kernel_is_that_of_calls(target: str, head_dim: int, rows:
     said = explain(target, head_dim, rows)
     assert result.exit_code == 0 and result.output == f"{said}\n" and f"kernel   {kernel.id}\n" in said
     assert f"{kernel.smem_bytes:,} of shared memory" in said and f"CTAs     {kernel.ctas_per_sm} an SM" in said
+    few_said = f"few      decode_{target}_d{head_dim}_r16, where" in said
+    assert few_said == (kernel.rows == 64 and rows <= 32)
+    few, _ = kernel_for(generated_dir(), target, head_dim, rows, few=True)
+    assert few.rows == (16 if kernel.rows == 64 and rows <= 32 else kernel.rows)
+    if kernel.rows == 64:
+        assert said.endswith("other shapes: none")
+        return
     shapes = said.split("other shapes:\n")[1].splitlines()
     declared = [d for d in DECLARED if (d.target, d.head_dim, d.rows) == (target, head_dim, kernel.rows)]
     assert len(shapes) == len(declared) - 1

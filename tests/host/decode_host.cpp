@@ -6,7 +6,7 @@
 #include "fp8cutlass/decode/params.h"
 
 namespace fp8cutlass {
-alignas(128) uint8_t memory[256 * 1024];
+alignas(1024) uint8_t memory[256 * 1024];
 }
 
 #include KERNEL_FILE

@@ -19,7 +19,7 @@ import pytest
 import torch
 from decode_host import FAR, Batch, Kernel, batch, exact, wrong
 
-KERNELS = ("decode_sm90a_d64_r8", "decode_sm89_d96_r32", "decode_sm90a_d128_r16")
+KERNELS = ("decode_sm90a_d64_r8", "decode_sm89_d96_r32", "decode_sm90a_d128_r16", "decode_sm90a_d64_r64")
 LENGTHS = (140, 0, 17, 330, 64)
 
 
@@ -83,7 +83,11 @@ def cases(head_dim: int) -> dict[str, Batch]:
             k_token=torch.rand(pages, 16, 2, generator=random) + 0.5,
             v_page=2.0 ** torch.randint(-9, 12, (pages, 2), generator=random).float(),
         ),
+        "many tiles": batch((1700, 40), [2, 1], (4, 2), head_dim),
         "a NaN that two queries see": hit,
+        "a query of zeros": replace(
+            zeros := of(some), q=zeros.q.index_fill(0, torch.tensor(4), 0.0), k_descale=2.0**-40
+        ),
         "a NaN in a query": replace(nan := of(some), q=nan.q.index_fill(0, torch.tensor(4), torch.nan)),
     }
 
@@ -234,10 +238,57 @@ FAULTS = {
 }  # fmt: skip
 
 
+WIDE = "decode_sm90a_d64_r64"
+WIDE_FAULTS = {
+    "a tile is said to be there before its V is": (
+        "many tiles", False,
+        ("convert.cuh",
+         "  held.to_panels(tile.v[0], place, held.v);\n  fence_products();\n  arrive(handoff.there[number % 2]);",
+         "  arrive(handoff.there[number % 2]);\n  for (int i = 0; i < 99; ++i) __syncwarp();\n"
+         "  held.to_panels(tile.v[0], place, held.v);")),
+    "a tile is written while it is multiplied": (
+        "no mask", True, ("convert.cuh", "  wait(handoff.free[number % 2], (number / 2 + 1) % 2);\n", "")),
+    "keys go where those of another warp are": (
+        "plain", True, ("convert.cuh", "held.place(row)", "held.place(row & ~16)")),
+    "keys of a page that is not the lane's": (
+        "pages of 1", True, ("convert.cuh", "__shfl_sync(~0u, page_, to.key(i))", "__shfl_sync(~0u, page_, 0)")),
+    "products are used while they run": (
+        "plain", True, ("wide.cuh", "  await_products(s);\n", "")),
+    "a warpgroup's sums are left out": (
+        "plain", True, ("wide.cuh", "round < kGroups;", "round < kGroups - 1;")),
+    "a warp has a part in the rows of others": (
+        "plain", True, ("wide.cuh", "if (row / 16 != warp % 4) exchange", "if (row / 16 == warp % 4) exchange")),
+    "Q is multiplied before all of it is there": (
+        "queries", True,
+        ("kernel.cu", "decode::fence_products();\n    decode::meet<kMultiplying>();", "decode::fence_products();")),
+    "Q of another row": (
+        "queries", True, ("query.cuh", "panel_offset(warp + r * kWarps,", "panel_offset(warp + r / 2 * kWarps,")),
+    "a NaN of V reaches rows that do not see it": (
+        "a NaN that two queries see", True, ("wide.cuh", "if (edge && has_nan(", "if (false && has_nan(")),
+    "V's descale of a page is ignored": (
+        "descales of tokens and pages", True, ("wide.cuh", "(i % 2 == 0 ? descale.x : descale.y) * per", "per")),
+    "K's descale of a token is that of another": (
+        "descales of tokens and pages", True, ("wide.cuh", "s[n][1] *= descale.y", "s[n][1] *= descale.x")),
+    "a window ends one key late": ("two-sided window", True, ("units.h", "own + b.right + 1", "own + b.right + 2")),
+    "a share is never found": (
+        "queries", True, ("convert.cuh", "      if (finds()) ring_.find(p.batch, number_);\n", "")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WIDE_FAULTS)
+def test_a_fault_of_warpgroups_is_noticed(fault: str, tmp_path: Path) -> None:
+    name, late, edit = WIDE_FAULTS[fault]
+    _noticed(WIDE, name, late, edit, tmp_path)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_noticed(fault: str, tmp_path: Path) -> None:
     name, late, edit = FAULTS[fault]
-    b, kernel = cases(64)[name], Kernel(KERNELS[0], tmp_path / "kernel", [edit])
+    _noticed(KERNELS[0], name, late, edit, tmp_path)
+
+
+def _noticed(kernel_id: str, name: str, late: bool, edit: tuple[str, str, str], folder: Path) -> None:
+    b, kernel = cases(64)[name], Kernel(kernel_id, folder / "kernel", [edit])
     found = ""
     for ctas in (9, 2):  # units that CTAs share, and warps with more slices than slots
         try:
@@ -245,3 +296,46 @@ def test_a_fault_is_noticed(fault: str, tmp_path: Path) -> None:
         except AssertionError as error:
             found = str(error)
     assert found
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    return Kernel(WIDE, tmp_path_factory.mktemp("decode"))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_order_of_warps_changes_a_bit_of_warpgroups(wide: Kernel, seed: int) -> None:
+    """Among them sequences without keys, whose shares have no tile."""
+    lengths = (0, 0, 1, 0, 0, 0, 0, 700, 0, 0, 65)
+    b = batch(lengths, [3] * len(lengths), (16, 2), 64, left=300, seed=6)
+    want = wide.run(b, ctas=3)
+    assert wrong(b, want) == ""
+    got = wide.run(b, ctas=3, seed=seed + 1, late=seed % 2 == 0)
+    assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 3, 13, 60])
+def test_any_number_of_ctas_takes_all_work_of_warpgroups(wide: Kernel, ctas: int) -> None:
+    b = batch(LENGTHS, [9, 20, 0, 40, 3], (4, 2), 64, seed=8)
+    assert wrong(b, wide.run(b, ctas=ctas)) == ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "sequences", "ctas", "works"),
+    [(3000, 8, 33, 32), (3000, 16, 33, 32), (3000, 7, 33, 33), (500, 8, 33, 16), (500, 2, 33, 8)],
+)
+def test_equal_units_are_whole_or_in_equal_parts(
+    small: Kernel, keys: int, sequences: int, ctas: int, works: int
+) -> None:
+    """With two heads. ``works``: CTAs that have work. Few and short ones are cut into as many parts as they have tiles;
+    seven sequences go round in no number of CTAs that leaves one in 16 without work."""
+    b = batch((keys,) * sequences, [1] * sequences, (2, 2), 64)
+    cuts = small.run(b, ctas=ctas).cuts.tolist()
+    starts = [tuple(x[:3]) for x in cuts[:-1]]
+    assert len({at for at in starts if at[0] < sequences}) == works
+    whole = 2 * sequences % works == 0
+    assert all(tile == 0 for _, _, tile in starts) == whole
+    if works % (2 * sequences) == 0:
+        tiles = -(-keys // small.spec.tile)
+        each = works // (2 * sequences)
+        assert sorted({tile for s, _, tile in starts if s < sequences}) == [tiles * i // each for i in range(each)]

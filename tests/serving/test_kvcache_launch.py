@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -189,9 +190,18 @@ def test_rows_of_a_unit(tokens: int, sequences: int, group: int, most: int | Non
 def test_the_kernel_is_of_the_rows(host: OnHost) -> None:
     batch = make([140, 64], [6, 1], (8, 2), 64)
     host.looks_only = True
-    for most, wanted in ((None, 16), (6, 32), (1, 8)):
+    for most, wanted in ((None, 16), (6, 64), (1, 8)):
         kvcache.on_card(call_of(batch, most_q=most), AT)
         assert host.ran[-1].rows == wanted
+
+
+@pytest.mark.parametrize(
+    ("sequences", "queries", "rows"), [(200, 6, 64), (66, 6, 64), (65, 6, 16), (1, 6, 16), (1, 9, 64), (1, 4, 16)]
+)
+def test_half_empty_units_are_for_many_sequences(sequences: int, queries: int, rows: int) -> None:
+    """With 8 heads on 2 and 132 SMs: 24 of 64 rows, where 16 rows twice keep more SMs busy."""
+    kernel, _ = kvlaunch.kernel_of(replace(AT, sm_count=132), 64, 8, 2, sequences * queries, sequences, queries)
+    assert kernel.rows == rows
 
 
 def test_reasons_why_no_kernel_serves() -> None:

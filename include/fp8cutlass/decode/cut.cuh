@@ -1,6 +1,9 @@
 // Cuts the work of a decode call into equal shares, one for each CTA. All units lie on a line, one after the other,
 // each as long as what it costs. CTA c works from position c / ctas of the line on. A cut inside a unit falls between
 // two tiles. Cuts depend on lengths alone, so that equal calls give equal bits.
+//
+// Where all units have as many tiles, a few CTAs may stay without work, so that the others have whole units each, or
+// equal parts of one. Memory is as busy, and fewer units are shared.
 #pragma once
 
 #include "fp8cutlass/decode/instructions.cuh"
@@ -14,15 +17,22 @@ CUTE_HOST_DEVICE Int ceil_div(Int a, Int b) {
   return (a + b - 1) / b;
 }
 
+// What a cut depends on beside the sequence.
+struct Line {
+  int64_t length;
+  int ctas, overhead;  // that share it; what a unit costs beside its tiles
+};
+
 // The cut at position `at` of the line, in a sequence that begins at `begin`, each of whose units costs `cost`.
 template <typename Int>
-CUTE_HOST_DEVICE Cut cut_at(const CutParams& p, const Range& queries, Int ctas, Int line, Int at, int sequence,
+CUTE_HOST_DEVICE Cut cut_at(const CutParams& p, const Range& queries, const Line& whole, Int at, int sequence,
                             Int begin, Int cost) {
+  const Int ctas = Int(whole.ctas), line = Int(whole.length);
   Cut cut{};
   cut.sequence = sequence, cut.of = sequence_at(p.batch, sequence);
   cut.begin = queries.begin, cut.end = queries.end;
   cut.unit = int((at - begin) / cost);
-  const Int unit = begin + Int(cut.unit) * cost, overhead = Int(p.overhead), within = at - unit;
+  const Int unit = begin + Int(cut.unit) * cost, overhead = Int(whole.overhead), within = at - unit;
   if (p.whole || within <= overhead) return cut;  // it begins there
   cut.tile = int(within - overhead);
   // Cut k is at line * k / ctas, rounded down. These are the first and last k in this unit's tiles.
@@ -33,11 +43,10 @@ CUTE_HOST_DEVICE Cut cut_at(const CutParams& p, const Range& queries, Int ctas, 
 
 // Makes all cuts of a line, whose products with the number of CTAs fit in an Int.
 template <typename Int, typename Sum, typename Length>
-__device__ __forceinline__ void cut_line(const CutParams& p, const Range& queries, int used, int64_t whole_line,
-                                         int64_t* begins, int64_t* costs, const Sum& sum_before,
-                                         const Length& length_of) {
+__device__ __forceinline__ void cut_line(const CutParams& p, const Range& queries, const Line& whole, int64_t* begins,
+                                         int64_t* costs, const Sum& sum_before, const Length& length_of) {
   const int thread = threadIdx.x;
-  const Int line = Int(whole_line), ctas = Int(used);
+  const Int line = Int(whole.length), ctas = Int(whole.ctas);
   int64_t passed = 0;
 #pragma unroll 1
   for (int base = 0; base < p.batch.sequences; base += kCutThreads) {
@@ -52,11 +61,23 @@ __device__ __forceinline__ void cut_line(const CutParams& p, const Range& querie
 #pragma unroll
       for (int step = kCutThreads / 2; step > 0; step /= 2)
         if (begins[s + step] <= int64_t(at)) s += step;
-      p.cuts[c] = cut_at<Int>(p, queries, ctas, line, at, base + s, Int(begins[s]), Int(costs[s]));
+      p.cuts[c] = cut_at<Int>(p, queries, whole, at, base + s, Int(begins[s]), Int(costs[s]));
     }
     passed += all;
     __syncthreads();  // before the next ones' sums
   }
+}
+
+// The most CTAs, of `ctas`, that so many equal units or parts of units go round in; 0 where more than one in 16 would
+// stay without work. Short units are whole where they keep three SMs in eight busy: parts would cost more to put
+// together than they save. All lanes of a warp take part.
+__device__ __forceinline__ int even_ctas(int units, int tiles, int ctas) {
+  constexpr int kShort = 4;  // tiles
+  if (tiles <= kShort && units <= ctas && 8 * units >= 3 * ctas) return units;
+  const int lane = threadIdx.x % 32, own = ctas - lane;
+  const bool goes = own > 0 && lane <= ctas / 16 && (units % own == 0 || own % units == 0);
+  const unsigned found = __ballot_sync(~0u, goes);
+  return found == 0 ? 0 : ctas - (__ffs(int(found)) - 1);
 }
 
 // One CTA of kCutThreads. `memory` is kCutBytes of shared memory.
@@ -65,30 +86,49 @@ __device__ __forceinline__ void cut_work(const CutParams& p, int64_t* memory) {
   dependents_may_begin();  // they wait for the cuts
   const int thread = threadIdx.x;
   const auto sum_before = [&](int64_t x, int64_t& total) { return decode::sum_before<kCutThreads>(x, sums, total); };
+  Line line{0, p.ctas, p.overhead};
+  const auto tiles_and_units = [&](int s, int& tiles) {
+    const Sequence of = sequence_at(p.batch, s);
+    tiles = tiles_of(p.batch, of, p.tile).count;
+    return units_of(p.batch, of, p.rows);
+  };
   const auto length_of = [&](int s, int64_t& cost) {
     cost = 0;
     if (s >= p.batch.sequences) return int64_t{0};
-    const Sequence of = sequence_at(p.batch, s);
-    cost = cost_of(tiles_of(p.batch, of, p.tile), p.overhead);
-    return cost * units_of(p.batch, of, p.rows);
+    int tiles;
+    const int units = tiles_and_units(s, tiles);
+    cost = tiles + line.overhead;
+    return cost * units;
   };
 
   const Range queries = queries_of(p.batch);
-  int64_t own = 0, cost, line;
-  for (int s = thread; s < p.batch.sequences; s += kCutThreads) own += length_of(s, cost);
-  sum_before(own, line);
+  constexpr int64_t kUneven = int64_t{1} << 40;  // beside numbers of units
+  int first;
+  tiles_and_units(0, first);
+  int64_t own = 0, units = 0, all;
+  for (int s = thread; s < p.batch.sequences; s += kCutThreads) {
+    int tiles;
+    const int count = tiles_and_units(s, tiles);
+    units += count, own += int64_t{count} * (tiles + p.overhead);
+    if (count > 0 && tiles != first) units |= kUneven;
+  }
+  sum_before(own, line.length), sum_before(units, all);
+  if (all > 0 && all < kUneven && first > 0) {
+    const int even = even_ctas(int(all), first, p.ctas);
+    if (even > 0 && all * first >= even) line = {all * first, even, 0};
+  }
   // At least one position of the line for each CTA that works, so that whoever shares a unit has a tile of it.
-  const int ctas = int(min(int64_t{p.ctas}, line));
+  line.ctas = int(min(int64_t{line.ctas}, line.length));
   for (int c = thread; c <= p.ctas; c += kCutThreads) {
     if (c < p.ctas) p.arrived[c] = 0;
-    if (c >= ctas) p.cuts[c] = Cut{p.batch.sequences, 0, 0, 0, 0, {}, queries.begin, queries.end, {}};
+    if (c >= line.ctas) p.cuts[c] = Cut{p.batch.sequences, 0, 0, 0, 0, {}, queries.begin, queries.end, {}};
   }
-  if (line == 0) return;
+  if (line.length == 0) return;
   // A division of 64 bits takes five times as long as one of 32.
-  if (line < (int64_t{1} << 31) / (p.ctas + 1)) {
-    cut_line<unsigned>(p, queries, ctas, line, begins, costs, sum_before, length_of);
+  if (line.length < (int64_t{1} << 31) / (p.ctas + 1)) {
+    cut_line<unsigned>(p, queries, line, begins, costs, sum_before, length_of);
   } else {
-    cut_line<int64_t>(p, queries, ctas, line, begins, costs, sum_before, length_of);
+    cut_line<int64_t>(p, queries, line, begins, costs, sum_before, length_of);
   }
 }
 

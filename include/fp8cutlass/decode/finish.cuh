@@ -21,6 +21,16 @@ struct Exchange {
   int is_last;
 };
 
+// All threads that have the result meet: those of a CTA, but for the warps that convert keys for units of 64 rows.
+template <int kRows, int kWarps>
+__device__ __forceinline__ void meet_all() {
+  if constexpr (kRows == kWideRows) {
+    meet<32 * kWarps>();
+  } else {
+    __syncthreads();
+  }
+}
+
 // A part: O of all rows, their largest scores, their sums.
 template <int kHeadDim, int kRows>
 constexpr int kPartFloats = kRows * (kHeadDim + 2);
@@ -261,13 +271,13 @@ __device__ __forceinline__ bool leave_part(const DecodeParams& p, int slot, int 
     part[kRows * kHeadDim + threadIdx.x] = exchange.row_most[threadIdx.x];
     part[kRows * kHeadDim + kRows + threadIdx.x] = exchange.row_sum[threadIdx.x];
   }
-  __syncthreads();
+  meet_all<kRows, kWarps>();
   delay_point(22);
   if (threadIdx.x == 0) {
     exchange.is_last = arrive(&p.arrived[first]) == unsigned(count - 1);  // for all threads: the barrier was before it
     if (exchange.is_last) p.arrived[first] = 0;
   }
-  __syncthreads();
+  meet_all<kRows, kWarps>();
   return exchange.is_last != 0;
 }
 
@@ -330,7 +340,7 @@ __device__ __forceinline__ void join_parts(const DecodeParams& p, int first, int
       if (column(k) == 0) exchange.row_most[row(k)] = most[k], exchange.row_sum[row(k)] = sum[k];
     }
   }
-  __syncthreads();
+  meet_all<kRows, kWarps>();
 }
 
 }  // namespace fp8cutlass::decode

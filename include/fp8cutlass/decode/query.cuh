@@ -17,7 +17,9 @@ __device__ __forceinline__ float from_half_bits(uint32_t bits, bool bf16) {
 // Q of a unit, and what else has to be there when its share begins.
 template <int kHeadDim, int kRows, int kWarps>
 struct Queries {
-  alignas(16) uint8_t rows[kRows * kQueryPitch<kHeadDim>];
+  static constexpr bool kPanels = kRows == kWideRows;  // they become panels of wgmma
+  static constexpr int kPitch = kPanels ? 2 * kHeadDim : kQueryPitch<kHeadDim>;
+  alignas(kPanels ? 1024 : 16) uint8_t rows[kRows * kPitch];
   float slope[kRows];  // what a product of the row and a key is multiplied by to get a score as the softmax wants it
   float k_descale[kWarps], v_descale[kWarps];  // each warp's own copy
 };
@@ -38,7 +40,7 @@ __device__ __forceinline__ void ask_queries(const DecodeParams& p, const Share& 
     const int token = share.of.query + (there ? query : 0), head = share.kv_head * group + at - query * group;
     const auto* const from = static_cast<const uint8_t*>(p.q) + 2 * (steps(token, p.q_row) + steps(head, p.q_head));
     for (int column = 4 * lane; column < kHeadDim; column += 128)
-      copy8(to.rows + row * kQueryPitch<kHeadDim> + 2 * column, from + 2 * column, there ? 8 : 0);
+      copy8(to.rows + row * to.kPitch + 2 * column, from + 2 * column, there ? 8 : 0);
   }
   const auto copy_descale = [&](float* descale, const HeadDescale& of) {
     if (of.base == nullptr) {
@@ -54,18 +56,21 @@ __device__ __forceinline__ void ask_queries(const DecodeParams& p, const Share& 
 // A descale of a head as it is multiplied by.
 __device__ __forceinline__ float limited(float descale) { return fminf(fmaxf(descale, 0x1p-126f), 0x1p126f); }
 
-// What was asked for is there; each warp has it for itself.
+// What was asked for is there; each warp has it for itself. Rows that become panels are all read before one is written.
 template <int kHeadDim, int kRows, int kWarps>
 __device__ __forceinline__ void prepare_queries(const DecodeParams& p, Queries<kHeadDim, kRows, kWarps>& queries) {
   constexpr int kPasses = (kHeadDim / 4 + 31) / 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const float unit = p.softcap > 0.f ? 1.f / p.softcap : 1.4426950408889634f;
   const float k_descale = limited(queries.k_descale[warp]);
+  constexpr bool kPanels = Queries<kHeadDim, kRows, kWarps>::kPanels;
+  static_assert(!kPanels || kPasses == 1);
+  uint2 panel[kOwnRows<kRows, kWarps>];
   delay_point(24);
 #pragma unroll
   for (int r = 0; r < kOwnRows<kRows, kWarps>; ++r) {
     const int row = warp + r * kWarps;
-    uint8_t* const words = queries.rows + row * kQueryPitch<kHeadDim>;
+    uint8_t* const words = queries.rows + row * queries.kPitch;
     float x[kPasses][4], most = 0.f;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
@@ -84,11 +89,24 @@ __device__ __forceinline__ void prepare_queries(const DecodeParams& p, Queries<k
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const int column = 4 * (lane + 32 * i);
-      if (column < kHeadDim)
-        *reinterpret_cast<uint2*>(words + 2 * column) =
-            make_uint2(fp16x2(x[i][0] * shrink, x[i][1] * shrink), fp16x2(x[i][2] * shrink, x[i][3] * shrink));
+      const auto halves = [&] {
+        return make_uint2(fp16x2(x[i][0] * shrink, x[i][1] * shrink), fp16x2(x[i][2] * shrink, x[i][3] * shrink));
+      };
+      if constexpr (kPanels) {
+        panel[r] = halves();
+      } else if (column < kHeadDim) {
+        *reinterpret_cast<uint2*>(words + 2 * column) = halves();
+      }
     }
     if (lane == 0) queries.slope[row] = __uint_as_float(exponent << 23) * (p.scale * unit * k_descale);
+  }
+  if constexpr (kPanels) {
+    meet<32 * kWarps>();
+#pragma unroll
+    for (int r = 0; r < kOwnRows<kRows, kWarps>; ++r) {
+      const int at = panel_offset(warp + r * kWarps, lane / 2 % 8) + lane % 2 * 8;
+      if (4 * lane < kHeadDim) *reinterpret_cast<uint2*>(queries.rows + lane / 16 * kPanelBytes + at) = panel[r];
+    }
   }
 }
 

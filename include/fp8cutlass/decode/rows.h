@@ -28,4 +28,11 @@ constexpr int kQueryPitch = (2 * kHeadDim + 127) / 128 * 128 + 32;
 template <int kHeadDim>
 constexpr int kResultPitch = kHeadDim + 4;  // floats
 
+// Units of so many rows are multiplied by warpgroups, from f16 in shared memory: 64 keys at a time, in panels of 64
+// columns. A panel is what a matrix descriptor describes: rows of 128 bytes, whose 16-byte chunks are swizzled.
+constexpr int kWideRows = 64, kGroupKeys = 64;  // rows of a unit; keys that a warpgroup takes at a time
+constexpr int kPanelPitch = 128, kPanelBytes = 64 * kPanelPitch;
+
+CUTE_HOST_DEVICE constexpr int panel_offset(int row, int chunk) { return row * kPanelPitch + 16 * (chunk ^ row % 8); }
+
 }  // namespace fp8cutlass::decode

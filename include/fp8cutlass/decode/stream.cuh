@@ -76,8 +76,9 @@ struct Shares {
     return share;
   }
 
-  // The next one; false where there is none.
-  __device__ __forceinline__ bool next(const Batch& b, const Sequences& sequences, Share& share) {
+  // The next one; false where there is none. `sequences.at` knows the lengths.
+  template <class Lengths>
+  __device__ __forceinline__ bool next(const Batch& b, const Lengths& sequences, Share& share) {
     for (; sequence < b.sequences; ++sequence, unit = 0) {  // those without units are passed
       const bool last = sequence == last_sequence && unit == last_unit;
       if (sequence > last_sequence || (last && tile >= last_tile)) return false;

@@ -70,7 +70,4 @@ CUTE_HOST_DEVICE int units_of(const Batch& b, const Sequence& of, int rows) {
   return (of.queries * b.by_group.by + rows - 1) / rows * b.kv_heads;
 }
 
-// What a unit costs, in tiles.
-CUTE_HOST_DEVICE int64_t cost_of(const Tiles& tiles, int overhead) { return int64_t{tiles.count} + overhead; }
-
 }  // namespace fp8cutlass::decode

@@ -9,8 +9,7 @@ import torch
 from ..choose.target import Target, target
 from ..errors import NoKernelError, UnsupportedError
 from ..manifest import Decode, load_manifest
-from ..native.decode import kernel_for
-from .kvlaunch import rows_of
+from .kvlaunch import kernel_of, rows_of
 from .kvprefill import LEAST, Chunks, Prefill, prefill_for
 
 
@@ -55,8 +54,9 @@ class KVProblem:
 
 def chosen(problem: KVProblem, at: Target) -> Decode:
     """NoKernelError where there is none."""
-    rows = problem.group if prefill_for(at, problem.chunks)[0] else problem.rows
-    return kernel_for(at.directory, at.arch, problem.head_dim, rows)[0]
+    p = problem
+    routed = prefill_for(at, p.chunks)[0] is not None
+    return kernel_of(at, p.head_dim, p.heads, p.kv_heads, p.tokens, p.sequences, p.most_q, routed)[0]
 
 
 def answer(problem: KVProblem, device: torch.device) -> str:
@@ -67,7 +67,7 @@ def answer(problem: KVProblem, device: torch.device) -> str:
     kernel, (part, _) = chosen(problem, at), prefill_for(at, problem.chunks)
     if part is not None:
         return f"{part.kernel.id} for sequences of {LEAST} queries and more, {kernel.id} for the others"
-    return f"{kernel.id} ({_reason(problem, kernel)})"
+    return f"{kernel.id} ({_reason(problem, kernel, at)})"
 
 
 def describe(problem: KVProblem, device: torch.device) -> tuple[bool, str]:
@@ -91,7 +91,7 @@ def describe(problem: KVProblem, device: torch.device) -> tuple[bool, str]:
         f"kernel:    {kernel.id}",
         f"for:       {at.arch}, {at.sm_count} SMs, list in {at.directory}",
         f"prefill:   {_prefill(problem, part) if part else 'by the same kernel: ' + why}",
-        f"why:       {_reason(problem, kernel, part is not None)}",
+        f"why:       {_reason(problem, kernel, at, part is not None)}",
         "evidence:  a rule; no time was measured for this choice",
         f"others:    {_others(problem, kernel, at)}",
         f"shape:     {kernel.tile} keys a tile, {kernel.stages} stages, {kernel.threads // 32} warps, "
@@ -117,7 +117,8 @@ def _prefill(problem: KVProblem, part: Prefill) -> str:
     )
 
 
-def _reason(problem: KVProblem, kernel: Decode, routed: bool = False) -> str:
+def _reason(problem: KVProblem, kernel: Decode, at: Target, routed: bool = False) -> str:
+    fewer = any(d.rows > kernel.rows for d in _same_head_dim(problem, at))
     per_token = f"{problem.group} head{'s share' if problem.group > 1 else ' has'} a head of K and V"
     if routed:
         return f"{kernel.rows} rows a unit are the fewest that hold a token of what is left: {per_token}"
@@ -126,15 +127,24 @@ def _reason(problem: KVProblem, kernel: Decode, routed: bool = False) -> str:
     use = f"{problem.rows} rows: {tokens} query token{'s' if tokens > 1 else ''} a sequence {bound}, {per_token}"
     if kernel.rows >= problem.rows:
         return f"{kernel.rows} rows a unit are the fewest that hold {use}"
+    if fewer:
+        return (
+            f"{kernel.rows} rows a unit, as there are few units: {problem.sequences} sequences on {problem.kv_heads} "
+            f"heads of K and V. The call has {use}"
+        )
     return f"{kernel.rows} rows a unit are the most at head_dim {kernel.head_dim}, the call has {use}"
 
 
-def _others(problem: KVProblem, kernel: Decode, at: Target) -> str:
-    rows = [
-        d.rows
+def _same_head_dim(problem: KVProblem, at: Target) -> list[Decode]:
+    return [
+        d
         for d in load_manifest(at.directory).decodes
-        if (d.arch, d.head_dim) == (at.arch, problem.head_dim) and not d.candidate and d.id != kernel.id
+        if (d.arch, d.head_dim) == (at.arch, problem.head_dim) and not d.candidate
     ]
+
+
+def _others(problem: KVProblem, kernel: Decode, at: Target) -> str:
+    rows = [d.rows for d in _same_head_dim(problem, at) if d.id != kernel.id]
     return f"units of {', '.join(map(str, sorted(rows)))} rows" if rows else "none of this head_dim"
 
 

@@ -11,6 +11,7 @@ import torch
 from ..choose.target import Target, device_of, target
 from ..dtypes import OUT_NAMES
 from ..errors import NoKernelError
+from ..manifest import Decode
 from ..native.decode import Caches, attend, kernel_for, prefill, uncut
 from ..tracing import constant
 from .kvprefill import LEAST, Chunks, prefill_for
@@ -44,6 +45,21 @@ def rows_of(tokens: int, sequences: int, group: int, most: int | None, routed: b
     return group * max(1, min(tokens, mean if most is None else most))
 
 
+def kernel_of(
+    at: Target,
+    head_dim: int,
+    heads: int,
+    kv_heads: int,
+    tokens: int,
+    sequences: int,
+    most_q: int | None,
+    routed: bool = False,
+) -> tuple[Decode, int]:
+    """The kernel of decode that a call gets, and its number. NoKernelError where there is none."""
+    rows = rows_of(tokens, sequences, heads // kv_heads, most_q, routed)
+    return kernel_for(at.directory, at.arch, head_dim, rows, few=sequences * kv_heads < at.sm_count)
+
+
 def launch(
     at: Target,
     q: torch.Tensor,
@@ -74,8 +90,7 @@ def launch(
         sinks is not None, 0 if share else 1,
     )  # fmt: skip
     part, _ = prefill_for(at, chunks)
-    rows = rows_of(tokens, used.shape[0], heads // kv_heads, most_q, part is not None)
-    kernel, number = kernel_for(at.directory, at.arch, head_dim, rows)
+    kernel, number = kernel_of(at, head_dim, heads, kv_heads, tokens, used.shape[0], most_q, part is not None)
     # What kernels cannot read as it lies is copied: nothing, where tensors come from a projection or from torch.
     used, cu_q = used.contiguous(), None if cu_q is None else cu_q.contiguous()
     if page_table is not None and page_table.stride(1) != 1 and page_table.shape[1] > 1:

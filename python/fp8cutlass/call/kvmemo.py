@@ -18,11 +18,11 @@ from ..cache.held import held
 from ..cache.paged import PagedKVCache
 from ..checking import checked
 from ..choose.target import target
-from ..native.decode import kernel_for, launch_of, uncut
+from ..native.decode import launch_of, uncut
 from . import kvmemo_append
 from .kept import Kept, Signature
 from .kvappend import turned
-from .kvlaunch import rows_of
+from .kvlaunch import kernel_of
 from .kvmemo_append import Append
 from .kvplan import AttentionPlan
 
@@ -140,7 +140,7 @@ def remember(
     heads, head_dim = q.shape[-2:]
     tokens = q.numel() // (heads * head_dim)
     at = target(q.device)
-    kernel, number = kernel_for(at.directory, at.arch, head_dim, rows_of(tokens, sequences, heads // kv_heads, most_q))
+    kernel, number = kernel_of(at, head_dim, heads, kv_heads, tokens, sequences, most_q)
     numbers = [1.0 if x is None or isinstance(x, torch.Tensor) else x for x in descales]
     launch = launch_of(
         uncut(kernel, number, at.sm_count, share=splits != 1), scale=scale, left=left, right=right, softcap=softcap,

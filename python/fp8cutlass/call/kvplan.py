@@ -9,8 +9,8 @@ import torch
 
 from ..choose.target import target
 from ..errors import UnsupportedError
-from ..native.decode import cut, kernel_for, work_bytes
-from .kvlaunch import rows_of
+from ..native.decode import cut, work_bytes
+from .kvlaunch import kernel_of
 from .operators import register
 
 # What a plan and a call have in common, and what an error calls it.
@@ -105,9 +105,7 @@ def _plan(
     if _is_empty(lengths, tokens, room):
         return lengths.new_empty(0, dtype=torch.uint8)
     at = target(lengths.device)
-    kernel, number = kernel_for(
-        at.directory, at.arch, head_dim, rows_of(tokens, lengths.shape[0], heads // kv_heads, most_q)
-    )
+    kernel, number = kernel_of(at, head_dim, heads, kv_heads, tokens, lengths.shape[0], most_q)
     work = cut(
         kernel, number, at.sm_count, lengths.contiguous(), None if cu_q is None else cu_q.contiguous(), tokens=tokens,
         most_keys=room, heads=heads, kv_heads=kv_heads, left=left, right=right, share=not whole,
@@ -123,8 +121,8 @@ def _fake(
     if _is_empty(lengths, tokens, room):
         return lengths.new_empty(0, dtype=torch.uint8)
     at, most_q = target(lengths.device), rest[-1]
-    rows = rows_of(tokens, lengths.shape[0], heads // kv_heads, most_q if isinstance(most_q, int) else None)
-    kernel, _ = kernel_for(at.directory, at.arch, head_dim, rows)
+    bound = most_q if isinstance(most_q, int) else None
+    kernel, _ = kernel_of(at, head_dim, heads, kv_heads, tokens, lengths.shape[0], bound)
     return lengths.new_empty(work_bytes(kernel, at.sm_count * kernel.ctas_per_sm), dtype=torch.uint8)
 
 

@@ -24,9 +24,9 @@ from .call import FAR
 from .launch import score_amax
 from .ragged_call import mask_of
 
-# Queries of a sequence from which the kernels of ragged batches take it. A unit of decode has 32 rows and reads all
-# keys for them. A tile of 128 rows costs as much as some 50 rows of 4 heads in units, and as 100 of one head; the copy
-# of the keys costs half as much again (docs/lab/decode.md). So the limit is one whole tile.
+# Queries of a sequence from which the kernels of ragged batches take it. A unit of decode reads all keys for its rows.
+# A tile of 128 rows costs as much as some 50 rows of 4 heads in units of 32, and as 100 of one head; the copy of the
+# keys costs half as much again (docs/lab/decode.md). So the limit is one whole tile. Units of 64 rows may raise it.
 LEAST = 128
 MOST_BYTES = 1 << 29  # of copied K and V: what does not fit is left to the kernels of decode
 

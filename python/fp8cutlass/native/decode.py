@@ -28,8 +28,10 @@ PIECE = 256  # bytes: pieces of the work's memory begin at multiples of it, as i
 
 
 @lru_cache(maxsize=1024)
-def kernel_for(directory: Path, arch: str, head_dim: int, rows: int) -> tuple[Decode, int]:
-    """The kernel with the fewest rows a unit that holds ``rows``, else the one with the most, and its number.
+def kernel_for(directory: Path, arch: str, head_dim: int, rows: int, few: bool = False) -> tuple[Decode, int]:
+    """The kernel with the fewest rows a unit that holds ``rows``, else the one with the most, and its number. Where
+    there are ``few`` units, none is taken that half of its rows would do for, but the next smaller one: more units then
+    keep more SMs busy.
 
     NoKernelError lists the head_dims of the architecture.
     """
@@ -46,7 +48,9 @@ def kernel_for(directory: Path, arch: str, head_dim: int, rows: int) -> tuple[De
             f"got {head_dim}"
         )
     enough = [x for x in there if x[0] >= rows]
-    number = min(enough)[1] if enough else max(there)[1]
+    size, number = min(enough) if enough else max(there)
+    if few and 2 * rows <= size and (smaller := [x for x in there if x[0] < size]):
+        number = max(smaller)[1]
     return manifest.decodes[number], number
 
 

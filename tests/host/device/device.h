@@ -33,8 +33,9 @@ struct Fiber {
   jmp_buf place;
   bool begun = false;
   Index thread;
-  std::vector<std::vector<Copy>> groups;  // that are on their way, the oldest first
-  std::vector<Copy> open;                 // not committed
+  std::vector<std::vector<Copy>> groups;        // that are on their way, the oldest first
+  std::vector<Copy> open;                       // not committed
+  std::vector<std::function<void()>> products;  // that nobody has waited for
 };
 
 // Where `size` fibers meet. What they bring lies in `words` until they meet for the second time after.
@@ -47,8 +48,8 @@ struct Meeting {
 
 struct Cta {
   std::vector<std::unique_ptr<Fiber>> fibers;
-  std::vector<Meeting> warps;
-  Meeting all;
+  std::vector<Meeting> warps, warpgroups;
+  Meeting all, first;  // of all threads, of the first ones
   std::vector<Fiber*> ready;
   std::mt19937 random;
   jmp_buf scheduler;
@@ -86,6 +87,12 @@ inline void pause() {  // any other may run first
   yield_to_scheduler();
 }
 
+// A barrier of shared memory as it lies there: arrivals that a phase wants and lacks, and phases that are over.
+struct Arrivals {
+  int16_t wanted, lacking;
+  uint32_t phases;
+};
+
 // Returns the round whose words all have brought.
 inline unsigned meet(Meeting& m) {
   const unsigned round = m.round;
@@ -102,6 +109,7 @@ inline unsigned meet(Meeting& m) {
 }
 
 inline Meeting& own_warp() { return cta->warps[self->thread.x / 32]; }
+inline Meeting& own_warpgroup() { return cta->warpgroups[self->thread.x / 128]; }
 inline int lane() { return int(self->thread.x % 32); }
 
 // What each lane brings, for all of them.
@@ -156,7 +164,9 @@ inline const char* run(Cta& c, int threads, std::function<void()> program) {
   c.fibers.clear(), c.ready.clear();
   c.warps.assign(threads / 32, Meeting());
   for (Meeting& m : c.warps) m.size = 32;
-  c.all = Meeting();
+  c.warpgroups.assign(threads / 128, Meeting());
+  for (Meeting& m : c.warpgroups) m.size = 128;
+  c.all = c.first = Meeting();
   c.all.size = threads;
   constexpr size_t kStack = 256 * 1024;
   const auto address = reinterpret_cast<uintptr_t>(&program);

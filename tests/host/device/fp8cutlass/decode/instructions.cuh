@@ -15,6 +15,11 @@ inline void copy8(void* to, const void* from, int bytes) {
 inline void copy4(void* to, const void* from, int bytes) {
   device::copy(static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), bytes, 4);
 }
+inline uint4 load16(const uint8_t* from) {
+  uint4 x;
+  device::perform({reinterpret_cast<uint8_t*>(&x), from, 16, 16});
+  return x;
+}
 inline void commit() {
   device::self->groups.push_back(std::move(device::self->open));
   device::self->open.clear();
@@ -22,6 +27,12 @@ inline void commit() {
 template <int kPending>
 void wait() {
   device::wait_for(kPending);
+}
+
+template <int kThreads>
+void meet() {
+  device::cta->first.size = kThreads;
+  device::meet(device::cta->first);
 }
 
 inline void load_matrices(uint32_t (&r)[4], const uint8_t* row) {

@@ -13,7 +13,7 @@ from codegen.profiles import PROFILES
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 ROWS = (8, 16, 32)  # of a unit
-WIDE_ROWS = 64  # of a unit that warpgroups multiply, with O and P as f16 operands of wgmma
+WIDE_ROWS = 64  # of a unit that warpgroups multiply, with K, V, Q and P as f16 operands of wgmma
 WIDE_KEYS = 64  # that a warpgroup takes at a time
 WIDE_STAGES = 2  # tiles of a warpgroup in f16
 WIDE_RING_BYTES = 4 * (6 + 4 * 14) + 2 * 4 * 8  # of shares that are worked on, and the next ones

@@ -20,10 +20,10 @@ import fp8cutlass
 from fp8cutlass import PagedKVCache, UnsupportedError
 from fp8cutlass.accuracy.reference import Reference
 from fp8cutlass.accuracy.ztest import summarise, z_scores
+from fp8cutlass.call.kvlaunch import kernel_of as kernel_of_call
 from fp8cutlass.choose.target import target
 from fp8cutlass.emulator.decode import queries
 from fp8cutlass.errors import NoKernelError
-from fp8cutlass.native.decode import kernel_for
 
 OTHER = 0x7E, (7, 2**20, 0, -5)  # garbage that is no NaN
 # Half a step of a 16-bit output, relative, at least; and its smallest step.
@@ -120,8 +120,9 @@ def kernel_of(case: PagedCase, device: str) -> str:
     if device != "cuda":
         return "the emulator of decode"
     at = target(torch.device(device))
-    most = max(case.rows) if case.number % 3 == 0 else -(-int(sum(case.rows)) // len(case.rows))
-    return kernel_for(at.directory, at.arch, case.head_dim, case.heads // case.kv_heads * max(1, most))[0].id
+    most = max(case.rows) if case.number % 3 == 0 else None
+    tokens, sequences = int(sum(case.rows)), len(case.rows)
+    return kernel_of_call(at, case.head_dim, case.heads, case.kv_heads, tokens, sequences, most)[0].id
 
 
 def rows_of(case: PagedCase, s: int) -> slice:

@@ -20,10 +20,10 @@ def test_shared_memory_is_used_and_not_exceeded(d: Decode) -> None:
     """As many CTAs fit as are promised, with stages enough, and one stage more would not fit."""
     target = TARGETS[d.target]
     assert d.smem_bytes <= target.smem_per_block
+    assert d.ctas_per_sm * (d.smem_bytes + SMEM_RESERVED_PER_CTA) <= target.smem_per_sm
     if d.wide:
         assert d.stages == 2 and d.tile == 128 and d.threads == 512 and d.ctas_per_sm == 1
         return
-    assert d.ctas_per_sm * (d.smem_bytes + SMEM_RESERVED_PER_CTA) <= target.smem_per_sm
     assert d.stages >= FEWEST_STAGES[d.target] and d.tile % 32 == 0
     more = d.ctas_per_sm * (d.smem_with(d.stages + 1) + SMEM_RESERVED_PER_CTA) > target.smem_per_sm
     assert more or d.smem_with(d.stages + 1) > target.smem_per_block or d.stages == 4

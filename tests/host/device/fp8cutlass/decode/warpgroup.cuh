@@ -40,7 +40,8 @@ void await_products(float (&)[kBlocks][4]) {
   device::self->products.clear();
 }
 
-// Element `i` of this lane's part of `a`, 16 x 16: row g + 8 (i / 2), columns 2t + i % 2 and 8 more.
+// Element (row, k) of 16 x 16, from what each lane has of it: lane (g, t) rows g and g + 8, columns 2t, 2t + 1 and 8
+// more.
 inline float element(const std::array<std::array<uint32_t, 4>, 32>& a, int row, int k) {
   const uint32_t two = a[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
   return half_value(uint16_t(two >> 16 * (k % 2)));

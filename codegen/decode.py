@@ -132,7 +132,7 @@ class Decode:
         if self.wide:
             groups, cut, handoff = self.warps // 4, 48, 4 * 8 + 4 * 4
             tiles = groups * stages * self.key_tile_bytes
-            return _up(_up(tiles + self.exchange_bytes + WIDE_RING_BYTES, 16) + 2 * cut + groups * handoff, 1024)
+            return _up(_up(tiles + self.exchange_bytes + WIDE_RING_BYTES, 16) + 2 * cut + groups * handoff + 8, 1024)
         slots = self.warps * stages * (self.slot_bytes + self.places_bytes)
         return _up(_up(slots + LENGTHS_BYTES * self.warps, 16) + self.exchange_bytes, 128)
 

@@ -108,7 +108,7 @@ def decode_row(d: Decode) -> Row:
 
 def resident_row(r: Resident) -> Row:
     """ResidentEntry."""
-    numbers = ("head_dim", "keys", "threads", "smem_bytes", "ctas_per_sm")
+    numbers = ("head_dim", "keys", "tile", "threads", "smem_bytes", "ctas_per_sm")
     return Row(
         fields={
             "id": f'"{r.id}"',

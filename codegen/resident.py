@@ -15,18 +15,20 @@ ROWS = 64  # of a row tile, a warpgroup's
 ONES = 8  # rows of ones in V^T
 ALIGNMENT = 1_024  # bytes: where a swizzled tile may begin, and the size that a block of memory is rounded up to
 EXACT_BYTES = 16  # a thread: two rows' sums of unquantised exponentials, of the row tile and of the tile of keys
+BARRIER_BYTES = 8
 MASKS = (Mask.FULL, Mask.CAUSAL)  # the kernels of a source; the host asks for one by its position
 
-# By head_dim and the most keys: warpgroups of a CTA, CTAs an SM, as measured (docs/lab/short.md).
+# By head_dim and the most keys: warpgroups of a CTA that multiply, tiles of K and V in e4m3, blocks in 16 bits, CTAs an
+# SM, as measured (docs/lab/short.md).
 SHAPES = {
-    (64, 64): (1, 5),
-    (64, 128): (1, 4),
-    (64, 256): (1, 4),
-    (64, 512): (2, 2),
-    (128, 64): (1, 4),
-    (128, 128): (1, 3),
-    (128, 256): (1, 2),
-    (128, 512): (3, 1),
+    (64, 64): (2, 4, 4, 2),
+    (64, 128): (3, 6, 4, 1),
+    (64, 256): (3, 6, 4, 1),
+    (64, 512): (3, 6, 4, 1),
+    (128, 64): (2, 6, 4, 1),
+    (128, 128): (2, 3, 2, 1),
+    (128, 256): (2, 3, 2, 1),
+    (128, 512): (2, 4, 1, 1),
 }
 # Those of profile ci: each head_dim, each type, each number of warpgroups, one tile and several.
 CI = {(64, 64, Source.FP16), (64, 512, Source.BF16), (128, 256, Source.BF16), (128, 512, Source.FP16)}
@@ -57,12 +59,23 @@ class Resident:
         return SHAPES[self.head_dim, self.keys][0]
 
     @property
-    def ctas_per_sm(self) -> int:
+    def slots(self) -> int:
+        """Tiles of K and V in e4m3 that there is room for."""
         return SHAPES[self.head_dim, self.keys][1]
 
     @property
+    def stages(self) -> int:
+        """Blocks of K or V in 16 bits that are on their way, or wait to be converted."""
+        return SHAPES[self.head_dim, self.keys][2]
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return SHAPES[self.head_dim, self.keys][3]
+
+    @property
     def threads(self) -> int:
-        return 128 * self.warpgroups
+        """Of the warpgroups that multiply, and of the one that converts."""
+        return 128 * (self.warpgroups + 1)
 
     @property
     def tile(self) -> int:
@@ -86,10 +99,12 @@ class Resident:
     @property
     def smem_bytes(self) -> int:
         queries = self.warpgroups * ROWS * (3 * self.head_dim + 4)  # in 8 and in 16 bits, and slopes
-        sums = EXACT_BYTES * self.threads
-        keys = self.tiles * self.tile * self.head_dim
-        values = self.tiles * _up(self.tile * (self.head_dim + ONES), ALIGNMENT)
-        return _up(queries + sums + keys + values + self.tiles * (8 + 2 * 16), ALIGNMENT)
+        sums = EXACT_BYTES * 128 * self.warpgroups
+        keys = self.slots * self.tile * self.head_dim
+        values = self.slots * _up(self.tile * (self.head_dim + ONES), ALIGNMENT)
+        sources = self.stages * 2 * self.tile * self.head_dim
+        barriers = BARRIER_BYTES * (self.warpgroups + self.stages + 2 * self.slots)
+        return _up(queries + sums + keys + values + sources + 8 * self.slots + 4 * 16 + barriers, ALIGNMENT)
 
     @property
     def profile(self) -> str:

@@ -65,7 +65,7 @@ std::string spelled(const std::string& name, const char* parameters) {
 std::string name_of(int source, int form) {
   const std::string id = id_of(source);
   if (source >= first_resident()) {
-    return spelled(id + (form == kResidentCausal ? "_causal" : "_full"), "ENS_14ResidentParamsE");
+    return spelled(id + (form == kResidentCausal ? "_causal" : "_full"), "ENS_4sm9014ResidentLaunchE");
   }
   if (source >= first_single()) {
     const SingleName& single = kSingleNames[source - first_single()];

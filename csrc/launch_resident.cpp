@@ -4,8 +4,10 @@
 #include <cstdint>
 
 #include "device.h"
+#include "fp8cutlass/sm90/resident_params.h"
 #include "kernels.h"
 #include "start.h"
+#include "tensor_map.h"
 
 namespace fp8cutlass {
 
@@ -19,7 +21,7 @@ cudaError_t share_out(const ResidentEntry& resident, ResidentParams& params) {
   const ForwardParams& p = params.p;
   const int64_t heads = int64_t{p.batch} * p.kv_heads, group = p.heads / p.kv_heads;
   const int64_t row_tiles = (int64_t{p.seqlen_q} + kRows - 1) / kRows, tiles = row_tiles * group;
-  const int64_t ctas = int64_t{p.sm_count} * resident.ctas_per_sm, warpgroups = resident.threads / 128;
+  const int64_t ctas = int64_t{p.sm_count} * resident.ctas_per_sm, warpgroups = resident.threads / 128 - 1;
   const int64_t wanted = std::max<int64_t>(1, ctas / heads);  // items of a head
   const int64_t rounds = std::max<int64_t>(1, (tiles + wanted * warpgroups - 1) / (wanted * warpgroups));
   const int64_t item_tiles = std::min(tiles, rounds * warpgroups);
@@ -27,25 +29,49 @@ cudaError_t share_out(const ResidentEntry& resident, ResidentParams& params) {
   if (tiles > INT32_MAX - kTilePastEnd || heads * head_items + ctas > INT32_MAX ||
       p.seqlen_q > INT32_MAX - kTilePastEnd)
     return cudaErrorInvalidValue;
-  params.row_tiles = static_cast<int>(row_tiles);
+  params.group = static_cast<int>(group);
+  params.head_tiles = static_cast<int>(tiles);
   params.item_tiles = static_cast<int>(item_tiles);
-  params.head_items = static_cast<int>(head_items);
   params.items = static_cast<int>(heads * head_items);
+  params.by_head_items = static_cast<int>(head_items);
+  params.by_kv_heads = p.kv_heads;
+  params.by_row_tiles = static_cast<int>(row_tiles);
   return cudaSuccess;
+}
+
+bool make_maps(sm90::ResidentLaunch& to, const ResidentEntry& resident, unsigned long long context) {
+  const MapMaker maps(context);
+  const ResidentParams& r = to.params;
+  const ForwardParams& p = r.p;
+  const int row = 2 * p.query.columns, tile = 2 * resident.head_dim;
+  const MapMaker::Rows q{p.q, row, p.seqlen_q, p.heads, p.batch, p.q_stride_row, p.q_stride_head, p.q_stride_batch};
+  const MapMaker::Rows k{p.k, row, p.seqlen_k, p.kv_heads, p.batch, p.k_stride_row, p.k_stride_head, p.k_stride_batch};
+  const MapMaker::Rows v{p.v, row, p.seqlen_k, p.kv_heads, p.batch, r.v_stride_row, r.v_stride_head, r.v_stride_batch};
+  return maps.rows(to.q, q, tile, kRows, to.q_head_step, to.q_batch_step) &&
+         maps.rows(to.k, k, tile, resident.tile, to.k_head_step, to.k_batch_step) &&
+         maps.rows(to.v, v, tile, resident.tile, to.v_head_step, to.v_batch_step);
+}
+
+cudaError_t run(const ResidentEntry& resident, ResidentForm form, const ResidentParams& params, int device,
+                cudaStream_t stream) {
+  sm90::ResidentLaunch all{};
+  all.params = params;
+  all.params.p.sm_count = sm_count(device);
+  const cudaError_t status = share_out(resident, all.params);
+  if (status != cudaSuccess) return status;
+  if (!has_tensor_maps()) return cudaErrorNotSupported;
+  const unsigned long long context = context_id();
+  if (!make_maps(all, resident, context)) return cudaErrorInvalidPitchValue;
+  const int64_t ctas = std::min<int64_t>(all.params.items, int64_t{all.params.p.sm_count} * resident.ctas_per_sm);
+  void* arguments[] = {&all};
+  return start(kernel_of(resident, form, device), {ctas, resident.threads, resident.smem_bytes}, arguments, stream,
+               context);
 }
 
 }  // namespace
 
 void launch(const ResidentEntry& resident, ResidentForm form, ResidentParams params, int device, cudaStream_t stream) {
-  params.p.sm_count = sm_count(device);
-  cudaError_t status = share_out(resident, params);
-  if (status == cudaSuccess) {
-    const int64_t ctas = std::min<int64_t>(params.items, int64_t{params.p.sm_count} * resident.ctas_per_sm);
-    void* arguments[] = {&params};
-    status = start(kernel_of(resident, form, device), {ctas, resident.threads, resident.smem_bytes}, arguments, stream,
-                   context_id());
-  }
-  check_launch(status, resident.id, device);
+  check_launch(run(resident, form, params, device, stream), resident.id, device);
 }
 
 }  // namespace fp8cutlass

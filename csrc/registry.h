@@ -78,6 +78,7 @@ struct ResidentEntry {
   SourceType source;  // of Q, K, V and O
   int head_dim;
   int keys;  // the most
+  int tile;  // keys of a tile, and of a block descale
   int threads, smem_bytes, ctas_per_sm;
 };
 

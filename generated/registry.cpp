@@ -958,24 +958,24 @@ const DecodeEntry kDecodes[] = {
 };
 const int kDecodeCount = 26;
 
-// id, source, head_dim, keys, threads, smem_bytes, ctas_per_sm
+// id, source, head_dim, keys, tile, threads, smem_bytes, ctas_per_sm
 const ResidentEntry kResidents[] = {
-    {"resident_d64_k64_bf16", SourceType::bf16, 64, 64, 128, 24576, 5},
-    {"resident_d64_k64_fp16", SourceType::fp16, 64, 64, 128, 24576, 5},
-    {"resident_d64_k128_bf16", SourceType::bf16, 64, 128, 128, 32768, 4},
-    {"resident_d64_k128_fp16", SourceType::fp16, 64, 128, 128, 32768, 4},
-    {"resident_d64_k256_bf16", SourceType::bf16, 64, 256, 128, 50176, 4},
-    {"resident_d64_k256_fp16", SourceType::fp16, 64, 256, 128, 50176, 4},
-    {"resident_d64_k512_bf16", SourceType::bf16, 64, 512, 256, 99328, 2},
-    {"resident_d64_k512_fp16", SourceType::fp16, 64, 512, 256, 99328, 2},
-    {"resident_d128_k64_bf16", SourceType::bf16, 128, 64, 128, 45056, 4},
-    {"resident_d128_k64_fp16", SourceType::fp16, 128, 64, 128, 45056, 4},
-    {"resident_d128_k128_bf16", SourceType::bf16, 128, 128, 128, 61440, 3},
-    {"resident_d128_k128_fp16", SourceType::fp16, 128, 128, 128, 61440, 3},
-    {"resident_d128_k256_bf16", SourceType::bf16, 128, 256, 128, 95232, 2},
-    {"resident_d128_k256_fp16", SourceType::fp16, 128, 256, 128, 95232, 2},
-    {"resident_d128_k512_bf16", SourceType::bf16, 128, 512, 384, 216064, 1},
-    {"resident_d128_k512_fp16", SourceType::fp16, 128, 512, 384, 216064, 1},
+    {"resident_d64_k64_bf16", SourceType::bf16, 64, 64, 64, 384, 99328, 2},
+    {"resident_d64_k64_fp16", SourceType::fp16, 64, 64, 64, 384, 99328, 2},
+    {"resident_d64_k128_bf16", SourceType::bf16, 64, 128, 128, 512, 215040, 1},
+    {"resident_d64_k128_fp16", SourceType::fp16, 64, 128, 128, 512, 215040, 1},
+    {"resident_d64_k256_bf16", SourceType::bf16, 64, 256, 128, 512, 215040, 1},
+    {"resident_d64_k256_fp16", SourceType::fp16, 64, 256, 128, 512, 215040, 1},
+    {"resident_d64_k512_bf16", SourceType::bf16, 64, 512, 128, 512, 215040, 1},
+    {"resident_d64_k512_fp16", SourceType::fp16, 64, 512, 128, 512, 215040, 1},
+    {"resident_d128_k64_bf16", SourceType::bf16, 128, 64, 64, 384, 224256, 1},
+    {"resident_d128_k64_fp16", SourceType::fp16, 128, 64, 64, 384, 224256, 1},
+    {"resident_d128_k128_bf16", SourceType::bf16, 128, 128, 128, 384, 221184, 1},
+    {"resident_d128_k128_fp16", SourceType::fp16, 128, 128, 128, 384, 221184, 1},
+    {"resident_d128_k256_bf16", SourceType::bf16, 128, 256, 128, 384, 221184, 1},
+    {"resident_d128_k256_fp16", SourceType::fp16, 128, 256, 128, 384, 221184, 1},
+    {"resident_d128_k512_bf16", SourceType::bf16, 128, 512, 128, 384, 222208, 1},
+    {"resident_d128_k512_fp16", SourceType::fp16, 128, 512, 128, 384, 222208, 1},
 };
 const int kResidentCount = 16;
 
@@ -986,6 +986,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "7d27c30a6ef10ff57d0d0255d94a2588c5a1d25f58a6e3aaa6aff7906d664cff";
+const char kManifest[] = "fa6ec235d9f0fe52c50cfee1f0b3501db9a44323159d1c08b43497f2765d7d11";
 
 }  // namespace fp8cutlass

@@ -226,7 +226,7 @@ FAULTS = (
     Fault(
         "decode: a CTA arrives before its part is in memory",
         "decode_sm90a_d96_r8",
-        "  meet_all<kRows, kWarps>();\n  delay_point(22);\n",
+        "  meet();\n  delay_point(22);\n",
         "",
         "tests",
         header=FINISH,

@@ -107,9 +107,10 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) decode_sm89_d128_r16(con
       if (share.tile > 0 || share.end < share.all) {
         const int first = share.tile > 0 ? from.first : to.first, last = share.tile > 0 ? from.last : to.last;
         const int own = int(blockIdx.x);
+        const auto meet = [] { __syncthreads(); };
         whole = decode::leave_part<kHeadDim, kRows, kWarps>(p, decode::slot_of(own, first), first, last - first + 1,
-                                                            shared.exchange);
-        if (whole) decode::join_parts<kHeadDim, kRows, kWarps>(p, first, last, shared.exchange);
+                                                            shared.exchange, meet);
+        if (whole) decode::join_parts<kHeadDim, kRows, kWarps>(p, first, last, shared.exchange, meet);
       }
       if (whole) decode::store_rows(p, share, shared.exchange, decode::limited(queries.v_descale[threadIdx.x / 32]));
     }

@@ -44,6 +44,7 @@ struct SharedStorage {
   decode::ShareRing<kRows, kTile> shares;
   decode::Cut from, to;
   decode::Handoff handoffs[kWarps / 4];
+  decode::Meeting<kMultiplying> meeting;
 };
 static_assert(sizeof(SharedStorage) == 209920);
 
@@ -70,6 +71,7 @@ __device__ __forceinline__ void multiply_keys(const decode::DecodeParams& p, Sha
   auto& exchange = shared.exchange;
   decode::WideState<kHeadDim> state;
   int number = 0;  // of tiles
+  const auto meet = [&] { shared.meeting.all(); };
   const auto ask = [&](int i) {
     const decode::Share& share = shared.shares.at(i);
     if (share.tiles >= 0) decode::ask_queries(p, share, exchange.queries[i % 2]);
@@ -82,11 +84,11 @@ __device__ __forceinline__ void multiply_keys(const decode::DecodeParams& p, Sha
     auto& queries = exchange.queries[i % 2];
     decode::commit();
     decode::wait<0>();
-    decode::meet<kMultiplying>();  // all are done with the share before, and with its Q
+    meet();  // all are done with the share before, and with its Q
     if (i > 0) shared.shares.end(i - 1);
-    decode::prepare_queries(p, queries);
+    decode::prepare_queries(p, queries, meet);
     decode::fence_products();
-    decode::meet<kMultiplying>();
+    meet();
     ask(i + 1);
     state.clear(p.v_token.base != nullptr);
     const auto sight = decode::Sight::of<kRows>(p.batch, share);
@@ -95,15 +97,15 @@ __device__ __forceinline__ void multiply_keys(const decode::DecodeParams& p, Sha
     for (int key = first_key; number < past; ++number, key += kTile)
       decode::add_tile<kHeadDim>(p, share, sight, key, number, shared.tiles[group], shared.handoffs[group],
                                  queries.rows, queries.slope, state);
-    decode::join_warps<kHeadDim, kRows, kWarps>(exchange, state);
+    decode::join_warps<kHeadDim, kRows, kWarps>(exchange, state, meet);
 
     bool whole = true;
     if (share.tile > 0 || share.end < share.all) {
       const decode::Cut& of = share.tile > 0 ? shared.from : shared.to;
       const int own = int(blockIdx.x);
       whole = decode::leave_part<kHeadDim, kRows, kWarps>(p, decode::slot_of(own, of.first), of.first,
-                                                          of.last - of.first + 1, exchange);
-      if (whole) decode::join_parts<kHeadDim, kRows, kWarps>(p, of.first, of.last, exchange);
+                                                          of.last - of.first + 1, exchange, meet);
+      if (whole) decode::join_parts<kHeadDim, kRows, kWarps>(p, of.first, of.last, exchange, meet);
     }
     if (whole) decode::store_rows(p, share, exchange, decode::limited(queries.v_descale[warp]));
   }
@@ -120,7 +122,10 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) decode_sm90a_d128_r64(co
   const decode::Cut from = p.cuts[blockIdx.x], to = p.cuts[blockIdx.x + 1];
   decode::clear_others<kHeadDim, kThreads>(p, from.begin, from.end);
   if (threadIdx.x < kWarps / 4) shared.handoffs[threadIdx.x].begin();
-  if (threadIdx.x == 0) shared.from = from, shared.to = to, shared.shares.begin(from, to, kThreads);
+  if (threadIdx.x == 0) {
+    shared.meeting.begin();
+    shared.from = from, shared.to = to, shared.shares.begin(from, to, kThreads);
+  }
   __syncthreads();
   if (threadIdx.x >= kMultiplying) {
     decode::give_registers<kConvertingRegisters>();

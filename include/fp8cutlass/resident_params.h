@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "fp8cutlass/params.h"
+#include "fp8cutlass/walk/divisor.h"
 
 namespace fp8cutlass {
 
@@ -12,10 +13,12 @@ struct ResidentParams {
   ForwardParams p;  // q, k and v are of 16 bits as `query` says, with strides in bytes; there are no descales
   int64_t v_stride_batch, v_stride_head, v_stride_row;  // in bytes
   float v_limit, v_limit_reciprocal;                    // as those of `query`, which count for K as well
-  int row_tiles;                                        // of 64 rows, of a query head
+  int group;                                            // query heads that share a head of K and V
+  int head_tiles;                                       // row tiles of 64 rows, of these
   int item_tiles;                                       // row tiles of an item
-  int head_items;                                       // items of a head of K and V
   int items;
+  Divisor by_head_items, by_kv_heads;  // items of a head of K and V, its heads in a batch element
+  Divisor by_row_tiles;                // row tiles of a query head
 };
 
 }  // namespace fp8cutlass

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "counters.h"
+#include "fp8cutlass/sm90/resident_params.h"
 #include "kernels.h"
 #include "launch_pack.h"
 #include "launch_resident.h"
@@ -330,7 +331,7 @@ const PackEntry kPacks[] = {{"pack", 64, 128, SourceType::bf16, 128, 1, 8000, 25
 const int kPackCount = 4;
 const DecodeEntry kDecodes[] = {{"decode_d64", "sm90a", 64, 8, 128, 128, 70000, 2, 528}};
 const int kDecodeCount = 1;
-const ResidentEntry kResidents[] = {{"keeps", SourceType::bf16, 64, 256, 256, 50000, 2}};
+const ResidentEntry kResidents[] = {{"keeps", SourceType::bf16, 64, 256, 128, 384, 50000, 2}};
 const int kResidentCount = 1;
 // The last three have files that are not what they should be.
 const TargetEntry kTargets[] = {{"sm90a", 9, 0}, {"other", 9, 1}, {"stale", 9, 2}, {"missing", 9, 3}, {"short", 9, 4}};
@@ -541,24 +542,31 @@ static void check_windows() {
 static void check_residents() {
   ResidentParams r{};
   r.p = problem();
+  r.p.query.columns = 64;
+  r.v_stride_row = 128, r.v_stride_head = 0, r.v_stride_batch = 11520;
   const auto& got = [&](ResidentForm form) -> const ResidentParams& {
     launch(kResidents[0], form, r, 0, nullptr);
-    return last().params<ResidentParams>();
+    return last().params<sm90::ResidentLaunch>().params;
   };
   const ResidentParams few = got(kResidentFull);  // 4 heads of K and V, 4 row tiles of 2 query heads each
-  report(few.row_tiles == 2 && few.item_tiles == 2 && few.head_items == 2 && few.items == 8 && last().ctas == 8 &&
-             last().threads == 256 && last().smem_bytes == 50000 && !last().dependent,
+  report(few.head_tiles == 4 && few.item_tiles == 2 && few.by_head_items.divisor == 2 && few.items == 8 &&
+             last().ctas == 8 && last().threads == 384 && last().smem_bytes == 50000 && !last().dependent,
          "few heads: cut into as many items as warpgroups can share");
-  report(last().kernel->library == "keeps" && last().kernel->name == "_ZN10fp8cutlass10keeps_fullENS_14ResidentParamsE",
+  const auto& maps = last().params<sm90::ResidentLaunch>();
+  report(maps.q.opaque[8] == (uint64_t{128} << 32 | 64) && maps.k.opaque[8] == (uint64_t{128} << 32 | 128) &&
+             maps.v.opaque[8] == maps.k.opaque[8] && maps.k_head_step == 1 && maps.v_head_step == 0,
+         "Q is copied by row tiles, K and V by blocks; heads of V that are one");
+  report(last().kernel->library == "keeps" &&
+             last().kernel->name == "_ZN10fp8cutlass10keeps_fullENS_4sm9014ResidentLaunchE",
          "the kernel of a mask in its source's cubin");
   r.p.batch = 200;
   const ResidentParams many = got(kResidentCausal);
-  report(many.item_tiles == 4 && many.head_items == 1 && many.items == 400 && last().ctas == 264 &&
-             last().kernel->name == "_ZN10fp8cutlass12keeps_causalENS_14ResidentParamsE",
+  report(many.item_tiles == 4 && many.by_head_items.divisor == 1 && many.items == 400 && last().ctas == 264 &&
+             last().kernel->name == "_ZN10fp8cutlass12keeps_causalENS_4sm9014ResidentLaunchE",
          "many heads: an item is all that share one of K and V, and CTAs take several");
   r.p.batch = 2, r.p.seqlen_q = 64 * 1000;
   const ResidentParams longer = got(kResidentFull);  // 2000 row tiles of a head, 264 CTAs for 4 heads
-  report(longer.item_tiles == 32 && longer.head_items == 63 && longer.items == 252 && last().ctas == 252,
+  report(longer.item_tiles == 32 && longer.by_head_items.divisor == 63 && longer.items == 252 && last().ctas == 252,
          "long queries on few heads: no more items than CTAs");
 }
 

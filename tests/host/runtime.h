@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "fp8cutlass/resident_params.h"
 #include "fp8cutlass/sm90/kernel_params.h"
+#include "fp8cutlass/sm90/resident_params.h"
 #include "fp8cutlass/walk/plan_params.h"
 
 namespace runtime {
@@ -82,7 +82,7 @@ inline size_t argument_bytes(const std::string& name) {
                                                   {"13Fp8PackParamsENS_10RaggedPackE", sizeof(Fp8PackParams)},
                                                   {"10PackParamsENS_10RaggedPackE", sizeof(PackParams)},
                                                   {"10PlanParamsE", sizeof(planning::PlanParams)},
-                                                  {"14ResidentParamsE", sizeof(ResidentParams)},
+                                                  {"14ResidentLaunchE", sizeof(sm90::ResidentLaunch)},
                                                   {"13ForwardParamsEi", sizeof(ForwardParams)}};
   for (const auto& [type, bytes] : sizes) {
     if (name.size() > std::strlen(type) && name.compare(name.size() - std::strlen(type), name.npos, type) == 0)

@@ -260,7 +260,7 @@ WIDE_FAULTS = {
         "plain", True, ("wide.cuh", "if (row / 16 != warp % 4) exchange", "if (row / 16 == warp % 4) exchange")),
     "Q is multiplied before all of it is there": (
         "queries", True,
-        ("kernel.cu", "decode::fence_products();\n    decode::meet<kMultiplying>();", "decode::fence_products();")),
+        ("kernel.cu", "decode::fence_products();\n    meet();", "decode::fence_products();")),
     "Q of another row": (
         "queries", True, ("query.cuh", "panel_offset(warp + r * kWarps,", "panel_offset(warp + r / 2 * kWarps,")),
     "a NaN of V reaches rows that do not see it": (

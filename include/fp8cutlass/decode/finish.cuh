@@ -21,16 +21,6 @@ struct Exchange {
   int is_last;
 };
 
-// All threads that have the result meet: those of a CTA, but for the warps that convert keys for units of 64 rows.
-template <int kRows, int kWarps>
-__device__ __forceinline__ void meet_all() {
-  if constexpr (kRows == kWideRows) {
-    meet<32 * kWarps>();
-  } else {
-    __syncthreads();
-  }
-}
-
 // A part: O of all rows, their largest scores, their sums.
 template <int kHeadDim, int kRows>
 constexpr int kPartFloats = kRows * (kHeadDim + 2);
@@ -256,10 +246,11 @@ __device__ __forceinline__ void clear_others(const DecodeParams& p, int first, i
   }
 }
 
-// Leaves this CTA's part of a unit in memory. Returns whether it is the last of `count` to do so.
-template <int kHeadDim, int kRows, int kWarps>
+// Leaves this CTA's part of a unit in memory. Returns whether it is the last of `count` to do so. At `meet` all threads
+// meet that have the result.
+template <int kHeadDim, int kRows, int kWarps, class Meet>
 __device__ __forceinline__ bool leave_part(const DecodeParams& p, int slot, int first, int count,
-                                           Exchange<kHeadDim, kRows, kWarps>& exchange) {
+                                           Exchange<kHeadDim, kRows, kWarps>& exchange, const Meet& meet) {
   float* const part = p.parts + int64_t(slot) * kPartFloats<kHeadDim, kRows>;
   delay_point(23);
   for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += 32 * kWarps) {
@@ -271,13 +262,13 @@ __device__ __forceinline__ bool leave_part(const DecodeParams& p, int slot, int 
     part[kRows * kHeadDim + threadIdx.x] = exchange.row_most[threadIdx.x];
     part[kRows * kHeadDim + kRows + threadIdx.x] = exchange.row_sum[threadIdx.x];
   }
-  meet_all<kRows, kWarps>();
+  meet();
   delay_point(22);
   if (threadIdx.x == 0) {
     exchange.is_last = arrive(&p.arrived[first]) == unsigned(count - 1);  // for all threads: the barrier was before it
     if (exchange.is_last) p.arrived[first] = 0;
   }
-  meet_all<kRows, kWarps>();
+  meet();
   return exchange.is_last != 0;
 }
 
@@ -286,9 +277,9 @@ __device__ __forceinline__ int slot_of(int c, int first) { return 2 * c + (c == 
 
 // Puts the parts of the CTAs from `first` to `last` together: afterwards exchange.o, row_most and row_sum have the
 // unit's.
-template <int kHeadDim, int kRows, int kWarps>
+template <int kHeadDim, int kRows, int kWarps, class Meet>
 __device__ __forceinline__ void join_parts(const DecodeParams& p, int first, int last,
-                                           Exchange<kHeadDim, kRows, kWarps>& exchange) {
+                                           Exchange<kHeadDim, kRows, kWarps>& exchange, const Meet& meet) {
   const auto part = [&](int c) { return p.parts + int64_t(slot_of(c, first)) * kPartFloats<kHeadDim, kRows>; };
   constexpr int kThreads = 32 * kWarps, kPieces = kRows * kHeadDim / 4;
   constexpr int kEach = (kPieces + kThreads - 1) / kThreads;  // pieces of four columns, of a thread
@@ -340,7 +331,7 @@ __device__ __forceinline__ void join_parts(const DecodeParams& p, int first, int
       if (column(k) == 0) exchange.row_most[row(k)] = most[k], exchange.row_sum[row(k)] = sum[k];
     }
   }
-  meet_all<kRows, kWarps>();
+  meet();
 }
 
 }  // namespace fp8cutlass::decode

@@ -40,11 +40,26 @@ __device__ __forceinline__ void wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// The first kThreads threads of a CTA meet.
+// Where the first kThreads threads of a CTA meet, again and again. An mbarrier, at which each of them arrives:
+// racecheck follows it, and not `bar.sync` of some of the threads (docs/lab/decode.md).
 template <int kThreads>
-__device__ __forceinline__ void meet() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
-}
+class Meeting {
+ public:
+  __device__ __forceinline__ void begin() {  // by one thread, before the CTA meets
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier_)), "n"(kThreads));
+  }
+  __device__ __forceinline__ void all() {
+    asm volatile(
+        "{\n.reg .pred done;\n.reg .b64 phase;\n"
+        "mbarrier.arrive.shared::cta.b64 phase, [%0];\n"
+        "again: mbarrier.try_wait.shared::cta.b64 done, [%0], phase;\n"
+        "@!done bra again;\n}" ::"r"(shared_address(&barrier_))
+        : "memory");
+  }
+
+ private:
+  uint64_t barrier_;
+};
 
 // Four matrices of 8 rows of 16 bytes; lane i has the address of row i % 8 of matrix i / 8. Lane (g, t) gets bytes 4t
 // to 4t + 3 of row g of each.

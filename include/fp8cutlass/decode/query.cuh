@@ -56,9 +56,11 @@ __device__ __forceinline__ void ask_queries(const DecodeParams& p, const Share& 
 // A descale of a head as it is multiplied by.
 __device__ __forceinline__ float limited(float descale) { return fminf(fmaxf(descale, 0x1p-126f), 0x1p126f); }
 
-// What was asked for is there; each warp has it for itself. Rows that become panels are all read before one is written.
-template <int kHeadDim, int kRows, int kWarps>
-__device__ __forceinline__ void prepare_queries(const DecodeParams& p, Queries<kHeadDim, kRows, kWarps>& queries) {
+// What was asked for is there; each warp has it for itself. Rows that become panels are all read before one is written:
+// their warps come to `meet`.
+template <int kHeadDim, int kRows, int kWarps, class Meet = int>
+__device__ __forceinline__ void prepare_queries(const DecodeParams& p, Queries<kHeadDim, kRows, kWarps>& queries,
+                                                const Meet& meet = {}) {
   constexpr int kPasses = (kHeadDim / 4 + 31) / 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const float unit = p.softcap > 0.f ? 1.f / p.softcap : 1.4426950408889634f;
@@ -101,7 +103,7 @@ __device__ __forceinline__ void prepare_queries(const DecodeParams& p, Queries<k
     if (lane == 0) queries.slope[row] = __uint_as_float(exponent << 23) * (p.scale * unit * k_descale);
   }
   if constexpr (kPanels) {
-    meet<32 * kWarps>();
+    meet();
 #pragma unroll
     for (int r = 0; r < kOwnRows<kRows, kWarps>; ++r) {
       const int at = panel_offset(warp + r * kWarps, lane / 2 % 8) + lane % 2 * 8;

@@ -19,14 +19,10 @@ using sm90::wait;
 // What this thread wrote to shared memory is there for products that are begun after the next barrier.
 __device__ __forceinline__ void fence_products() { sm90::fence_async(); }
 
-// The warps of this thread's warpgroup, the first or the second, meet. Numbers of barriers are constants: the compiler
-// reserves all 16 otherwise.
+// The warps of this thread's warpgroup, the first or the second, meet. The number in a register reserves all 16
+// barriers, which a kernel of one CTA an SM has.
 __device__ __forceinline__ void meet_warpgroup() {
-  if (threadIdx.x < 128) {
-    asm volatile("bar.sync 2, 128;" ::: "memory");
-  } else {
-    asm volatile("bar.sync 3, 128;" ::: "memory");
-  }
+  asm volatile("bar.sync %0, 128;" ::"r"(2 + threadIdx.x / 128) : "memory");
 }
 
 // Products that follow use registers as they are now.

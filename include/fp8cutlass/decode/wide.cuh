@@ -217,9 +217,9 @@ __device__ __forceinline__ void add_tile(const DecodeParams& params, const Share
 
 // Adds up the warpgroups: afterwards exchange.o, row_most and row_sum have the share's result. A warp has no part in
 // the rows of others.
-template <int kHeadDim, int kRows, int kWarps>
+template <int kHeadDim, int kRows, int kWarps, class Meet>
 __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& exchange,
-                                           const WideState<kHeadDim>& state) {
+                                           const WideState<kHeadDim>& state, const Meet& meet) {
   constexpr int kPitch = kResultPitch<kHeadDim>, kGroups = kWarps / 4, kBlocks = kHeadDim / 8;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4, own = first_row();
   for (int row = lane; row < kRows; row += 32)
@@ -231,7 +231,7 @@ __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& ex
     for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (t == 0) exchange.most[warp][own + 8 * c] = state.most[c], exchange.sum[warp][own + 8 * c] = sum;
   }
-  meet_all<kRows, kWarps>();
+  meet();
   delay_point(21);
   float factor[2];
 #pragma unroll
@@ -255,7 +255,7 @@ __device__ __forceinline__ void join_warps(Exchange<kHeadDim, kRows, kWarps>& ex
         *to = x;
       }
     }
-    meet_all<kRows, kWarps>();
+    meet();
   }
 }
 

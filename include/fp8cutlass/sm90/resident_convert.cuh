@@ -1,6 +1,6 @@
-// K, V and Q on their way from 16 bits in global memory to the e4m3 tiles in shared memory that wgmma reads: part of
-// resident.cuh, whose Resident<...> is R here. A warpgroup takes a block of 128 keys of K or of V, or 64 rows of Q. It
-// holds them in registers between the maximum and the conversion. The bits are those of pack.cuh.
+// K, V and Q on their way from 16 bits in shared memory, where the copy engine put them, to the e4m3 tiles that wgmma
+// reads: part of resident.cuh, whose Resident<...> is R here. A warpgroup takes a block of 128 keys of K or of V, or 64
+// rows of Q. It holds them in registers between the maximum and the conversion. The bits are those of pack.cuh.
 #pragma once
 
 #include <cstdint>
@@ -12,82 +12,37 @@
 
 namespace fp8cutlass::sm90 {
 
-// Rows of a tensor in 16 bits, from a first one on: `rows` are there and `columns` of each; the rest counts as zeros.
-struct SourceRows {
-  const uint8_t* first;
-  int64_t stride;  // in bytes
-  int rows, columns;
-};
-
-// What is read once, or zeros where it is not there; without a branch.
-__device__ __forceinline__ uint4 load_if(const uint8_t* from, bool there) {
-  uint4 x;
-  asm volatile(
-      "{\n.reg .pred there;\n"
-      "setp.ne.s32 there, %5, 0;\n"
-      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-      "@there ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-      : "l"(from), "r"(int(there)));
-  return x;
-}
-__device__ __forceinline__ uint32_t load_word(const uint8_t* from, bool there) {
-  uint32_t x;
-  asm volatile(
-      "{\n.reg .pred there;\n"
-      "setp.ne.s32 there, %2, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "@there ld.global.nc.L1::no_allocate.u32 %0, [%1];\n}"
-      : "=r"(x)
-      : "l"(from), "r"(int(there)));
-  return x;
-}
-
-// The threads of one warpgroup.
-__device__ __forceinline__ void sync_warpgroup(int warpgroup) {
+// The threads of this one's warpgroup.
+__device__ __forceinline__ void sync_warpgroup() {
   delay_point(18);
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");
 }
 
-// K and Q: a row belongs to kLanes neighbouring lanes, two chunks of 8 elements to each, whose bytes go to one line of
-// the 128 bytes of banks; rows of other lines take their chunks in the other order, so that they do not meet in a bank.
+// K and Q: a row belongs to kLanes neighbouring lanes, two chunks of 8 elements to each. Rows take their chunks in one
+// order or the other, so that those of an access do not meet in a bank: neighbours where two rows are read at once,
+// and those whose bytes go to another line of 128 bytes.
 template <class R>
 struct RowLane {
   int lane, first, order;
   __device__ __forceinline__ RowLane() {
     const int thread = thread_index() % 128;
     lane = thread % R::kLanes, first = thread / R::kLanes;
-    order = first / (128 / R::kHeadDim) % 2;
+    order = (R::kHeadDim == 64 ? first ^ first / 2 : first) % 2;
   }
   __device__ __forceinline__ int column(int i) const { return 8 * (lane + R::kLanes * (i ^ order)); }
 };
 
-template <class R>
-struct RowLoader : RowLane<R> {
-  const uint8_t* row;
-  int64_t step;
-  int left[2];
-  __device__ __forceinline__ explicit RowLoader(const SourceRows& from) {
-    row = from.first + this->first * from.stride;
-    step = R::kRowStep * from.stride;
+template <class R, class Block, int kPasses>
+__device__ __forceinline__ void take_rows(uint4 (&x)[kPasses][2], const uint8_t* source) {
+  const RowLane<R> at;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) left[i] = this->column(i) < from.columns ? from.rows - this->first : 0;
-  }
-  __device__ __forceinline__ const uint8_t* place(int pass, int i) const {
-    return row + pass * step + 2 * this->column(i);
-  }
-  __device__ __forceinline__ bool there(int pass, int i) const { return pass * R::kRowStep < left[i]; }
-  __device__ __forceinline__ void load(uint4 (&x)[2], int pass) const {
+  for (int i = 0; i < 2; ++i) {
+    const uint8_t* const from =
+        source + Block::offset(at.first, 2 * at.column(i));  // a step of rows is a multiple of 8
 #pragma unroll
-    for (int i = 0; i < 2; ++i) x[i] = load_if(place(pass, i), there(pass, i));
+    for (int pass = 0; pass < kPasses; ++pass)
+      x[pass][i] = *reinterpret_cast<const uint4*>(from + pass * R::kRowStep * Block::kWidth);
   }
-};
-
-template <class R, int kPasses>
-__device__ __forceinline__ void load_rows(uint4 (&x)[kPasses][2], const SourceRows& from) {
-  const RowLoader<R> loader(from);
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) loader.load(x[pass], pass);
 }
 
 // V: a lane has two columns of 16 keys, a warp 64 columns, for each of its kTasks. Lanes are given columns so that the
@@ -103,45 +58,50 @@ struct ColumnLane {
     pair = (lane & 3) << 2 | (lane >> 2 & 3) | (lane & 16);
     flip = lane & 4;
   }
-  __device__ __forceinline__ int column(int task) const { return 64 * ((warp + 4 * task) / R::kGroups) + 2 * pair; }
+  __device__ __forceinline__ int set(int task) const { return (warp + 4 * task) / R::kGroups; }  // of 64 columns
+  __device__ __forceinline__ int column(int task) const { return 64 * set(task) + 2 * pair; }
   __device__ __forceinline__ int key(int task) const { return 16 * ((warp + 4 * task) % R::kGroups); }
 };
 
-template <class R>
-__device__ __forceinline__ void load_columns(uint4 (&x)[R::kTasks][4], const SourceRows& from) {
+template <class R, class Block>
+__device__ __forceinline__ void take_columns(uint4 (&x)[R::kTasks][4], const uint8_t* source) {
+  static_assert(Block::kWidth == 128, "64 columns");
   const ColumnLane<R> at;
+  int place[8];  // the swizzle repeats every 8 rows
+#pragma unroll
+  for (int t = 0; t < 8; ++t) place[t] = Block::offset(t, 4 * at.pair);
 #pragma unroll
   for (int task = 0; task < R::kTasks; ++task) {
-    const int left = at.column(task) < from.columns ? from.rows - at.key(task) : 0;
-    const uint8_t* row = from.first + at.key(task) * from.stride + 2 * at.column(task);
+    const uint8_t* const from = source + at.set(task) * Block::kBlockBytes + at.key(task) * Block::kWidth;
     uint32_t word[16];
 #pragma unroll
-    for (int t = 0; t < 16; ++t, row += from.stride) word[t] = load_word(row, t < left);
+    for (int t = 0; t < 16; ++t)
+      word[t] = *reinterpret_cast<const uint32_t*>(from + place[t % 8] + t / 8 * 8 * Block::kWidth);
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[task][i] = uint4{word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
   }
 }
 
-// The scale of a block that a warpgroup holds. `of_warp` is used once an item.
-template <int kPasses, class Source>
-__device__ __forceinline__ packing::Scale block_scale(uint32_t (&of_warp)[4], const uint32_t (&largest)[kPasses],
-                                                      int warpgroup, float limit, float limit_reciprocal) {
-  uint32_t bits = __reduce_max_sync(~0u, packing::largest_of(largest));
+// The scale of a block that a warpgroup holds: each warp tells its largest value, and when they have met, all find the
+// scale.
+template <class Source, int kPasses, int kChunks>
+__device__ __forceinline__ void tell_largest(uint32_t (&of_warp)[4], uint4 (&x)[kPasses][kChunks]) {
+  uint32_t largest[kPasses];
+  magnitudes<Source>(largest, x);
+  const uint32_t bits = __reduce_max_sync(~0u, packing::largest_of(largest));
   const int thread = thread_index();
   if (thread % 32 == 0) of_warp[thread / 32 % 4] = bits;
-  sync_warpgroup(warpgroup);
-#pragma unroll
-  for (int warp = 0; warp < 4; ++warp) bits = max(bits, of_warp[warp]);
+}
+template <class Source>
+__device__ __forceinline__ packing::Scale block_scale(const uint32_t (&of_warp)[4], float limit,
+                                                      float limit_reciprocal) {
+  const uint32_t bits = max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3]));
   return packing::scale_of(Source::low(bits), limit, limit_reciprocal);
 }
 
-// A block of K to its tile. Returns its descale.
+// A block of K to its tile.
 template <class R, class Source>
-__device__ __forceinline__ float convert_keys(uint8_t* tile, uint4 (&x)[R::kPasses][2], uint32_t (&of_warp)[4],
-                                              int warpgroup, float limit, float limit_reciprocal) {
-  uint32_t largest[R::kPasses];
-  magnitudes<Source>(largest, x);
-  const packing::Scale scale = block_scale<R::kPasses, Source>(of_warp, largest, warpgroup, limit, limit_reciprocal);
+__device__ __forceinline__ void convert_keys(uint8_t* tile, uint4 (&x)[R::kPasses][2], float inverse) {
   const RowLane<R> at;
   uint8_t* const to[2] = {tile + R::KTile::offset(at.first, at.column(0)),
                           tile + R::KTile::offset(at.first, at.column(1))};  // a step of rows is a multiple of 8
@@ -151,18 +111,13 @@ __device__ __forceinline__ float convert_keys(uint8_t* tile, uint4 (&x)[R::kPass
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       *reinterpret_cast<uint2*>(to[i] + pass * R::kRowStep * R::KTile::kWidth) =
-          packing::e4m3x8<Source>(x[pass][i], scale.inverse);
+          packing::e4m3x8<Source>(x[pass][i], inverse);
   }
-  return scale.descale;
 }
 
-// A block of V to its tile of V^T, in the order that P V wants. Returns its descale.
+// A block of V to its tile of V^T, in the order that P V wants.
 template <class R, class Source>
-__device__ __forceinline__ float convert_values(uint8_t* tile, uint4 (&x)[R::kTasks][4], uint32_t (&of_warp)[4],
-                                                int warpgroup, float limit, float limit_reciprocal) {
-  uint32_t largest[R::kTasks];
-  magnitudes<Source>(largest, x);
-  const packing::Scale scale = block_scale<R::kTasks, Source>(of_warp, largest, warpgroup, limit, limit_reciprocal);
+__device__ __forceinline__ void convert_values(uint8_t* tile, uint4 (&x)[R::kTasks][4], float inverse) {
   const ColumnLane<R> at;
 #pragma unroll
   for (int task = 0; task < R::kTasks; ++task) {
@@ -174,7 +129,7 @@ __device__ __forceinline__ float convert_values(uint8_t* tile, uint4 (&x)[R::kTa
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const auto value = [&](int key) {
-        return __fmul_rn(c == 0 ? Source::low(word[key]) : Source::high(word[key]), scale.inverse);
+        return __fmul_rn(c == 0 ? Source::low(word[key]) : Source::high(word[key]), inverse);
       };
 #pragma unroll
       for (int t = 0; t < 4; ++t)
@@ -189,28 +144,6 @@ __device__ __forceinline__ float convert_values(uint8_t* tile, uint4 (&x)[R::kTa
                 at.flip ? other[3] : one[3]};
     }
   }
-  return scale.descale;
-}
-
-// 64 rows of Q on their way through shared memory, where a thread finds what it has copied itself.
-template <class R>
-__device__ __forceinline__ void stage_rows(uint4* own, const SourceRows& from) {
-  const RowLoader<R> loader(from);
-#pragma unroll
-  for (int pass = 0; pass < R::kQueryPasses; ++pass)
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(own + 128 * (2 * pass + i))),
-                   "l"(loader.place(pass, i)), "r"(loader.there(pass, i) ? 16 : 0)
-                   : "memory");
-}
-template <class R>
-__device__ __forceinline__ void take_rows(uint4 (&x)[R::kQueryPasses][2], const uint4* own) {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-#pragma unroll
-  for (int pass = 0; pass < R::kQueryPasses; ++pass)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) x[pass][i] = own[128 * (2 * pass + i)];
 }
 
 // 64 rows of Q, each with its own maximum, to their tile. slope[row] becomes `per_unit` times the row's descale.

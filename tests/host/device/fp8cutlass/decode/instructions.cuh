@@ -30,10 +30,14 @@ void wait() {
 }
 
 template <int kThreads>
-void meet() {
-  device::cta->first.size = kThreads;
-  device::meet(device::cta->first);
-}
+class Meeting {
+ public:
+  void begin() { device::cta->first.size = kThreads; }
+  void all() { device::meet(device::cta->first); }
+
+ private:
+  uint64_t barrier_;
+};
 
 inline void load_matrices(uint32_t (&r)[4], const uint8_t* row) {
   const auto rows = device::gathered(row);

@@ -968,6 +968,8 @@ const ResidentEntry kResidents[] = {
     {"resident_d64_k256_fp16", SourceType::fp16, 64, 256, 128, 512, 215040, 1},
     {"resident_d64_k512_bf16", SourceType::bf16, 64, 512, 128, 512, 215040, 1},
     {"resident_d64_k512_fp16", SourceType::fp16, 64, 512, 128, 512, 215040, 1},
+    {"resident_d64_k1024_bf16", SourceType::bf16, 64, 1024, 128, 512, 217088, 1},
+    {"resident_d64_k1024_fp16", SourceType::fp16, 64, 1024, 128, 512, 217088, 1},
     {"resident_d128_k64_bf16", SourceType::bf16, 128, 64, 64, 384, 224256, 1},
     {"resident_d128_k64_fp16", SourceType::fp16, 128, 64, 64, 384, 224256, 1},
     {"resident_d128_k128_bf16", SourceType::bf16, 128, 128, 128, 384, 221184, 1},
@@ -977,7 +979,7 @@ const ResidentEntry kResidents[] = {
     {"resident_d128_k512_bf16", SourceType::bf16, 128, 512, 128, 384, 222208, 1},
     {"resident_d128_k512_fp16", SourceType::fp16, 128, 512, 128, 384, 222208, 1},
 };
-const int kResidentCount = 16;
+const int kResidentCount = 18;
 
 const TargetEntry kTargets[] = {
     {"sm89", 8, 9},
@@ -986,6 +988,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "fa6ec235d9f0fe52c50cfee1f0b3501db9a44323159d1c08b43497f2765d7d11";
+const char kManifest[] = "a0f925eea5471622cb05c29c3c5b0b9edff01d86e7b94fc5cc430360a8d51dad";
 
 }  // namespace fp8cutlass

@@ -99,10 +99,12 @@ struct ValuesOf<128> {
   using Ones = cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>;
 };
 
-// 64 rows, whose Q is in shared memory, over all keys that they see. `number` is that of the item's first tile.
+// 64 rows, whose Q is in shared memory, over all keys that they see. `number` is that of the item's first tile. `frees`:
+// they are the last of the item that this warpgroup multiplies, so that a tile's slot is free behind it. Returns how many
+// tiles they see.
 template <class R, class Out, Mask kMask>
-__device__ __forceinline__ void attend_rows(const ResidentParams& params, typename R::Storage& shared, int number,
-                                            const RowTileAt& at, int warpgroup) {
+__device__ __forceinline__ int attend_rows(const ResidentParams& params, typename R::Storage& shared, int number,
+                                           const RowTileAt& at, bool frees, int warpgroup) {
   using QTile = typename R::QTile;
   using KTile = typename R::KTile;
   using VTile = typename R::VTile;
@@ -202,6 +204,7 @@ __device__ __forceinline__ void attend_rows(const ResidentParams& params, typena
       fence(rest);
       promote(rest, 1);
     }
+    arrive_if(shared.free[slot], frees);
   }
   const int row = at.row + row_in_tile();
   if (__any_sync(~0u, want_lse || p.amax != nullptr || p.sinks != nullptr || sum[0] == 0.f || sum[1] == 0.f)) {
@@ -216,6 +219,7 @@ __device__ __forceinline__ void attend_rows(const ResidentParams& params, typena
   }
   const int64_t begin = at.batch * p.o_stride_batch + at.head * p.o_stride_head + row * p.o_stride_row;
   store_rows<Out>(p, begin, p.seqlen_q, row, o, sum, 1.f, nullptr, 1.f);
+  return tiles;
 }
 
 // ---- the warpgroup that converts
@@ -300,22 +304,20 @@ __device__ __forceinline__ void attend_heads(const ResidentLaunch& launch, typen
       BoxCopy::copy(&launch.q, &full, kEvictNormal, shared.query_source[warpgroup] + b * Block::kBlockBytes,
                     b * Block::kWidth, at.row, at.head * launch.q_head_step, at.batch * launch.q_batch_step);
   };
-  int held = 0;  // the first item that this warpgroup may still multiply
+  int held = 0;  // the first tile that this warpgroup may still multiply
   const auto release = [&](int past) {
-    for (; held < past; ++held)
-      for (int tile = 0; tile < tiles; ++tile) {
-        const int number = held * tiles + tile;
-        // An arrival before the tile is there would count for the one before.
-        wait(shared.there[R::slot_of(number)], R::round_of(number) & 1);
-        arrive(shared.free[R::slot_of(number)]);
-      }
+    for (; held < past; ++held) {
+      // An arrival before the tile is there would count for the one before.
+      wait(shared.there[R::slot_of(held)], R::round_of(held) & 1);
+      arrive(shared.free[R::slot_of(held)]);
+    }
   };
   if (next.there()) load(next.at(params));
 #pragma unroll 1
   for (int turn = 0; next.there(); ++turn) {
     const RowTileAt at = next.at(params);
-    const int item = next.item;
-    release(item);
+    const int item = next.item, first = item * tiles;
+    release(first);
     uint4 x[R::kQueryPasses][2];
     wait(shared.query_full[warpgroup], turn & 1);
     take_rows<R, Block>(x, shared.query_source[warpgroup]);
@@ -325,9 +327,11 @@ __device__ __forceinline__ void attend_heads(const ResidentLaunch& launch, typen
     convert_queries<R, Source>(shared.q[warpgroup], shared.slope[warpgroup], x, p.query, unit_slope);
     fence_async();
     sync_warpgroup();
-    attend_rows<R, Out, kMask>(params, shared, item * tiles, at, warpgroup);
+    const bool frees = !next.there() || next.item != item;
+    const int seen = attend_rows<R, Out, kMask>(params, shared, first, at, frees, warpgroup);
+    if (frees) held = first + seen;
   }
-  release(items_of(params));
+  release(items_of(params) * tiles);
 }
 
 template <class R, class Source, class Out, Mask kMask>

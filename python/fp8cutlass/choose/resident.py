@@ -9,10 +9,10 @@ from ..manifest import KEY_BLOCK, Manifest, Resident, Variant
 from .problem import Problem
 
 # By head_dim and mask, the most keys for which it was measured to be the fastest way (docs/lab/short.md).
-MOST_KEYS = {(64, False): 512, (64, True): 512, (128, False): 384, (128, True): 512}
+MOST_KEYS = {(64, False): 512, (64, True): 1024, (128, False): 512, (128, True): 512}
 # By the most keys of a kernel, the row tiles for each SM from which on it is: with fewer, a head is quantised by
 # several CTAs, or an SM waits for one.
-FEWEST_TILES = {64: 1, 128: 1, 256: 2, 512: 5}
+FEWEST_TILES = {64: 1, 128: 1, 256: 2, 512: 5, 1024: 10}
 TILE_ROWS = 64
 
 

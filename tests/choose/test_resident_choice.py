@@ -59,16 +59,16 @@ def test_short_sequences_take_it(width: int, right: int | None, dtype: torch.dty
 
 
 def test_the_smallest_that_holds_the_keys() -> None:
-    for keys, most in ((1, 64), (64, 64), (65, 128), (197, 256), (512, 512)):
-        kernel = plan((64, 16, 400, 64), keys=keys).resident
+    for keys, most in ((1, 64), (64, 64), (65, 128), (197, 256), (512, 512), (513, 1024), (1024, 1024)):
+        kernel = plan((64, 16, 400, 64), keys=keys, right=0).resident
         assert kernel is not None and kernel.keys == most
-    assert plan((64, 16, 400, 64), keys=513).resident is None
+    assert plan((64, 16, 400, 64), keys=1025, right=0).resident is None
     kernel = plan((64, 16, 400, 40), keys=77).resident
     assert kernel is not None and (kernel.head_dim, kernel.keys) == (64, 128)
 
 
 def test_where_it_was_slower_the_table_decides() -> None:
-    assert plan((32, 16, 512, 128)).resident is None and plan((32, 16, 512, 128), right=0).resident is not None
+    assert plan((32, 16, 768, 64)).resident is None and plan((32, 16, 768, 64), right=0).resident is not None
     assert plan((1, 12, 197, 64)).resident is None  # too few row tiles
 
 

@@ -150,18 +150,27 @@ __device__ __forceinline__ void convert_values(uint8_t* tile, uint4 (&x)[R::kTas
 template <class R, class Source>
 __device__ __forceinline__ void convert_queries(uint8_t* tile, float* slope, uint4 (&x)[R::kQueryPasses][2],
                                                 const QueryScaling& s, float per_unit) {
-  uint32_t largest[R::kQueryPasses];
+  constexpr int kPasses = R::kQueryPasses;
+  static_assert(kPasses <= R::kLanes);
+  uint32_t largest[kPasses];
   magnitudes<Source>(largest, x);
   const RowLane<R> at;
+  // A lane finds the scale of one of its rows, and the others of that row ask it.
+  float group = 0.f;
 #pragma unroll
-  for (int pass = 0; pass < R::kQueryPasses; ++pass) {
-    const float group = Source::low(packing::row_max<R::kLanes>(largest[pass]));
-    const packing::Scale scale = packing::scale_of(group, s.limit, s.limit_reciprocal);
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const float of_row = Source::low(packing::row_max<R::kLanes>(largest[pass]));
+    if (at.lane % kPasses == pass) group = of_row;
+  }
+  const packing::Scale scale = packing::scale_of(group, s.limit, s.limit_reciprocal);
+  if (at.lane < kPasses) slope[at.first + at.lane * R::kRowStep] = scale.descale * per_unit;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const float inverse = __shfl_sync(~0u, scale.inverse, pass, R::kLanes);
     const int row = at.first + pass * R::kRowStep;
-    if (at.lane == 0) slope[row] = scale.descale * per_unit;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint2 bytes = packing::e4m3x8<Source>(x[pass][i], scale.inverse);
+      const uint2 bytes = packing::e4m3x8<Source>(x[pass][i], inverse);
       *reinterpret_cast<uint2*>(tile + R::QTile::offset(row, at.column(i))) = uint2{bytes.x ^ s.flip, bytes.y ^ s.flip};
     }
   }

@@ -15,24 +15,26 @@ namespace {
 
 constexpr int kRows = 64;  // of a row tile
 
-// An item is all row tiles of the query heads that share a head of K and V. Where that would leave CTAs without any,
-// a head is cut: K and V are then quantised more than once, by CTAs that had nothing to do.
+// An item is all row tiles of the query heads that share a head of K and V. Heads of the last round, which leaves CTAs
+// without any, are cut: K and V are then quantised more than once, by CTAs that had nothing to do.
 cudaError_t share_out(const ResidentEntry& resident, ResidentParams& params) {
   const ForwardParams& p = params.p;
   const int64_t heads = int64_t{p.batch} * p.kv_heads, group = p.heads / p.kv_heads;
   const int64_t row_tiles = (int64_t{p.seqlen_q} + kRows - 1) / kRows, tiles = row_tiles * group;
   const int64_t ctas = int64_t{p.sm_count} * resident.ctas_per_sm, warpgroups = resident.threads / 128 - 1;
-  const int64_t wanted = std::max<int64_t>(1, ctas / heads);  // items of a head
+  const int64_t whole = heads / ctas * ctas, rest = heads - whole;
+  const int64_t wanted = rest > 0 ? std::max<int64_t>(1, ctas / rest) : 1;  // items of a head
   const int64_t rounds = std::max<int64_t>(1, (tiles + wanted * warpgroups - 1) / (wanted * warpgroups));
   const int64_t item_tiles = std::min(tiles, rounds * warpgroups);
   const int64_t head_items = (tiles + item_tiles - 1) / item_tiles;
-  if (tiles > INT32_MAX - kTilePastEnd || heads * head_items + ctas > INT32_MAX ||
+  if (tiles > INT32_MAX - kTilePastEnd || whole + rest * head_items + ctas > INT32_MAX ||
       p.seqlen_q > INT32_MAX - kTilePastEnd)
     return cudaErrorInvalidValue;
   params.group = static_cast<int>(group);
   params.head_tiles = static_cast<int>(tiles);
   params.item_tiles = static_cast<int>(item_tiles);
-  params.items = static_cast<int>(heads * head_items);
+  params.whole = static_cast<int>(whole);
+  params.items = static_cast<int>(whole + rest * head_items);
   params.by_head_items = static_cast<int>(head_items);
   params.by_kv_heads = p.kv_heads;
   params.by_row_tiles = static_cast<int>(row_tiles);

@@ -15,9 +15,10 @@ struct ResidentParams {
   float v_limit, v_limit_reciprocal;                    // as those of `query`, which count for K as well
   int group;                                            // query heads that share a head of K and V
   int head_tiles;                                       // row tiles of 64 rows, of these
-  int item_tiles;                                       // row tiles of an item
+  int whole;                                            // items that are all of a head: the first ones
+  int item_tiles;                                       // row tiles of the others
   int items;
-  Divisor by_head_items, by_kv_heads;  // items of a head of K and V, its heads in a batch element
+  Divisor by_head_items, by_kv_heads;  // items of a head that is cut, heads of K and V in a batch element
   Divisor by_row_tiles;                // row tiles of a query head
 };
 

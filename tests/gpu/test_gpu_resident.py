@@ -47,6 +47,11 @@ class TestBits:
         assert_same_bits(resident, variant, made(resident, 90, 8, 8, 70, resident.keys // 2 + 5))
         assert_same_bits(resident, variant, made(resident, 60, 12, 4, 66, resident.keys))
 
+    def test_heads_that_are_left(self, resident: Resident, variant: Variant) -> None:
+        """A few more than CTAs: these are cut, the others whole."""
+        assert_same_bits(resident, variant, made(resident, 69, 4, 4, 300, resident.keys - 9))
+        assert_same_bits(resident, variant, made(resident, 35, 8, 4, 300, resident.keys - 9))
+
     def test_a_head_cut_over_ctas(self, resident: Resident, variant: Variant) -> None:
         keys = resident.keys - 3
         assert_same_bits(resident, variant, made(resident, 1, 6, 2, 1000, keys), causal_offset=keys - 1000)

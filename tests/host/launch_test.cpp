@@ -564,6 +564,10 @@ static void check_residents() {
   report(many.item_tiles == 4 && many.by_head_items.divisor == 1 && many.items == 400 && last().ctas == 264 &&
              last().kernel->name == "_ZN10fp8cutlass12keeps_causalENS_4sm9014ResidentLaunchE",
          "many heads: an item is all that share one of K and V, and CTAs take several");
+  r.p.batch = 135;
+  const ResidentParams rest = got(kResidentFull);  // 270 heads
+  report(rest.whole == 264 && rest.item_tiles == 2 && rest.by_head_items.divisor == 2 && rest.items == 276,
+         "six heads that are left: cut, as few heads are");
   r.p.batch = 2, r.p.seqlen_q = 64 * 1000;
   const ResidentParams longer = got(kResidentFull);  // 2000 row tiles of a head, 264 CTAs for 4 heads
   report(longer.item_tiles == 32 && longer.by_head_items.divisor == 63 && longer.items == 252 && last().ctas == 252,

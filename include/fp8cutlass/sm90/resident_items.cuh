@@ -17,11 +17,14 @@ struct ResidentItem {
   int tile, end;       // row tiles, of all query heads that share it
 
   __device__ __forceinline__ ResidentItem(const ResidentParams& params, int number) {
-    int head, part;
-    params.by_head_items(head, part, number);
+    int head = number;
+    tile = 0, end = params.head_tiles;
+    if (number >= params.whole) {
+      int part;
+      params.by_head_items(head, part, number - params.whole);
+      head += params.whole, tile = part * params.item_tiles, end = min(tile + params.item_tiles, end);
+    }
     params.by_kv_heads(batch, kv_head, head);
-    tile = part * params.item_tiles;
-    end = min(tile + params.item_tiles, params.head_tiles);
   }
 };
 

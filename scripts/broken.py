@@ -49,7 +49,7 @@ class Finding:
 class Fault:
     """``old`` in the source of ``kernel``, or in a ``header`` that it includes, becomes ``new``; ``by`` is what has to
     notice: tests or racecheck. ``hangs``: the kernel may wait for ever, so that tests without an end have noticed it;
-    elsewhere they say nothing."""
+    elsewhere they say nothing. ``beside``: a kernel that tests compare with."""
 
     name: str
     kernel: str
@@ -58,11 +58,17 @@ class Fault:
     by: str
     hangs: bool = False
     header: str = ""
+    beside: str = ""
 
 
 FINISH = "fp8cutlass/decode/finish.cuh"
 CONVERT = "fp8cutlass/decode/convert.cuh"
 INTEGERS = "fp8cutlass/softmax_integer.cuh"
+RESIDENT = "fp8cutlass/sm90/resident.cuh"
+REFERENCE = {  # of kernels that keep K and V, by head_dim
+    64: "sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_bf16_linear_serial_solo",
+    128: "sm90a_fwd_d128_m128n128w8_s4_block_full_e4m3_bf16_linear_pingpong_solo",
+}
 TESTS_END = 150.0  # seconds in which the tests of a kernel that does not hang end on a busy host, too
 FAULTS = (
     Fault(
@@ -247,6 +253,43 @@ FAULTS = (
         "tests",
         header=CONVERT,
     ),
+    Fault(
+        "resident: a tile is multiplied before it is there",
+        "resident_d64_k64_bf16",
+        "    wait(shared.there[slot], R::round_of(number + tile) & 1);\n    const bool masked",
+        "    const bool masked",
+        "tests",
+        header=RESIDENT,
+        beside=REFERENCE[64],
+    ),
+    Fault(
+        "resident: a slot is written while it is multiplied",
+        "resident_d64_k128_bf16",
+        "    room();\n",
+        "",
+        "tests",
+        header=RESIDENT,
+        beside=REFERENCE[64],
+    ),
+    Fault(
+        "resident: a slot is free before the last row tile of its head",
+        "resident_d128_k256_bf16",
+        "const bool frees = !next.there() || next.item != item;",
+        "const bool frees = true;",
+        "tests",
+        hangs=True,
+        header=RESIDENT,
+        beside=REFERENCE[128],
+    ),
+    Fault(
+        "resident: Q is loaded over rows that are not read",
+        "resident_d128_k128_bf16",
+        "    sync_warpgroup();  // all have read Q, and nobody multiplies the rows before any more\n",
+        "",
+        "tests",
+        header=RESIDENT,
+        beside=REFERENCE[128],
+    ),
 )
 # Rules of the sm90a family, a declared point that each of them alone refuses, and the gate that has to notice.
 SWITCHED_OFF = (
@@ -278,7 +321,8 @@ def inlined(text: str, header: str) -> str:
 
 def generate(folder: Path, faults: tuple[Fault, ...] = FAULTS) -> Path:
     """The kernels that are to be broken, as the generator writes them."""
-    ids = [x for fault in faults for x in ("--only", fault.kernel)]
+    kernels = dict.fromkeys(x for fault in faults for x in (fault.kernel, fault.beside) if x)
+    ids = [x for kernel in kernels for x in ("--only", kernel)]
     _run(["-m", "codegen", "--arch", "sm90a", "--emulated", *ids, "--out", str(folder)])
     return folder
 
@@ -323,6 +367,8 @@ def _by_tests(fault: Fault, environment: dict[str, str]) -> tuple[bool, str]:
         file, test = "test_gpu_masks", "test_every_kernel"
     if fault.kernel.startswith("decode_"):
         file, test = "test_gpu_decode", "(exact or thousand)"
+    if fault.kernel.startswith("resident_"):
+        file, test = "test_gpu_resident", "(lengths or many_items or left)"
     tests = [f"tests/gpu/{file}.py", "-k", f"{test} and {fault.kernel}"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     try:

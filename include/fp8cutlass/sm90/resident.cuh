@@ -8,9 +8,9 @@
 #include <cstdint>
 
 #include "fp8cutlass/epilogue.cuh"
-#include "fp8cutlass/sm90/operand.h"
 #include "fp8cutlass/sm90/resident_convert.cuh"
 #include "fp8cutlass/sm90/resident_items.cuh"
+#include "fp8cutlass/sm90/resident_tiles.cuh"
 #include "fp8cutlass/sm90/tensor_copy.cuh"
 #include "fp8cutlass/sm90/wgmma.cuh"
 #include "fp8cutlass/softmax.cuh"
@@ -18,90 +18,9 @@
 
 namespace fp8cutlass::sm90 {
 
-// For the LSE, a lane's part of the unquantised exponentials of its two rows, of the row tile and of the tile of keys:
-// here, as registers are few.
-struct ExactSums {
-  float2 item, tile;
-};
-
-// The numbers of a kernel: kMostKeys keys at most, kWarpgroups that multiply, kSlots tiles of K and V in e4m3, kStages
-// blocks in 16 bits.
-template <int kHeadDim_, int kMostKeys_, int kWarpgroups_, int kSlots_, int kStages_>
-struct Resident {
-  static constexpr int kHeadDim = kHeadDim_, kMostKeys = kMostKeys_, kWarpgroups = kWarpgroups_;
-  static constexpr int kSlots = kSlots_, kStages = kStages_;
-  static constexpr int kMultiplying = 128 * kWarpgroups, kThreads = kMultiplying + 128;
-  static constexpr int kRows = 64;                                  // of a row tile, a warpgroup's
-  static constexpr int kTileN = kMostKeys < 128 ? kMostKeys : 128;  // keys of a tile, and of a block descale
-  static constexpr int kTiles = kMostKeys / kTileN;
-  static_assert(kMostKeys % kTileN == 0 && kTileN % 64 == 0 && (kHeadDim == 64 || kHeadDim == 128));
-  static_assert(kSlots >= kTiles, "a row tile goes over all keys of its head");
-  // O, P V and P of several tiles do not fit the registers at head_dim 128: P V is made in two parts.
-  static constexpr int kParts = kTiles > 1 && kHeadDim == 128 ? 2 : 1;
-  static constexpr int kPartColumns = kHeadDim / kParts;
-
-  // See resident_convert.cuh.
-  static constexpr int kLanes = kHeadDim / 16, kRowStep = 128 / kLanes;
-  static constexpr int kPasses = kTileN / kRowStep, kQueryPasses = kRows / kRowStep;
-  static constexpr int kGroups = kTileN / 16, kTasks = kHeadDim / 64 * kGroups / 4;
-
-  // Whether the registers hold a block of K and one of V.
-  static constexpr bool kBoth = 8 * kPasses + 16 * kTasks <= 64;
-
-  using QTile = OperandTile<kRows, kHeadDim>;
-  using KTile = OperandTile<kTileN, kHeadDim>;
-  using VTile = OperandTile<kHeadDim + 8, kTileN>;  // V^T: the columns of the first part, 8 rows of ones, the others
-  using QuerySource = OperandTile<kRows, 2 * kHeadDim>;
-  using KeySource = OperandTile<kTileN, 2 * kHeadDim>;  // a block of K or of V
-  static constexpr int kVBytes = (VTile::kBytes + 1023) / 1024 * 1024;
-  // Where a row of packed V^T lies in it, and where its ones do.
-  static constexpr __host__ __device__ int value_row(int row) { return row < kPartColumns ? row : row + 8; }
-
-  struct Storage {
-    alignas(1024) uint8_t q[kWarpgroups][QTile::kBytes];
-    alignas(1024) uint8_t k[kSlots][KTile::kBytes];
-    alignas(1024) uint8_t v[kSlots][kVBytes];
-    alignas(1024) uint8_t query_source[kWarpgroups][QuerySource::kBytes];
-    alignas(1024) uint8_t key_source[kStages][KeySource::kBytes];
-    ExactSums exact[kMultiplying];
-    float slope[kWarpgroups][kRows];  // softmax scale times Q's descale, as codes a score unit of K's descale
-    float2 descale[kSlots];           // of K and of V
-    uint32_t largest[2][2][4];        // of this tile and the next, of K and of V, of each warp that converts
-    Barrier query_full[kWarpgroups], source_full[kStages];
-    Barrier there[kSlots], free[kSlots];  // a tile of K and V
-  };
-
-  // Tile number n of a CTA, counted over its items: its slot, and how often that was filled before.
-  static __device__ __forceinline__ int slot_of(int n) { return kSlots == 1 ? 0 : unsigned(n) % kSlots; }
-  static __device__ __forceinline__ int round_of(int n) { return unsigned(n) / kSlots; }
-};
-
-// The warpgroup instructions of a kernel.
-template <int kKeys>
-struct ScoresOf;
-template <>
-struct ScoresOf<64> {
-  using Gmma = cute::SM90::GMMA::MMA_64x64x32_F16E4M3E4M3_SS_TN<>;
-};
-template <>
-struct ScoresOf<128> {
-  using Gmma = cute::SM90::GMMA::MMA_64x128x32_F16E4M3E4M3_SS_TN<>;
-};
-template <int kColumns>
-struct ValuesOf;
-template <>
-struct ValuesOf<64> {
-  using Ones = cute::SM90::GMMA::MMA_64x72x32_F32E4M3E4M3_RS_TN<>;
-  using Rest = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_RS_TN<>;
-};
-template <>
-struct ValuesOf<128> {
-  using Ones = cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>;
-};
-
-// 64 rows, whose Q is in shared memory, over all keys that they see. `number` is that of the item's first tile. `frees`:
-// they are the last of the item that this warpgroup multiplies, so that a tile's slot is free behind it. Returns how many
-// tiles they see.
+// 64 rows, whose Q is in shared memory, over all keys that they see. `number` is that of the item's first tile.
+// `frees`: they are the last of the item that this warpgroup multiplies, so that a tile's slot is free behind it.
+// Returns how many tiles they see.
 template <class R, class Out, Mask kMask>
 __device__ __forceinline__ int attend_rows(const ResidentParams& params, typename R::Storage& shared, int number,
                                            const RowTileAt& at, bool frees, int warpgroup) {
@@ -232,7 +151,7 @@ __device__ __forceinline__ void convert_heads(const ResidentLaunch& launch, type
   const QueryScaling& s = params.p.query;
   const bool leads = threadIdx.x == R::kMultiplying;
   const int all = items_of(params) * tiles;
-  BlockCursor next(params, tiles);  // of the block that is loaded next
+  BlockCursor next(params);  // of the block that is loaded next
   const auto load = [&] {
     if (!leads || !next.there(params)) return;
     Barrier& full = shared.source_full[next.number % R::kStages];

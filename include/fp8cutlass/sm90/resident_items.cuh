@@ -79,7 +79,7 @@ struct BlockCursor {
   int number = 0;  // of the blocks of the CTA
   int tile = 0, batch, kv_head;
 
-  __device__ __forceinline__ BlockCursor(const ResidentParams& params, int) : item_(blockIdx.x) { look(params); }
+  __device__ __forceinline__ explicit BlockCursor(const ResidentParams& params) : item_(blockIdx.x) { look(params); }
   __device__ __forceinline__ bool there(const ResidentParams& params) const { return item_ < params.items; }
   __device__ __forceinline__ void go_on(const ResidentParams& params, int tiles) {
     if (number++ % 2 == 0 || ++tile < tiles) return;

@@ -79,13 +79,9 @@ def masked_up_to(kind: str, index: int | None) -> int:
 def integers_up_to(kind: str, index: int | None, precision: str) -> int:
     """The widest head_dim of a kernel of a precision of 8-bit integers on a device; 0 where it has none."""
     try:
-        at = target(device_of(kind, index))
+        return _integers_up_to(target(device_of(kind, index)), precision)
     except UnsupportedError:
         return 0
-    manifest = load_manifest(at.directory)
-    if stands_in(manifest, at.arch, precision):
-        return max(manifest.head_dims[at.arch]) if kind == "cpu" else 0  # the emulator borrows tiles
-    return max(manifest.head_dims_of(at.arch, INTEGER[precision]))
 
 
 @cache
@@ -94,6 +90,14 @@ def _masked_up_to(at: Target) -> int:
         return max(load_manifest(at.directory).head_dims[at.arch])
     found = (v for v in load_manifest(at.directory).variants if v.mask == LISTED and at.arch in v.targets)
     return max((v.head_dim for v in found), default=0)
+
+
+@cache
+def _integers_up_to(at: Target, precision: str) -> int:
+    manifest = load_manifest(at.directory)
+    if stands_in(manifest, at.arch, precision):
+        return max(manifest.head_dims[at.arch]) if at.arch == CPU_ARCH else 0  # the emulator borrows tiles
+    return max(manifest.head_dims_of(at.arch, INTEGER[precision]))
 
 
 @constant

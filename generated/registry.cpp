@@ -988,6 +988,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "a0f925eea5471622cb05c29c3c5b0b9edff01d86e7b94fc5cc430360a8d51dad";
+const char kManifest[] = "184a9869e4939b43131846d887454ba31d73d42d79dce5730a49288bac2f5f95";
 
 }  // namespace fp8cutlass

@@ -4,6 +4,7 @@ are, and what follows from their shape."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from codegen.axes import Mask
 from codegen.pack import Source
@@ -18,18 +19,28 @@ EXACT_BYTES = 16  # a thread: two rows' sums of unquantised exponentials, of the
 BARRIER_BYTES = 8
 MASKS = (Mask.FULL, Mask.CAUSAL)  # the kernels of a source; the host asks for one by its position
 
-# By head_dim and the most keys: warpgroups of a CTA that multiply, tiles of K and V in e4m3, blocks in 16 bits, CTAs an
-# SM, as measured (docs/lab/short.md).
+
+class Shape(NamedTuple):
+    """Of a CTA: warpgroups that multiply, tiles of K and V in e4m3 that there is room for, blocks of K or V in 16 bits
+    that are on their way or wait to be converted. And CTAs an SM."""
+
+    warpgroups: int
+    slots: int
+    stages: int
+    ctas_per_sm: int = 1
+
+
+# By head_dim and the most keys, as measured (docs/lab/short.md).
 SHAPES = {
-    (64, 64): (2, 4, 4, 2),
-    (64, 128): (3, 6, 4, 1),
-    (64, 256): (3, 6, 4, 1),
-    (64, 512): (3, 6, 4, 1),
-    (64, 1024): (3, 8, 2, 1),
-    (128, 64): (2, 6, 4, 1),
-    (128, 128): (2, 3, 2, 1),
-    (128, 256): (2, 3, 2, 1),
-    (128, 512): (2, 4, 1, 1),
+    (64, 64): Shape(2, 4, 4, ctas_per_sm=2),
+    (64, 128): Shape(3, 6, 4),
+    (64, 256): Shape(3, 6, 4),
+    (64, 512): Shape(3, 6, 4),
+    (64, 1024): Shape(3, 8, 2),
+    (128, 64): Shape(2, 6, 4),
+    (128, 128): Shape(2, 3, 2),
+    (128, 256): Shape(2, 3, 2),
+    (128, 512): Shape(2, 4, 1),
 }
 # Those of profile ci: each head_dim, each type, each number of warpgroups, one tile and several.
 CI = {(64, 64, Source.FP16), (64, 512, Source.BF16), (128, 256, Source.BF16), (128, 512, Source.FP16)}
@@ -56,22 +67,16 @@ class Resident:
         return f"resident/{self.id}.cu"
 
     @property
+    def shape(self) -> Shape:
+        return SHAPES[self.head_dim, self.keys]
+
+    @property
     def warpgroups(self) -> int:
-        return SHAPES[self.head_dim, self.keys][0]
-
-    @property
-    def slots(self) -> int:
-        """Tiles of K and V in e4m3 that there is room for."""
-        return SHAPES[self.head_dim, self.keys][1]
-
-    @property
-    def stages(self) -> int:
-        """Blocks of K or V in 16 bits that are on their way, or wait to be converted."""
-        return SHAPES[self.head_dim, self.keys][2]
+        return self.shape.warpgroups
 
     @property
     def ctas_per_sm(self) -> int:
-        return SHAPES[self.head_dim, self.keys][3]
+        return self.shape.ctas_per_sm
 
     @property
     def threads(self) -> int:
@@ -101,11 +106,11 @@ class Resident:
     def smem_bytes(self) -> int:
         queries = self.warpgroups * ROWS * (3 * self.head_dim + 4)  # in 8 and in 16 bits, and slopes
         sums = EXACT_BYTES * 128 * self.warpgroups
-        keys = self.slots * self.tile * self.head_dim
-        values = self.slots * _up(self.tile * (self.head_dim + ONES), ALIGNMENT)
-        sources = self.stages * 2 * self.tile * self.head_dim
-        barriers = BARRIER_BYTES * (self.warpgroups + self.stages + 2 * self.slots)
-        return _up(queries + sums + keys + values + sources + 8 * self.slots + 4 * 16 + barriers, ALIGNMENT)
+        keys = self.shape.slots * self.tile * self.head_dim
+        values = self.shape.slots * _up(self.tile * (self.head_dim + ONES), ALIGNMENT)
+        sources = self.shape.stages * 2 * self.tile * self.head_dim
+        barriers = BARRIER_BYTES * (self.warpgroups + self.shape.stages + 2 * self.shape.slots)
+        return _up(queries + sums + keys + values + sources + 8 * self.shape.slots + 4 * 16 + barriers, ALIGNMENT)
 
     @property
     def profile(self) -> str:

@@ -250,7 +250,7 @@ FAULTS = (
         "tests",
         header=CONVERT,
     ),
-    Fault(
+    Fault(  # the last, as a kernel that hangs may keep the card busy
         "resident: a tile is multiplied before it is there",
         "resident_d64_k64_bf16",
         "    wait(shared.there[slot], R::round_of(number + tile) & 1);\n    const bool masked",

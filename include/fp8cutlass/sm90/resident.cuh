@@ -176,8 +176,6 @@ __device__ __forceinline__ void convert_heads(const ResidentLaunch& launch, type
       wait(shared.source_full[of % R::kStages], of / R::kStages & 1);
       return shared.key_source[of % R::kStages];
     };
-    // A fresh barrier counts as passed with parity 1.
-    const auto room = [&] { wait(shared.free[slot], (R::round_of(number) & 1) ^ 1); };
     uint4 k[R::kPasses][2], v[R::kTasks][4];
     take_rows<R, Block>(k, ask(block));
     if constexpr (R::kBoth) take_columns<R, Block>(v, ask(block + 1));
@@ -186,7 +184,7 @@ __device__ __forceinline__ void convert_heads(const ResidentLaunch& launch, type
     sync_warpgroup();
     load();  // all have read what was there
     if constexpr (R::kBoth) load();
-    room();
+    wait(shared.free[slot], (R::round_of(number) & 1) ^ 1);  // a fresh barrier counts as passed with parity 1
     const packing::Scale k_scale = block_scale<Source>(of_k, s.limit, s.limit_reciprocal);
     convert_keys<R, Source>(shared.k[slot], k, k_scale.inverse);
     if constexpr (!R::kBoth) {

@@ -64,7 +64,7 @@ struct Resident {
   };
 
   // Tile number n of a CTA, counted over its items: its slot, and how often that was filled before.
-  static __device__ __forceinline__ int slot_of(int n) { return kSlots == 1 ? 0 : unsigned(n) % kSlots; }
+  static __device__ __forceinline__ int slot_of(int n) { return unsigned(n) % kSlots; }
   static __device__ __forceinline__ int round_of(int n) { return unsigned(n) / kSlots; }
 };
 

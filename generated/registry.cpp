@@ -988,6 +988,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "184a9869e4939b43131846d887454ba31d73d42d79dce5730a49288bac2f5f95";
+const char kManifest[] = "f76d6cb5285f3feba017cbe4966467a100f4a8227f4631b260502a6164d3942d";
 
 }  // namespace fp8cutlass

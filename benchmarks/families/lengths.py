@@ -17,7 +17,7 @@ from ..results import OK
 from .cases import TRANSFORMERS, Case
 from .measure import OURS, SDPA, SERVED, FamilyTime, by_adapter, by_sdpa, make, measure
 
-LENGTHS = (256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
+LENGTHS = (128, 197, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
 WIDTH, TOKENS = 2048, 16384  # heads x head_dim; tokens of a large batch
 PAYS = 1.02  # times as fast, the least that counts as faster
 EAGER_CALLS, EAGER_TURNS = 40, 3

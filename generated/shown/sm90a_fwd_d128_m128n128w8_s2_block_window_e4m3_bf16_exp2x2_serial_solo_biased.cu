@@ -354,9 +354,13 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   const auto k_descale = [&](const Stage& stage) { return control.descales[stage.ring()].x; };
   const auto v_descale = [&](const Stage& stage) { return control.descales[stage.ring()].y; };
 
-  // Which ends of a tile a row of this warpgroup does not see. Asked before the scores are there.
+  // What hides keys of a tile from rows of this warpgroup. Asked before the scores are there.
   const auto is_masked = [&](const Item& item, int tile) {
     return masked_ends<kTileN, 64>(item.row + first_row, Walk::keys(p, item), Walk::band(p, item), tile);
+  };
+  // An end of the band in a tile.
+  const auto edge_of = [&](const Item& item, int tile, int column) {
+    return edge_at<Score, kKeyBlocks>(item.row + seen_row() + column - tile * kTileN);
   };
   // Where the bias of a tile lies; how a warp begins to copy one whose rows are chunks.
   const auto bias_head = [&](const Item& item) {
@@ -382,16 +386,14 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinSlope), kMaxSlope);
     add_bias(s, slope, bias, params.bias, bias_of(item, tile));
     slope[0] = slope[1] = 1.f;
-    const int row = item.row + seen_row();
-    if (masked & 1) {
-      const int end = Walk::keys(p, item) - 1 - key;
-      mask_after(s, row + Walk::band(p, item).last - key);
-      if (end < kTileN - 1) {
-        const int last[2] = {end, end};
+    if (masked != 0) {  // one jump where nothing is hidden
+      if (masked & kAfterBand) mask_after(s, edge_of(item, tile, Walk::band(p, item).last));
+      if (masked & kBeforeBand) mask_before(s, edge_of(item, tile, Walk::band(p, item).first));
+      if (masked & kPastKeys) {
+        const int end = Walk::keys(p, item) - 1 - key, last[2] = {end, end};
         mask_columns(s, last);
       }
     }
-    if (masked & 2) mask_before(s, row + Walk::band(p, item).first - key);
     softmax_exp2(s, slope, weight, want_lse, [&](float x, float y) { exact_sums().tile = make_float2(x, y); });
   };
 

@@ -293,24 +293,26 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   const auto k_descale = [&](const Stage& stage) { return control.descales[stage.ring()].x; };
   const auto v_descale = [&](const Stage& stage) { return control.descales[stage.ring()].y; };
 
-  // Which ends of a tile a row of this warpgroup does not see. Asked before the scores are there.
+  // What hides keys of a tile from rows of this warpgroup. Asked before the scores are there.
   const auto is_masked = [&](const Item& item, int tile) {
     return masked_ends<kTileN, 64>(item.row + first_row, Walk::keys(p, item), Walk::band(p, item), tile);
+  };
+  // An end of the band in a tile.
+  const auto edge_of = [&](const Item& item, int tile, int column) {
+    return edge_at<Score, kKeyBlocks>(item.row + seen_row() + column - tile * kTileN);
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
   const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, int masked) {
     const Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
-    const int row = item.row + seen_row();
-    if (masked & 1) {
-      const int end = Walk::keys(p, item) - 1 - key;
-      mask_after(s, row + Walk::band(p, item).last - key);
-      if (end < kTileN - 1) {
-        const int last[2] = {end, end};
+    if (masked != 0) {  // one jump where nothing is hidden
+      if (masked & kAfterBand) mask_after(s, edge_of(item, tile, Walk::band(p, item).last));
+      if (masked & kBeforeBand) mask_before(s, edge_of(item, tile, Walk::band(p, item).first));
+      if (masked & kPastKeys) {
+        const int end = Walk::keys(p, item) - 1 - key, last[2] = {end, end};
         mask_columns(s, last);
       }
     }
-    if (masked & 2) mask_before(s, row + Walk::band(p, item).first - key);
     float slope[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)

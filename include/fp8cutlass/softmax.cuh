@@ -5,6 +5,8 @@
 // Anchoring per tile gives each tile the full range of e4m3 and leaves no dependency from tile to tile.
 #pragma once
 
+#include <type_traits>
+
 #include "fp8cutlass/numeric.cuh"
 
 namespace fp8cutlass {
@@ -52,22 +54,31 @@ __device__ __forceinline__ void mask_columns(Score (&s)[kBlocks][4], const int (
       if (8 * n + 2 * t + i % 2 > last[i / 2]) s[n][i] = kHiddenScore<Score>;
 }
 
-// The ends of a window, one at a time: columns beyond `last` and those before `first`, which are row 0's; of row 1, 8
-// rows below, they lie 8 columns further.
+// The ends of a window, one at a time: columns beyond the edge and those before it, which is row 0's; of row 1, 8 rows
+// below, it lies 8 columns further. `edge_at` makes an edge of a column, so that this can be done ahead.
 template <class Score, int kBlocks>
-__device__ __forceinline__ void mask_after(Score (&s)[kBlocks][4], int last) {
-  const int lasts[2] = {last, last + 8};
-  mask_columns(s, lasts);
+__device__ __forceinline__ int edge_at(int column) {
+  if constexpr (std::is_same_v<Score, uint32_t>) {  // as f16, for both columns of a lane's first pair
+    column = min(max(column, -9), 8 * kBlocks) - 2 * int(threadIdx.x % 4);
+    return int(fp16x2(float(column), float(column - 1)));
+  }
+  return column;
 }
 
 template <class Score, int kBlocks>
-__device__ __forceinline__ void mask_before(Score (&s)[kBlocks][4], int first) {
+__device__ __forceinline__ void mask_after(Score (&s)[kBlocks][4], int edge) {
+  const int last[2] = {edge, edge + 8};
+  mask_columns(s, last);
+}
+
+template <class Score, int kBlocks>
+__device__ __forceinline__ void mask_before(Score (&s)[kBlocks][4], int edge) {
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (8 * n + 2 * t + i % 2 < first + i / 2 * 8) s[n][i] = kHiddenScore<Score>;
+      if (8 * n + 2 * t + i % 2 < edge + i / 2 * 8) s[n][i] = kHiddenScore<Score>;
 }
 
 // slope[r]: logits in octaves (log2) a score unit, > 0. If `want_exact`, `keep` is called with the sums of this lane's
@@ -189,27 +200,23 @@ __device__ __forceinline__ void mask_columns(uint32_t (&s)[kBlocks][2], const in
 // The ends of a window, see above. What holds of a pair of row 0 holds of the next block's of row 1, so that one
 // comparison serves both. Columns are compared with those of block -1 on.
 template <int kBlocks>
-__device__ __forceinline__ void mask_after(uint32_t (&s)[kBlocks][2], int last) {
-  const int first = min(max(last, -9), 8 * kBlocks) - 2 * int(threadIdx.x % 4);  // 8 n is seen up to here
-  const uint32_t limit = fp16x2(float(first), float(first - 1));
-  uint32_t beyond = half2_less(limit, kHalf2MinusEight);
+__device__ __forceinline__ void mask_after(uint32_t (&s)[kBlocks][2], int edge) {
+  uint32_t beyond = half2_less(edge, kHalf2MinusEight);
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
     s[n][1] = hide(s[n][1], beyond);
-    beyond = half2_less(limit, half2_of(8 * n));
+    beyond = half2_less(edge, half2_of(8 * n));
     s[n][0] = hide(s[n][0], beyond);
   }
 }
 
 template <int kBlocks>
-__device__ __forceinline__ void mask_before(uint32_t (&s)[kBlocks][2], int first) {
-  const int begin = min(max(first, -8), 8 * kBlocks) - 2 * int(threadIdx.x % 4);  // 8 n is hidden below
-  const uint32_t limit = fp16x2(float(begin), float(begin - 1));
-  uint32_t before = half2_less(kHalf2MinusEight, limit);
+__device__ __forceinline__ void mask_before(uint32_t (&s)[kBlocks][2], int edge) {
+  uint32_t before = half2_less(kHalf2MinusEight, edge);
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
     s[n][1] = hide(s[n][1], before);
-    before = half2_less(half2_of(8 * n), limit);
+    before = half2_less(half2_of(8 * n), edge);
     s[n][0] = hide(s[n][0], before);
   }
 }

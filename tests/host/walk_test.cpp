@@ -1,5 +1,6 @@
 // Which tiles an item visits, which of them need a mask, and which items there are, against plain loops over rows and
 // keys. Prints one line a property; exits non-zero if any fails. Built by tests/native/test_walk_host.py.
+#include <climits>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -66,7 +67,8 @@ static bool spans(int rounds) {
         }
         const int first = tile * kN,
                   last = first + kN - 1;  // of a tile: its ends are those that a first, a last row sees
-        const int ends = int(!sees<Mask::causal>(row, last, keys, band)) + 2 * int(row + kM - 1 + band.first > first);
+        const int ends = kAfterBand * int(!sees<Mask::causal>(row, last, INT_MAX, band)) +
+                         kBeforeBand * int(row + kM - 1 + band.first > first) + kPastKeys * int(last >= keys);
         if (hides != (ends != 0) || ends != masked_ends<kN, kM>(row, keys, band, tile)) return false;
       }
     }

@@ -56,13 +56,15 @@ CUTE_HOST_DEVICE bool is_masked(int row, int keys, Band band, int tile, int tile
   return last < tile * kTileN + tile_keys - 1;
 }
 
-// The same of a window and the rows `row` to `row` + kRows - 1, by its ends: 1 where not all see the tile's last key, 2
-// where not all see its first; or both.
+// What hides keys of a tile from a row of a window, where more than one may.
+enum : int { kAfterBand = 1, kBeforeBand = 2, kPastKeys = 4 };
+
+// All of that for the rows `row` to `row` + kRows - 1.
 template <int kTileN, int kRows>
 CUTE_HOST_DEVICE int masked_ends(int row, int keys, Band band, int tile) {
-  const int first_key = tile * kTileN;
-  const int last = smaller(keys - 1, row + band.last);  // that the first row sees
-  return int(last < first_key + kTileN - 1) + 2 * int(row + kRows - 1 + band.first > first_key);
+  const int first_key = tile * kTileN, last_key = first_key + kTileN - 1;
+  return kAfterBand * int(row + band.last < last_key) + kBeforeBand * int(row + kRows - 1 + band.first > first_key) +
+         kPastKeys * int(keys - 1 < last_key);
 }
 
 }  // namespace fp8cutlass

@@ -55,48 +55,55 @@ __device__ __forceinline__ int64_t sum_before(int64_t x, int64_t (&of_warp)[kThr
 }
 
 // One CTA of kThreads. It reads nothing that the kernel before it writes, and may run beside that one, but ends after
-// it: who waits for this one waits for both.
+// it: who waits for this one waits for both. The attention kernel waits for it, so that what counts is how long one
+// load after the other takes: lengths are read once, and all warps list.
 __global__ void __launch_bounds__(kThreads) plan(const __grid_constant__ PlanParams p) {
   using Count = unsigned long long;  // lengths that overlap may ask for any number
   __shared__ Count place[kBuckets];  // tiles of a bucket, then where its next one goes
   __shared__ int64_t of_warp[kThreads / 32];
+  __shared__ Sequence sequences[kThreads];
+  __shared__ int first[kThreads];                                  // of a sequence's tiles, its place in the list
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // they wait for the list
+  Sequence own{};
+  if (int(threadIdx.x) < p.batch.sequences) own = sequence_at(p, threadIdx.x);
   place[threadIdx.x] = 0;
   __syncthreads();
-  for (int s = threadIdx.x; s < p.batch.sequences; s += kThreads) {
-    const Sequence sequence = sequence_at(p, s);
+  const auto count = [&](const Sequence& sequence) {
     const int tiles = tiles_of(p, sequence);
     if (tiles > 0) atomicAdd(&place[bucket_of(sequence)], Count(tiles));
-  }
+  };
+  count(own);
+  for (int s = threadIdx.x + kThreads; s < p.batch.sequences; s += kThreads) count(sequence_at(p, s));
   __syncthreads();
   int64_t total;
   const int64_t begin = sum_before(int64_t(min(place[threadIdx.x], Count(p.batch.most))), of_warp, total);
-  __syncthreads();
   place[threadIdx.x] = Count(begin);
   if (threadIdx.x == 0) *p.batch.count = int(min(total, int64_t(p.batch.most)));
-  __syncthreads();
-  // A lane looks up a sequence, then the warp lists the 32 one after the other: long ones by all lanes.
-  const int lane = threadIdx.x % 32;
-  for (int base = threadIdx.x / 32 * 32; base < p.batch.sequences; base += kThreads) {
-    Sequence own{};
-    int own_tiles = 0, own_place = p.batch.most;
-    if (base + lane < p.batch.sequences) {
-      own = sequence_at(p, base + lane);
-      own_tiles = tiles_of(p, own);
-      if (own_tiles > 0) own_place = int(min(atomicAdd(&place[bucket_of(own)], Count(own_tiles)), Count(p.batch.most)));
-    }
-    const int end = min(32, p.batch.sequences - base);
-    for (int i = 0; i < end; ++i) {
-      const int tiles = __shfl_sync(~0u, own_tiles, i), first = __shfl_sync(~0u, own_place, i);
+  // A thread looks up a sequence, then a warp lists the tiles of one after the other.
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int base = 0; base < p.batch.sequences; base += kThreads) {
+    const int number = base + threadIdx.x;
+    if (base > 0 && number < p.batch.sequences) own = sequence_at(p, number);
+    __syncthreads();  // places are known; the sequences before these are listed
+    delay_point(19);
+    const int own_tiles = number < p.batch.sequences ? tiles_of(p, own) : 0;
+    sequences[threadIdx.x] = own;
+    if (own_tiles > 0)
+      first[threadIdx.x] = int(min(atomicAdd(&place[bucket_of(own)], Count(own_tiles)), Count(p.batch.most)));
+    __syncthreads();
+    const int end = min(kThreads, p.batch.sequences - base);
+    for (int i = warp; i < end; i += kThreads / 32) {
+      const Sequence sequence = sequences[i];
+      const int tiles = tiles_of(p, sequence);
       RowTile entry{};
       entry.sequence = base + i;
-      entry.rows = __shfl_sync(~0u, own.rows, i), entry.keys = __shfl_sync(~0u, own.keys, i);
-      entry.query = __shfl_sync(~0u, own.query, i), entry.key = __shfl_sync(~0u, own.key, i);
+      entry.rows = sequence.rows, entry.keys = sequence.keys;
+      entry.query = sequence.query, entry.key = sequence.key;
       entry.block = block_at(entry.key, entry.sequence, p.key_block);
       if (p.batch.keys_in_blocks) entry.key = entry.block * p.key_block;
-      for (int t = lane; t < tiles && t < p.batch.most - first; t += 32) {
+      for (int t = lane; t < tiles && t < p.batch.most - first[i]; t += 32) {
         entry.row = (tiles - 1 - t) * p.tile_m;  // from the last rows on, which see most keys
-        p.batch.tiles[first + t] = entry;
+        p.batch.tiles[first[i] + t] = entry;
       }
     }
   }

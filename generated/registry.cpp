@@ -988,6 +988,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "f76d6cb5285f3feba017cbe4966467a100f4a8227f4631b260502a6164d3942d";
+const char kManifest[] = "b6b31224adb0e7a56a5d08e241cc805c9f525fc8c21a6f5713491dfbdf97fa30";
 
 }  // namespace fp8cutlass

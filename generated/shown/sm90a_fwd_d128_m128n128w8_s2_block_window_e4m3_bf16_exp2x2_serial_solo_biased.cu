@@ -360,7 +360,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   };
   // An end of the band in a tile.
   const auto edge_of = [&](const Item& item, int tile, int column) {
-    return edge_at<Score, kKeyBlocks>(item.row + seen_row() + column - tile * kTileN);
+    return edge_at<kKeyBlocks, kScoreRegs>(item.row + seen_row() + column - tile * kTileN);
   };
   // Where the bias of a tile lies; how a warp begins to copy one whose rows are chunks.
   const auto bias_head = [&](const Item& item) {

@@ -356,7 +356,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   };
   // An end of the band in a tile.
   const auto edge_of = [&](const Item& item, int tile, int column) {
-    return edge_at<Score, kKeyBlocks>(item.row + seen_row() + column - tile * kTileN);
+    return edge_at<kKeyBlocks, kScoreRegs>(item.row + seen_row() + column - tile * kTileN);
   };
   // Of the tile whose scores come next: the slopes of the lane's two rows, whether a row does not see all of its keys,
   // whether its softmax may need what is seldom needed. The products of the tile before hide this, while all that comes

@@ -299,7 +299,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   };
   // An end of the band in a tile.
   const auto edge_of = [&](const Item& item, int tile, int column) {
-    return edge_at<Score, kKeyBlocks>(item.row + seen_row() + column - tile * kTileN);
+    return edge_at<kKeyBlocks, kScoreRegs>(item.row + seen_row() + column - tile * kTileN);
   };
   // Scores to P, in place and then packed; the tile's weight against the others.
   const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, int masked) {

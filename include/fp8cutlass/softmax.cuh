@@ -5,8 +5,6 @@
 // Anchoring per tile gives each tile the full range of e4m3 and leaves no dependency from tile to tile.
 #pragma once
 
-#include <type_traits>
-
 #include "fp8cutlass/numeric.cuh"
 
 namespace fp8cutlass {
@@ -56,9 +54,9 @@ __device__ __forceinline__ void mask_columns(Score (&s)[kBlocks][4], const int (
 
 // The ends of a window, one at a time: columns beyond the edge and those before it, which is row 0's; of row 1, 8 rows
 // below, it lies 8 columns further. `edge_at` makes an edge of a column, so that this can be done ahead.
-template <class Score, int kBlocks>
+template <int kBlocks, int kRegs>  // registers of a block
 __device__ __forceinline__ int edge_at(int column) {
-  if constexpr (std::is_same_v<Score, uint32_t>) {  // as f16, for both columns of a lane's first pair
+  if constexpr (kRegs == 2) {  // as f16, for both columns of a lane's first pair
     column = min(max(column, -9), 8 * kBlocks) - 2 * int(threadIdx.x % 4);
     return int(fp16x2(float(column), float(column - 1)));
   }

@@ -263,7 +263,7 @@ def test_small_calls_that_are_launched_singly_are_left_alone(monkeypatch: pytest
     assert integrations.short_of(2048, 64, 64, full, work, True) == ""
     assert "outside of a CUDA graph" in integrations.short_of(2048, 64, 64, full, work - 1, True)
     assert integrations.short_of(2048, 64, 64, full, work - 1, False) == ""
-    assert integrations.short_of(1000, 64, 64, full, work, True) == "less than 1024 rows"
+    assert integrations.short_of(500, 64, 64, full, work, True) == "less than 512 rows"
     with monkeypatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
         assert integrations.short_of(2048, 64, 64, full, 1, True) == ""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .plot import COLOURS, PlotError, _title, open_pyplot
 from .report import OWN, geometric_mean, heading, not_timed, table
-from .walk import EQUAL, WalkTime
+from .walk import EQUAL, Mix, WalkTime
+from .walk import cells as cells_of
 
 CALLER, CALL, DENSE = f"{OWN}_e4m3", f"{OWN}_call", f"{OWN}_dense"
 FA3_FP8, FA3_BF16 = "fa3_fp8", "fa3_bf16"
@@ -98,12 +100,26 @@ def share(window: WalkTime, causal: WalkTime) -> float | None:
     return window.median_us / causal.median_us * causal.cells / window.cells
 
 
+def share_of_causal_tiles(window: WalkTime, causal: WalkTime) -> float | None:
+    """The same by the tiles of the causal kernel: those that a window would visit that had its rows in an item."""
+    tile = re.search(r"_m(\d+)n(\d+)", causal.kernel)
+    size = re.fullmatch(r"window (\d+)", window.mask)
+    if not (tile and size and causal.cells and window.median_us and causal.median_us):
+        return None
+    mix = Mix("", (window.tokens,), window.heads, window.kv_heads, window.head_dim, True, int(size[1]) - 1)
+    return window.median_us / causal.median_us * causal.cells / cells_of(mix, int(tile[1]), int(tile[2]))
+
+
 def windows_markdown(stamp: Mapping[str, str], rows: Sequence[WalkTime]) -> str:
     """Times of windows, and the ratio to their share of the causal time."""
     lines = [*heading("Windows", stamp), ""]
     lines += ["One sequence with a causal mask. The share is that of the pairs of rows and keys in the tiles visited."]
-    lines += [f"`ratio` is the time over share times causal time (target {TARGET_WINDOW} at 1,024 keys).", ""]
-    header = ["head_dim, mask", "walk", "us", "causal us", "share", "ratio", "useful TFLOPS"]
+    lines += [
+        f"`ratio` is the time over share times causal time (target {TARGET_WINDOW} at 1,024 keys). Items of a",
+        "window may have fewer rows, which visit fewer tiles. The next column counts those of the causal kernel's items.",
+        "",
+    ]
+    header = ["head_dim, mask", "walk", "us", "causal us", "share", "ratio", "by causal tiles", "useful TFLOPS"]
     body = []
     timed = [row for row in rows if row.median_us is not None]
     for row in timed:
@@ -117,8 +133,9 @@ def windows_markdown(stamp: Mapping[str, str], rows: Sequence[WalkTime]) -> str:
             _text(causal.median_us if causal else None, 1),
         ]
         part = row.cells / causal.cells if causal and row.cells and causal.cells else None
-        ratio = share(row, causal) if causal and row is not causal else None
-        body.append([*cell, _text(part, 4), _text(ratio, 3), _text(row.tflops, 0)])
+        beside = causal if row is not causal else None
+        ratios = [f(row, beside) if beside else None for f in (share, share_of_causal_tiles)]
+        body.append([*cell, _text(part, 4), *(_text(ratio, 3) for ratio in ratios), _text(row.tflops, 0)])
     return "\n".join([*lines, *table(header, body), *_not_timed(rows)]) + "\n"
 
 

@@ -20,7 +20,7 @@ from fp8cutlass.native import extension
 
 from ..data import Data
 from ..shapes import Shape
-from ..walk import Mix, RaggedData, Way
+from ..walk import Mix, RaggedData, Way, cells
 from .fa3 import MODULE
 from .own import OUT_DTYPE, Own, launcher, make_operands
 
@@ -65,17 +65,6 @@ def by_sequence(data: RaggedData) -> list[Descaled]:
     sequences, kv_heads = len(data.mix.lengths), data.mix.kv_heads
     pairs = (quantize(x.transpose(0, 1)[None], granularity="tensor") for x in (data.q, data.k, data.v))
     return [(x[0].transpose(0, 1).contiguous(), d.expand(sequences, kv_heads).contiguous()) for x, d in pairs]
-
-
-def cells(mix: Mix, tile_m: int, tile_n: int) -> int:
-    """Pairs of a row and a key in the tiles that a kernel visits, of one head; by plain arithmetic."""
-    found = 0
-    for n in mix.lengths:
-        for row in range(0, n, tile_m):
-            end = -(-(min(row + tile_m, n) if mix.causal else n) // tile_n)
-            begin = max(0, row - mix.left) // tile_n if mix.left >= 0 else 0
-            found += (end - begin) * tile_m * tile_n
-    return found
 
 
 def item_rows(variant: Variant, mix: Mix) -> int:

@@ -177,12 +177,12 @@ def test_a_wrong_result_has_no_time_and_a_peer_that_is_missing_a_reason(
 
 def test_the_tiles_are_those_that_a_kernel_visits() -> None:
     """By hand: 300 rows in tiles of 128, keys in tiles of 64; and a band that is counted row by row."""
-    assert ragged.cells(replace(WINDOWED, causal=False), 128, 64) == 3 * 5 * 128 * 64
-    assert ragged.cells(WINDOWED, 128, 64) == (2 + 4 + 5) * 128 * 64
-    assert ragged.cells(replace(WINDOWED, left=15), 128, 64) == (2 + 3 + 2) * 128 * 64
-    assert ragged.cells(SMALL, 128, 64) == (2 + 1 + 2 + 3) * 128 * 64
+    assert walk.cells(replace(WINDOWED, causal=False), 128, 64) == 3 * 5 * 128 * 64
+    assert walk.cells(WINDOWED, 128, 64) == (2 + 4 + 5) * 128 * 64
+    assert walk.cells(replace(WINDOWED, left=15), 128, 64) == (2 + 3 + 2) * 128 * 64
+    assert walk.cells(SMALL, 128, 64) == (2 + 1 + 2 + 3) * 128 * 64
     long = Mix("16k", (16384,), 32, 8, 128, True, left=1023)
-    tiles = [ragged.cells(mix, 128, 192) / (128 * 192) / 128 for mix in (long, replace(long, left=-1))]
+    tiles = [walk.cells(mix, 128, 192) / (128 * 192) / 128 for mix in (long, replace(long, left=-1))]
     assert tiles == pytest.approx([6.461, 43.336], abs=0.01), "an item of the lab's row 5, on average"
 
 
@@ -213,8 +213,13 @@ def test_a_window_is_held_to_its_share() -> None:
     window = row_of(replace(WINDOWED, left=1023), "fp8cutlass", "fp8", OK, median_us=230.0, cells=800, tflops=1.0)
     assert walk_report.share(window, causal) == pytest.approx(1.15)
     text = walk_report.windows_markdown({}, [causal, window])
-    assert "| 64, window 1024 | ragged, with its plan | 230.0 | 1000.0 | 0.2000 | 1.150 | 1 |" in text
+    assert "| 64, window 1024 | ragged, with its plan | 230.0 | 1000.0 | 0.2000 | 1.150 |  | 1 |" in text
     assert walk_report.share(replace(window, cells=None), causal) is None
+    # 300 rows as in the test above: 11 tiles, of which a band of 16 keys visits 7.
+    causal = replace(causal, kernel="sm90a_fwd_d64_m128n64w8", cells=11 * 128 * 64)
+    band = replace(window, mask="window 16", median_us=770.0)
+    assert walk_report.share_of_causal_tiles(band, causal) == pytest.approx(1.21)
+    assert walk_report.share_of_causal_tiles(band, replace(causal, kernel="")) is None
 
 
 def test_the_figure(tmp_path: Path) -> None:

@@ -988,6 +988,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "b6b31224adb0e7a56a5d08e241cc805c9f525fc8c21a6f5713491dfbdf97fa30";
+const char kManifest[] = "f578db3d27e12c982949fde45813489d0ba13bd976a23214929f40de96bc9811";
 
 }  // namespace fp8cutlass

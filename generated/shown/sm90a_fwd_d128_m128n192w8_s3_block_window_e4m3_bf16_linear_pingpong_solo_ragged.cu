@@ -354,13 +354,14 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   const auto is_masked = [&](const Item& item, int tile) {
     return masked_ends<kTileN, 64>(item.row + first_row, Walk::keys(p, item), Walk::band(p, item), tile);
   };
-  // An end of the band in a tile.
+  // Where an end of the band lies in a tile.
   const auto edge_of = [&](const Item& item, int tile, int column) {
     return edge_at<kKeyBlocks, kScoreRegs>(item.row + seen_row() + column - tile * kTileN);
   };
-  // Of the tile whose scores come next: the slopes of the lane's two rows, whether a row does not see all of its keys,
-  // whether its softmax may need what is seldom needed. The products of the tile before hide this, while all that comes
-  // after the scores is time in which the tensor cores may wait for P.
+  // Of the tile whose scores come next: the slopes of the lane's two rows, whether a row does not see all of its keys and
+  // where the band ends in it, at its beginning if that hides keys, and whether its softmax may need what is seldom
+  // needed. The products of the tile before hide this, while all that comes after the scores is time in which the
+  // tensor cores may wait for P.
   float slope[2];
   int masked, seldom, edge;
   const auto prepare = [&](unsigned turn, int tile, const Stage& stage) {

@@ -297,7 +297,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   const auto is_masked = [&](const Item& item, int tile) {
     return masked_ends<kTileN, 64>(item.row + first_row, Walk::keys(p, item), Walk::band(p, item), tile);
   };
-  // An end of the band in a tile.
+  // Where an end of the band lies in a tile.
   const auto edge_of = [&](const Item& item, int tile, int column) {
     return edge_at<kKeyBlocks, kScoreRegs>(item.row + seen_row() + column - tile * kTileN);
   };

@@ -116,7 +116,7 @@ def windows_markdown(stamp: Mapping[str, str], rows: Sequence[WalkTime]) -> str:
     lines += ["One sequence with a causal mask. The share is that of the pairs of rows and keys in the tiles visited."]
     lines += [
         f"`ratio` is the time over share times causal time (target {TARGET_WINDOW} at 1,024 keys). Items of a",
-        "window may have fewer rows, which visit fewer tiles. The next column counts those of the causal kernel's items.",
+        "window may have fewer rows, which visit fewer tiles. The next column counts those of the causal kernel.",
         "",
     ]
     header = ["head_dim, mask", "walk", "us", "causal us", "share", "ratio", "by causal tiles", "useful TFLOPS"]

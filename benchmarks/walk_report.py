@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .plot import COLOURS, PlotError, _title, open_pyplot
@@ -101,13 +102,13 @@ def share(window: WalkTime, causal: WalkTime) -> float | None:
 
 
 def share_of_causal_tiles(window: WalkTime, causal: WalkTime) -> float | None:
-    """The same by the tiles of the causal kernel: those that a window would visit that had its rows in an item."""
+    """The same by the tiles that a window would visit if its items had as many rows as those of the causal kernel."""
     tile = re.search(r"_m(\d+)n(\d+)", causal.kernel)
     size = re.fullmatch(r"window (\d+)", window.mask)
-    if not (tile and size and causal.cells and window.median_us and causal.median_us):
+    if not (tile and size):
         return None
     mix = Mix("", (window.tokens,), window.heads, window.kv_heads, window.head_dim, True, int(size[1]) - 1)
-    return window.median_us / causal.median_us * causal.cells / cells_of(mix, int(tile[1]), int(tile[2]))
+    return share(replace(window, cells=cells_of(mix, int(tile[1]), int(tile[2]))), causal)
 
 
 def windows_markdown(stamp: Mapping[str, str], rows: Sequence[WalkTime]) -> str:

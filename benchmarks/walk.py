@@ -92,6 +92,8 @@ LENGTHS = {
     "log-normal to 8k": lognormal(64, 8192),
     "64 x 77..1024": between(64, 77, 1024),
     "images 128 x 256..1024": between(128, 256, 1024),
+    "256 x 64..512": between(256, 64, 512),
+    "texts 512 x 16..128": between(512, 16, 128),
 }
 HEADS = {64: (16, 16), 128: (32, 8), 256: (16, 4)}  # of unequal lengths; equal ones have 2048 / head_dim
 WIDTH = 2048

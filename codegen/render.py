@@ -55,9 +55,9 @@ def render_decode(d: Decode, env: Environment) -> str:
 
 
 def render_resident(r: Resident, env: Environment) -> str:
-    from codegen.resident import MASKS
+    from codegen.resident import FORMS
 
-    return env.get_template("resident.cu.j2").render(r=r, masks=MASKS)
+    return env.get_template("resident.cu.j2").render(r=r, forms=FORMS)
 
 
 def render_pack(pack: Pack, env: Environment) -> str:

@@ -17,7 +17,27 @@ ONES = 8  # rows of ones in V^T
 ALIGNMENT = 1_024  # bytes: where a swizzled tile may begin, and the size that a block of memory is rounded up to
 EXACT_BYTES = 16  # a thread: two rows' sums of unquantised exponentials, of the row tile and of the tile of keys
 BARRIER_BYTES = 8
-MASKS = (Mask.FULL, Mask.CAUSAL)  # the kernels of a source; the host asks for one by its position
+TOLD = 16  # sequences of a ragged batch that a CTA knows of
+TOLD_BYTES = 32 + 2 * BARRIER_BYTES  # of each
+
+
+class Form(NamedTuple):
+    """A kernel of a source."""
+
+    mask: Mask
+    ragged: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"ragged_{self.mask}" if self.ragged else str(self.mask)
+
+    @property
+    def walk(self) -> str:
+        """The class that says what its sequences are."""
+        return "OfLengths" if self.ragged else "Alike"
+
+
+FORMS = tuple(Form(m, ragged) for ragged in (False, True) for m in (Mask.FULL, Mask.CAUSAL))  # csrc/kernels.h has them
 
 
 class Shape(NamedTuple):
@@ -110,7 +130,8 @@ class Resident:
         values = self.shape.slots * _up(self.tile * (self.head_dim + ONES), ALIGNMENT)
         sources = self.shape.stages * 2 * self.tile * self.head_dim
         barriers = BARRIER_BYTES * (self.warpgroups + self.shape.stages + 2 * self.shape.slots)
-        return _up(queries + sums + keys + values + sources + 8 * self.shape.slots + 4 * 16 + barriers, ALIGNMENT)
+        rest = 8 * self.shape.slots + 4 * 16 + TOLD * TOLD_BYTES  # descales, maxima, sequences
+        return _up(queries + sums + keys + values + sources + barriers + rest, ALIGNMENT)
 
     @property
     def profile(self) -> str:

@@ -27,6 +27,7 @@
 #include "prefill.h"
 #include "ragged.h"
 #include "registry.h"
+#include "resident.h"
 
 namespace fp8cutlass {
 
@@ -223,9 +224,12 @@ Tensor attend_batch(int64_t variant, const Tensor& q, const Tensor& k, const Ten
                     const Tensor& cu_k, const std::optional<Tensor>& used_q, const std::optional<Tensor>& used_k,
                     const std::optional<Tensor>& lse, double score_amax, double v_amax, double scale,
                     int64_t window_left, int64_t window_right, bool bottom_right, bool leave_q,
-                    const std::optional<Tensor>& workspace, double softcap, const std::optional<Tensor>& sinks) {
-  return attend_ragged({score_amax, v_amax, scale, window_left, window_right, bottom_right, leave_q, softcap},
-                       {q, k, v, cu_q, cu_k, used_q, used_k, lse, workspace, sinks}, find_variant(variant, false));
+                    const std::optional<Tensor>& workspace, double softcap, const std::optional<Tensor>& sinks,
+                    int64_t resident) {
+  const RaggedNumbers n{score_amax, v_amax, scale, window_left, window_right, bottom_right, leave_q, softcap};
+  const RaggedTensors tensors{q, k, v, cu_q, cu_k, used_q, used_k, lse, workspace, sinks};
+  const VariantEntry& entry = find_variant(variant, false);
+  return resident < 0 ? attend_ragged(n, tensors, entry) : attend_resident_ragged(n, tensors, entry, resident);
 }
 
 Tensor attend_fp8_batch(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
@@ -297,7 +301,7 @@ FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
       "Tensor? seqused_q, Tensor? seqused_k, Tensor(a!)? lse, float score_amax, float v_amax, float scale, "
       "int window_left, int window_right, bool bottom_right, bool leave_q, Tensor(b!)? workspace=None, float "
       "softcap=0.0, "
-      "Tensor? sinks=None) -> Tensor");
+      "Tensor? sinks=None, int resident=-1) -> Tensor");
   m.def(
       "attend_ragged_fp8(int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, "
       "Tensor v_descale, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "

@@ -36,6 +36,8 @@ constexpr SingleName kSingleNames[kSingles] = {
     {"merge", "5merge", "ENS_7merging11MergeParamsE"},
 };
 
+constexpr const char* kResidentNames[kResidentForms] = {"_full", "_causal", "_ragged_full", "_ragged_causal"};
+
 // Sources are numbered: variants, packs, kernels of decode, those of Single, those that keep K and V.
 int source_of(const VariantEntry& variant) { return static_cast<int>(&variant - kVariants); }
 int source_of(const PackEntry& pack) { return kVariantCount + static_cast<int>(&pack - kPacks); }
@@ -65,7 +67,7 @@ std::string spelled(const std::string& name, const char* parameters) {
 std::string name_of(int source, int form) {
   const std::string id = id_of(source);
   if (source >= first_resident()) {
-    return spelled(id + (form == kResidentCausal ? "_causal" : "_full"), "ENS_4sm9014ResidentLaunchE");
+    return spelled(id + kResidentNames[form], "ENS_4sm9014ResidentLaunchE");
   }
   if (source >= first_single()) {
     const SingleName& single = kSingleNames[source - first_single()];

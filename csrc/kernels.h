@@ -17,7 +17,7 @@ constexpr int kMostForms = 7;
 static_assert(kMostForms > kMostUnrolled && kMostForms > kPackGather);
 
 // Of a kernel that keeps K and V: its forms.
-enum ResidentForm { kResidentFull, kResidentCausal, kResidentForms };
+enum ResidentForm { kResidentFull, kResidentCausal, kResidentRaggedFull, kResidentRaggedCausal, kResidentForms };
 
 // Kernels of which there is one: what lists the row tiles of ragged batches, cuts the work of decode, writes tokens to
 // pages, chooses sequences for prefill, packs masks, and merges partial results.

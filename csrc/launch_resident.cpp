@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "counters.h"
 #include "device.h"
 #include "fp8cutlass/sm90/resident_params.h"
 #include "kernels.h"
@@ -13,7 +14,9 @@ namespace fp8cutlass {
 
 namespace {
 
-constexpr int kRows = 64;  // of a row tile
+constexpr int kRows = 64;          // of a row tile
+constexpr int64_t kManyItems = 4;  // of a CTA
+constexpr int kMostDealt = 16;     // items past the last one that a CTA may look at
 
 // An item is all row tiles of the query heads that share a head of K and V. Heads of the last round, which leaves CTAs
 // without any, are cut: K and V are then quantised more than once, by CTAs that had nothing to do.
@@ -41,6 +44,31 @@ cudaError_t share_out(const ResidentEntry& resident, ResidentParams& params) {
   return cudaSuccess;
 }
 
+// Items of a ragged batch are a sequence and a head of K and V, and CTAs draw them.
+cudaError_t share_sequences(const ResidentEntry& resident, ResidentParams& params, int device, cudaStream_t stream) {
+  ForwardParams& p = params.p;
+  const int64_t heads = int64_t{p.ragged.sequences} * p.kv_heads, group = p.heads / p.kv_heads;
+  const int64_t ctas = int64_t{p.sm_count} * resident.ctas_per_sm, row_tiles = p.seqlen_q / kRows + 1;
+  // Nobody here knows how long they are, but on average.
+  const int64_t rows = int64_t{p.ragged.sequences} * kRows, average = group * ((p.seqlen_q + rows - 1) / rows);
+  int64_t parts = std::clamp<int64_t>(ctas / heads, 1, 2 * average);
+  // Some are much longer than others, so that there should be several for a CTA, as long as K and V are multiplied more
+  // often than they are quantised.
+  if (resident.keys > resident.tile)
+    parts = std::max(parts, std::min(kManyItems * ctas / heads, average / (2 * (resident.threads / 128 - 1))));
+  const int64_t items = heads * parts;
+  if (items + kMostDealt * ctas > INT32_MAX || group * row_tiles > INT32_MAX / kMostDealt ||
+      p.seqlen_q > INT32_MAX - kTilePastEnd || p.seqlen_k > INT32_MAX - kTilePastEnd)
+    return cudaErrorInvalidValue;
+  params.group = static_cast<int>(group);
+  params.items = static_cast<int>(items);
+  params.by_kv_heads = p.kv_heads;
+  params.by_group = static_cast<int>(group);
+  params.by_head_items = static_cast<int>(parts);
+  if (items > ctas) p.counters = work_counters(device, stream, false).words;
+  return cudaSuccess;
+}
+
 bool make_maps(sm90::ResidentLaunch& to, const ResidentEntry& resident, unsigned long long context) {
   const MapMaker maps(context);
   const ResidentParams& r = to.params;
@@ -59,7 +87,9 @@ cudaError_t run(const ResidentEntry& resident, ResidentForm form, const Resident
   sm90::ResidentLaunch all{};
   all.params = params;
   all.params.p.sm_count = sm_count(device);
-  const cudaError_t status = share_out(resident, all.params);
+  const bool ragged = form == kResidentRaggedFull || form == kResidentRaggedCausal;
+  const cudaError_t status =
+      ragged ? share_sequences(resident, all.params, device, stream) : share_out(resident, all.params);
   if (status != cudaSuccess) return status;
   if (!has_tensor_maps()) return cudaErrorNotSupported;
   const unsigned long long context = context_id();

@@ -76,10 +76,18 @@ void set_query(ForwardParams& params, const RaggedArguments& a, const VariantEnt
   params.q_stride_row *= a.q.element_size(), params.q_stride_head *= a.q.element_size();
 }
 
-// A mask's end, so far that adding it to any row or key number stays within 32 bits.
+}  // namespace
+
 int window_end(int64_t keys) { return static_cast<int>(std::clamp<int64_t>(keys, -(1 << 30), 1 << 30)); }
 
-}  // namespace
+void set_lengths(RaggedBatch& batch, const RaggedLengths& lengths, const View& q) {
+  const int64_t sequences = lengths.cu_q.numel() - 1;
+  batch.cu_q = int_pointer(lengths.cu_q, "cu_seqlens_q", q, sequences + 1);
+  batch.cu_k = int_pointer(lengths.cu_k, "cu_seqlens_k", q, sequences + 1);
+  if (lengths.used_q) batch.used_q = int_pointer(*lengths.used_q, "seqused_q", q, sequences);
+  if (lengths.used_k) batch.used_k = int_pointer(*lengths.used_k, "seqused_k", q, sequences);
+  batch.sequences = to_int(sequences, "the number of sequences");
+}
 
 int64_t plan_words(int64_t tokens, int64_t sequences, const VariantEntry& variant) {
   return kPlanHead + kEntryWords * most_entries(tokens, sequences, variant);
@@ -91,7 +99,7 @@ ForwardParams ragged_params(const RaggedArguments& a, const VariantEntry& varian
   params.k = fp8_pointer(a.k, "k", a.q);
   params.v = fp8_pointer(a.v, "v", a.q);
   const int64_t tokens = a.q.size(0), heads = a.q.size(1), head_dim = variant.head_dim;
-  const int64_t key_rows = a.k.size(0), kv_heads = a.k.size(1), sequences = a.cu_q.numel() - 1;
+  const int64_t key_rows = a.k.size(0), kv_heads = a.k.size(1), sequences = a.lengths.cu_q.numel() - 1;
   if (tokens == 0 || heads == 0 || key_rows == 0 || sequences < 1)
     fail("empty tensors take no launch: q has shape ", shape_text(a.q), ", k has shape ", shape_text(a.k));
   require(kv_heads > 0 && heads % kv_heads == 0, "q has ", heads, " heads, which is no multiple of k's ", kv_heads);
@@ -135,11 +143,7 @@ ForwardParams ragged_params(const RaggedArguments& a, const VariantEntry& varian
   params.causal_offset = window_end(a.window_right), params.window_offset = window_end(-a.window_left);
 
   RaggedBatch& batch = params.ragged;
-  batch.cu_q = int_pointer(a.cu_q, "cu_seqlens_q", a.q, sequences + 1);
-  batch.cu_k = int_pointer(a.cu_k, "cu_seqlens_k", a.q, sequences + 1);
-  if (a.used_q) batch.used_q = int_pointer(*a.used_q, "seqused_q", a.q, sequences);
-  if (a.used_k) batch.used_k = int_pointer(*a.used_k, "seqused_k", a.q, sequences);
-  batch.sequences = to_int(sequences, "the number of sequences");
+  set_lengths(batch, a.lengths, a.q);
   batch.key_tokens = to_int(key_tokens, "the tokens of k");
   batch.keys_in_blocks = a.keys_in_blocks;
   batch.bottom_right = a.bottom_right;

@@ -8,30 +8,24 @@
 #include "device.h"
 #include "kernels.h"
 #include "launch_resident.h"
+#include "ragged.h"
 #include "workspace.h"
 
 namespace fp8cutlass {
 
 namespace {
 
-const ResidentEntry& entry_of(const AttendConstants& c, const View& q, int64_t keys, const VariantEntry& variant) {
-  require(c.resident < kResidentCount, "resident is ", c.resident, ", outside of 0..", kResidentCount - 1);
-  const ResidentEntry& entry = kResidents[c.resident];
+const ResidentEntry& entry_of(int64_t number, const View& q, const VariantEntry& variant) {
+  require(number >= 0 && number < kResidentCount, "resident is ", number, ", outside of 0..", kResidentCount - 1);
+  const ResidentEntry& entry = kResidents[number];
   const ScalarType type = entry.source == SourceType::fp16 ? ScalarType::Half : ScalarType::BFloat16;
   require(q.scalar_type() == type, entry.id, " takes q of another type");
   require(entry.head_dim == variant.head_dim, entry.id, " is for head_dim ", entry.head_dim, ", variant ", variant.id,
           " for ", variant.head_dim);
-  require(keys <= entry.keys, "k has ", keys, " keys, ", entry.id, " takes at most ", entry.keys);
   const bool same = variant.tile_n == kKeyBlock && variant.key_block == kKeyBlock && !variant.ragged &&
                     (variant.mask == Mask::full || variant.mask == Mask::causal) && variant.split == 1 &&
                     variant.out == (entry.source == SourceType::fp16 ? OutType::fp16 : OutType::bf16);
   require(same, entry.id, " does not compute what variant ", variant.id, " does");
-  const auto is = [](int64_t granularity, Granularity shared_by) {
-    return granularity == static_cast<int64_t>(shared_by);
-  };
-  require(is(c.q_granularity, Granularity::token) && is(c.k_granularity, Granularity::block) &&
-              is(c.v_granularity, Granularity::block),
-          entry.id, " has descales of rows of Q and of blocks of K and V");
   return entry;
 }
 
@@ -93,7 +87,14 @@ Tensor attend_resident(const AttendConstants& c, const AttendTensors& tensors, c
   require(q.is_cuda(), "q is not on a card");
   require(!tensors.k_mean && !c.hadamard && !tensors.out_descale && !tensors.mask.tiles && !tensors.mask.bias,
           "smoothing, rotation, FP8 output, masks in lists and biases have no kernel that keeps K and V");
-  const ResidentEntry& entry = entry_of(c, q, k.size(2), variant);
+  const ResidentEntry& entry = entry_of(c.resident, q, variant);
+  require(k.size(2) <= entry.keys, "k has ", k.size(2), " keys, ", entry.id, " takes at most ", entry.keys);
+  const auto is = [](int64_t granularity, Granularity shared_by) {
+    return granularity == static_cast<int64_t>(shared_by);
+  };
+  require(is(c.q_granularity, Granularity::token) && is(c.k_granularity, Granularity::block) &&
+              is(c.v_granularity, Granularity::block),
+          entry.id, " has descales of rows of Q and of blocks of K and V");
   ResidentParams params{};
   ForwardParams& p = params.p;
   set_inputs(params, q, k, v);
@@ -109,6 +110,48 @@ Tensor attend_resident(const AttendConstants& c, const AttendTensors& tensors, c
   const int device = static_cast<int>(q.device());
   const DeviceGuard guard(device);
   launch(entry, variant.mask == Mask::causal ? kResidentCausal : kResidentFull, params, device, current_stream(device));
+  return out;
+}
+
+Tensor attend_resident_ragged(const RaggedNumbers& n, const RaggedTensors& tensors, const VariantEntry& variant,
+                              int64_t resident) {
+  const View given(tensors.q);
+  require(given.dim() == 3 && View(tensors.k).dim() == 3 && View(tensors.v).dim() == 3,
+          "q, k and v must have 3 dimensions");
+  require(given.is_cuda(), "q is not on a card");
+  require(n.softcap == 0, "a cap of scores has no kernel that keeps K and V");
+  const std::initializer_list<int> by_head{View::kNew, 1, 0, 2};  // (1, heads, tokens, D)
+  const View q = given.permuted(by_head), k = View(tensors.k).permuted(by_head), v = View(tensors.v).permuted(by_head);
+  const ResidentEntry& entry = entry_of(resident, q, variant);
+  ResidentParams params{};
+  ForwardParams& p = params.p;
+  set_inputs(params, q, k, v);
+  p.query = query_scaling(q, q.size(3), {n.score_amax, n.scale < 0, false}, variant);
+  params.v_limit = fp8_limit(n.v_amax, "v_amax");
+  params.v_limit_reciprocal = static_cast<float>(1.0 / n.v_amax);
+  std::optional<View> sinks, used_q, used_k;
+  if (tensors.sinks) sinks = *tensors.sinks;
+  if (tensors.used_q) used_q = *tensors.used_q;
+  if (tensors.used_k) used_k = *tensors.used_k;
+  set_scores(p, variant, std::abs(n.scale), n.softcap, sinks, given);
+  p.causal_offset = window_end(n.window_right);
+  set_lengths(p.ragged, {tensors.cu_q, tensors.cu_k, used_q, used_k}, given);
+  require(p.ragged.sequences > 0, "cu_seqlens_q has no sequence");
+  p.ragged.key_tokens = p.seqlen_k;
+  p.ragged.bottom_right = n.bottom_right;
+  const int64_t tokens = given.size(0), heads = given.size(1), width = variant.head_dim;
+  const Tensor out = empty<3>(given, type_of(variant.out), {tokens, heads, width}, {heads * width, width, 1});
+  p.o = out.data_ptr();
+  p.o_stride_row = heads * width, p.o_stride_head = width;
+  if (tensors.lse) {
+    const View lse(*tensors.lse);
+    require_shape(lse, "lse", {heads, tokens});
+    p.lse = float_pointer(lse, "lse", given);
+  }
+  const int device = static_cast<int>(given.device());
+  const DeviceGuard guard(device);
+  launch(entry, variant.mask == Mask::causal ? kResidentRaggedCausal : kResidentRaggedFull, params, device,
+         current_stream(device));
   return out;
 }
 

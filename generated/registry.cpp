@@ -960,8 +960,8 @@ const int kDecodeCount = 26;
 
 // id, source, head_dim, keys, tile, threads, smem_bytes, ctas_per_sm
 const ResidentEntry kResidents[] = {
-    {"resident_d64_k64_bf16", SourceType::bf16, 64, 64, 64, 384, 99328, 2},
-    {"resident_d64_k64_fp16", SourceType::fp16, 64, 64, 64, 384, 99328, 2},
+    {"resident_d64_k64_bf16", SourceType::bf16, 64, 64, 64, 384, 100352, 2},
+    {"resident_d64_k64_fp16", SourceType::fp16, 64, 64, 64, 384, 100352, 2},
     {"resident_d64_k128_bf16", SourceType::bf16, 64, 128, 128, 512, 215040, 1},
     {"resident_d64_k128_fp16", SourceType::fp16, 64, 128, 128, 512, 215040, 1},
     {"resident_d64_k256_bf16", SourceType::bf16, 64, 256, 128, 512, 215040, 1},
@@ -970,14 +970,14 @@ const ResidentEntry kResidents[] = {
     {"resident_d64_k512_fp16", SourceType::fp16, 64, 512, 128, 512, 215040, 1},
     {"resident_d64_k1024_bf16", SourceType::bf16, 64, 1024, 128, 512, 217088, 1},
     {"resident_d64_k1024_fp16", SourceType::fp16, 64, 1024, 128, 512, 217088, 1},
-    {"resident_d128_k64_bf16", SourceType::bf16, 128, 64, 64, 384, 224256, 1},
-    {"resident_d128_k64_fp16", SourceType::fp16, 128, 64, 64, 384, 224256, 1},
-    {"resident_d128_k128_bf16", SourceType::bf16, 128, 128, 128, 384, 221184, 1},
-    {"resident_d128_k128_fp16", SourceType::fp16, 128, 128, 128, 384, 221184, 1},
-    {"resident_d128_k256_bf16", SourceType::bf16, 128, 256, 128, 384, 221184, 1},
-    {"resident_d128_k256_fp16", SourceType::fp16, 128, 256, 128, 384, 221184, 1},
-    {"resident_d128_k512_bf16", SourceType::bf16, 128, 512, 128, 384, 222208, 1},
-    {"resident_d128_k512_fp16", SourceType::fp16, 128, 512, 128, 384, 222208, 1},
+    {"resident_d128_k64_bf16", SourceType::bf16, 128, 64, 64, 384, 225280, 1},
+    {"resident_d128_k64_fp16", SourceType::fp16, 128, 64, 64, 384, 225280, 1},
+    {"resident_d128_k128_bf16", SourceType::bf16, 128, 128, 128, 384, 222208, 1},
+    {"resident_d128_k128_fp16", SourceType::fp16, 128, 128, 128, 384, 222208, 1},
+    {"resident_d128_k256_bf16", SourceType::bf16, 128, 256, 128, 384, 222208, 1},
+    {"resident_d128_k256_fp16", SourceType::fp16, 128, 256, 128, 384, 222208, 1},
+    {"resident_d128_k512_bf16", SourceType::bf16, 128, 512, 128, 384, 223232, 1},
+    {"resident_d128_k512_fp16", SourceType::fp16, 128, 512, 128, 384, 223232, 1},
 };
 const int kResidentCount = 18;
 
@@ -988,6 +988,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "f578db3d27e12c982949fde45813489d0ba13bd976a23214929f40de96bc9811";
+const char kManifest[] = "973fdc5095ec19b5f5416f4789686103cf03b0d938cb661f9a3ca3d0bb840d77";
 
 }  // namespace fp8cutlass

@@ -250,10 +250,28 @@ FAULTS = (
         "tests",
         header=CONVERT,
     ),
+    Fault(
+        "resident, ragged: keys of the sequence behind count for a block's maximum",
+        "resident_d64_k128_bf16",
+        "    if (cut) clear_keys<R>(k, at.keys());\n",
+        "",
+        "tests",
+        header=RESIDENT,
+        beside=REFERENCE,
+    ),
+    Fault(
+        "resident, ragged: V of the sequence behind is multiplied",
+        "resident_d64_k64_fp16",
+        "      if (cut) clear_values<R>(v, at.keys());\n    }\n    tell_largest",
+        "    }\n    tell_largest",
+        "tests",
+        header=RESIDENT,
+        beside=REFERENCE.replace("bf16", "fp16"),
+    ),
     Fault(  # the last, as a kernel that hangs may keep the card busy
         "resident: a tile is multiplied before it is there",
         "resident_d64_k64_bf16",
-        "    wait(shared.there[slot], R::round_of(number + tile) & 1);\n    const bool masked",
+        "    wait(shared.there[slot], R::round_of(number) & 1);\n    const bool masked",
         "    const bool masked",
         "tests",
         hangs=True,
@@ -339,6 +357,8 @@ def _by_tests(fault: Fault, environment: dict[str, str]) -> tuple[bool, str]:
         file, test = "test_gpu_decode", "(exact or thousand)"
     if fault.kernel.startswith("resident_"):
         file, test = "test_gpu_resident", "(lengths or many_items or left)"
+    if fault.name.startswith("resident, ragged"):
+        file, test = "test_gpu_resident_ragged", "(few or neighbours)"
     tests = [f"tests/gpu/{file}.py", "-k", f"{test} and {fault.kernel}"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     try:

@@ -268,7 +268,10 @@ def run_pack(pack: dict[str, Any]) -> Iterator[None]:
 
 def run_resident(kernel: Any) -> Iterator[None]:
     """Launches a kernel that keeps K and V, once a turn: with and without a causal mask, more heads than CTAs, tails of
-    rows, keys and columns, a head whose rows several CTAs take."""
+    rows, keys and columns, a head whose rows several CTAs take. And ragged batches: few and many sequences, some without
+    rows or keys, tokens that belong to none."""
+    import torch
+
     module = importlib.import_module("residents")
     built = importlib.import_module("gpu").built_manifest()
     reference = importlib.import_module("fp8cutlass.choose.resident").reference
@@ -282,6 +285,15 @@ def run_resident(kernel: Any) -> Iterator[None]:
         ):
             operands = module.made(kernel, batch, heads, kv_heads, rows, keys, width)
             module.kept(kernel, variant, operands, causal_offset=keys - rows)
+            yield
+        for lengths, heads, kv_heads in (
+            ([(70, kernel.keys), (1, 5), (0, 3), (200, 0), (33, kernel.keys // 2 + 5)], 4, 2),
+            ([(i % 80, 1 + 37 * i % kernel.keys) for i in range(90)], 6, 6),
+        ):
+            rows, keys = (sum(n) for n in zip(*lengths, strict=True))
+            operands = [x[0].transpose(0, 1) for x in module.made(kernel, 1, heads, kv_heads, rows + 9, keys)]
+            tables = [torch.tensor([0, *itertools.accumulate(n)]).int().cuda() for n in zip(*lengths, strict=True)]
+            module.kept_of_lengths(kernel, variant, operands, *tables)
             yield
 
 

@@ -35,7 +35,7 @@ ATTEND_RAGGED = (
     "int variant, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, "
     "Tensor? seqused_k, Tensor(a!)? lse, float score_amax, float v_amax, float scale, int window_left, "
     "int window_right, bool bottom_right, bool leave_q, Tensor(b!)? workspace=None, "
-    "float softcap=0.0, Tensor? sinks=None"
+    "float softcap=0.0, Tensor? sinks=None, int resident=-1"
 )
 RAGGED = (
     "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "

@@ -12,6 +12,8 @@ from reference import randn
 
 from fp8cutlass.call.call import Call, Tensors
 from fp8cutlass.call.card import prepared_call
+from fp8cutlass.call.ragged_call import RaggedCall
+from fp8cutlass.call.ragged_launch import launch
 from fp8cutlass.dtypes import OUT_DTYPES
 from fp8cutlass.manifest import Resident, Variant
 from fp8cutlass.native.fused import readable
@@ -36,6 +38,31 @@ def kept(
     plan = replace(plan_of(call, variant, built_manifest()), resident=resident)
     outputs = prepared_call(plan, Tensors(*operands))(*map(readable, operands))
     return tuple(x for x in outputs if x is not None)
+
+
+def kept_of_lengths(
+    resident: Resident,
+    variant: Variant,
+    operands: list[torch.Tensor],
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    used_q: torch.Tensor | None = None,
+    used_k: torch.Tensor | None = None,
+    *,
+    scale: float = 0.125,
+    bottom_right: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out (tokens, H, the kernel's head_dim) and LSE (H, tokens) of a ragged batch, by a kernel that keeps K and V."""
+    q, k, v = operands
+    call = RaggedCall(
+        q, k, v, cu_q, cu_k, used_q, used_k, q.shape[0], resident.keys, (), scale, -1, 0 if variant.causal else -1,
+        bottom_right, q.dtype, "fast", True, "",
+    )  # fmt: skip
+    lse = torch.full((q.shape[1], q.shape[0]), torch.nan, device=q.device)
+    manifest = built_manifest()
+    numbers = manifest.index[variant.id], manifest.residents.index(resident)
+    out = launch(call, variant, numbers[0], lse, resident=numbers[1])
+    return out, lse
 
 
 def made(

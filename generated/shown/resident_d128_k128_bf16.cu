@@ -18,17 +18,25 @@ namespace {
 using Source = packing::Bf16;
 using Out = OutBf16;
 using Kernel = sm90::Resident<128, 128, 2, 3, 2>;
-static_assert(sizeof(Kernel::Storage) == 221184, "the generator's sum of the tiles");
+static_assert(sizeof(Kernel::Storage) == 222208, "the generator's sum of the tiles");
 static_assert(Kernel::kThreads == 384 && Kernel::kTileN == 128 && Kernel::kParts == 1);
 
 }  // namespace
 
 __global__ void __launch_bounds__(384, 1) resident_d128_k128_bf16_full(const __grid_constant__ sm90::ResidentLaunch launch) {
-  sm90::attend<Kernel, Source, Out, Mask::full>(launch);
+  sm90::attend<Kernel, Source, Out, Mask::full, sm90::Alike>(launch);
 }
 
 __global__ void __launch_bounds__(384, 1) resident_d128_k128_bf16_causal(const __grid_constant__ sm90::ResidentLaunch launch) {
-  sm90::attend<Kernel, Source, Out, Mask::causal>(launch);
+  sm90::attend<Kernel, Source, Out, Mask::causal, sm90::Alike>(launch);
+}
+
+__global__ void __launch_bounds__(384, 1) resident_d128_k128_bf16_ragged_full(const __grid_constant__ sm90::ResidentLaunch launch) {
+  sm90::attend<Kernel, Source, Out, Mask::full, sm90::OfLengths>(launch);
+}
+
+__global__ void __launch_bounds__(384, 1) resident_d128_k128_bf16_ragged_causal(const __grid_constant__ sm90::ResidentLaunch launch) {
+  sm90::attend<Kernel, Source, Out, Mask::causal, sm90::OfLengths>(launch);
 }
 
 }  // namespace fp8cutlass

@@ -33,11 +33,11 @@ __device__ __forceinline__ int find_keys(PackOperand& o, const RaggedBatch& batc
   return keys.begin;
 }
 
-// Rows of O that belong to no sequence become zeros, and their LSE -inf. The attention kernel, which writes after this
-// one has ended, writes all others. A lane looks after a token.
-__device__ __forceinline__ void clear_rows(const RaggedPack& r, int cta) {
+// Of 32 tokens from `first` on, the rows of O that belong to no sequence become zeros, and their LSE -inf. All others
+// are the attention kernel's. A warp comes together, and each lane looks after a token.
+__device__ __forceinline__ void clear_rows_from(const RaggedPack& r, int first) {
   const RaggedBatch& batch = r.batch;
-  const int lane = threadIdx.x % 32, first = cta * kThreads + int(threadIdx.x) / 32 * 32;
+  const int lane = threadIdx.x % 32;
   if (first >= r.tokens) return;
   const auto begin = [&](int s) { return between(batch.cu_q[s], 0, r.tokens); };
   const int least = last_begun(batch.sequences, first, begin);
@@ -67,6 +67,11 @@ __device__ __forceinline__ void clear_rows(const RaggedPack& r, int cta) {
 #pragma unroll 1
     for (int head = lane; head < r.heads; head += 32) r.lse[int64_t{head} * r.tokens + row] = -INFINITY;
   }
+}
+
+// The same of as many tokens as a CTA has threads.
+__device__ __forceinline__ void clear_rows(const RaggedPack& r, int cta) {
+  clear_rows_from(r, cta * kThreads + int(threadIdx.x) / 32 * 32);
 }
 
 }  // namespace fp8cutlass::packing

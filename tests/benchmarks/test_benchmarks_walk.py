@@ -98,8 +98,8 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_batches_are_those_of_the_lab() -> None:
     found = mixes()
-    assert len(found) == 24 and {m.head_dim for m in found} == {64, 128, 256} and {m.causal for m in found} == {0, 1}
-    assert {len(LENGTHS[name]) for name in LENGTHS} == {8, 64, 128} and len(mixes([128])) == 8
+    assert len(found) == 36 and {m.head_dim for m in found} == {64, 128, 256} and {m.causal for m in found} == {0, 1}
+    assert {len(LENGTHS[name]) for name in LENGTHS} == {8, 64, 128, 256, 512} and len(mixes([128])) == 12
     assert all(m.heads * m.head_dim == 2048 and set(m.lengths) == {4096} for m in found if m.name == EQUAL)
     assert {(m.heads, m.kv_heads) for m in mixes([128])} == {(16, 16), (32, 8)}
     assert max(LENGTHS["log-normal to 8k"]) <= 8192 < 15 * sorted(LENGTHS["log-normal to 8k"])[32]

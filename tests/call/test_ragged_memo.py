@@ -17,7 +17,7 @@ from operators import stated
 from fp8cutlass import UnsupportedError, attention_varlen
 from fp8cutlass.call import ragged, ragged_memo
 from fp8cutlass.choose.target import Target
-from fp8cutlass.manifest import generated_dir
+from fp8cutlass.manifest import generated_dir, load_manifest
 from fp8cutlass.native import extension
 
 api = import_module("fp8cutlass.api.varlen")
@@ -101,6 +101,8 @@ FORMS: dict[str, Any] = {
     "sinks": lambda n: arguments(n) | {"sinks": torch.randn(4), "return_lse": True},
     "padded by the kernel": lambda n: arguments(n, head_dim=80),
     "short sequences": lambda n: arguments(n, sequences=n // 3),
+    "kept in shared memory": lambda n: arguments(n, sequences=n // 3) | {"max_seqlen_k": 5},
+    "the same in two sizes": lambda n: arguments(n, sequences=n // 3) | {"max_seqlen_k": n // 4},
     "fp8": lambda n: quantised(n, (1,), (1,), (1,)),
     "fp8 by head": lambda n: quantised(n, (3, 4), (3, 2), (3, 2)),
 }
@@ -134,6 +136,22 @@ def test_the_short_way_asks_for_what_the_long_way_does(
             assert x.shape == y.shape
         else:
             assert x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride(), name
+
+
+def test_short_sequences_take_a_kernel_that_keeps_k_and_v(card: Card) -> None:
+    """By max_seqlen_k, which calls that are known differ in."""
+    for most in (5, 64, 65, 120, 2000, 5):
+        attention_varlen(**arguments() | {"max_seqlen_k": most})
+    assert len(ragged_memo._known) == 1
+    residents = load_manifest(AT.directory).residents
+    taken = [residents[x["resident"]] if x["resident"] >= 0 else None for x in card.given]
+    assert [r and (r.keys, r.head_dim, r.source) for r in taken] == [
+        (64, 64, "bf16"), (64, 64, "bf16"), (128, 64, "bf16"), (128, 64, "bf16"), None, (64, 64, "bf16"),
+    ]  # fmt: skip
+    others = ({"precision": "accurate"}, {"window_size": (9, 0)}, {"softcap": 3.0}, {"out_dtype": torch.float16})
+    for other in others:
+        attention_varlen(**arguments() | {"max_seqlen_k": 5} | other)
+        assert card.given[-1]["resident"] == -1
 
 
 GROUPS = {  # the arguments of `signature`

@@ -99,10 +99,30 @@ def test_what_tune_measured_goes_before_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert plan((128, 16, 128, 64)).resident is None
 
 
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_ragged_batches(width: int, causal: bool) -> None:
+    """The fewest keys first, each for the numbers of one variant; and how many sequences it takes."""
+    found = resident.for_lengths(generated_dir(), "sm90a", width, "bf16", causal=causal)
+    most = resident.MOST_KEYS_OF_LENGTHS[width, causal]
+    assert [x.kernel.keys for x in found] == [n for n in (64, 128, 256, 512, 1024) if n <= most]
+    manifest = load_manifest(generated_dir())
+    for x in found:
+        assert (x.kernel.head_dim, x.kernel.source) == (width, "bf16") and manifest.residents[x.number] is x.kernel
+        assert manifest.variants[x.variant_number] is x.variant and x.variant.causal == causal
+    by_keys = {x.kernel.keys: x for x in found}
+    assert by_keys[128].serves(128, 1, 12, 12, 132) and not by_keys[128].serves(129, 900, 12, 12, 132)
+    assert by_keys[256].serves(200, 64, 12, 12, 132) and not by_keys[256].serves(200, 1, 12, 12, 132)
+    # Where more query heads share K and V, it takes more sequences.
+    assert by_keys[512].serves(500, 40, 16, 16, 132) and not by_keys[512].serves(500, 40, 64, 16, 132)
+    assert resident.for_lengths(generated_dir(), "sm89", width, "bf16", causal=causal) == ()
+
+
 def test_every_limit_has_kernels() -> None:
     """In the shipped list: one that holds so many keys, for both types, and a variant to compute the numbers of."""
     manifest = load_manifest(generated_dir())
-    for (width, causal), most in resident.MOST_KEYS.items():
+    limits = [*resident.MOST_KEYS.items(), *resident.MOST_KEYS_OF_LENGTHS.items()]
+    for (width, causal), most in limits:
         for source in ("bf16", "fp16"):
             assert resident.serving(manifest, width, source, most) is not None
             assert resident.reference(manifest, width, source, causal=causal) is not None

@@ -574,6 +574,35 @@ static void check_residents() {
          "long queries on few heads: no more items than CTAs");
 }
 
+// Sequences and heads of a ragged batch are items, which CTAs draw.
+static void check_ragged_residents() {
+  ResidentParams r{};
+  r.p = problem();
+  r.p.query.columns = 64;
+  r.v_stride_row = 128;
+  r.p.batch = 1, r.p.heads = 8, r.p.kv_heads = 2, r.p.seqlen_q = 6400, r.p.seqlen_k = 5000;
+  const auto& got = [&](int sequences) -> const ResidentParams& {
+    r.p.ragged.sequences = sequences;
+    launch(kResidents[0], kResidentRaggedCausal, r, 0, nullptr);
+    return last().params<sm90::ResidentLaunch>().params;
+  };
+  const unsigned before = counted;
+  const ResidentParams few = got(4);  // 25 row tiles each, 4 query heads on each of 8 heads of K and V; 264 CTAs
+  report(few.group == 4 && few.by_group.divisor == 4 && few.by_kv_heads.divisor == 2 &&
+             few.by_head_items.divisor == 33 && few.items == 264 && last().ctas == 264 && counted == before &&
+             last().kernel->name == "_ZN10fp8cutlass19keeps_ragged_causalENS_4sm9014ResidentLaunchE",
+         "few sequences: cut, so that each CTA has a part; there is nothing to draw");
+  const ResidentParams some = got(100);  // a row tile of 4 heads: as many parts as twice that
+  report(some.by_head_items.divisor == 1 && some.items == 200 && last().ctas == 200,
+         "a part has at least a row tile on average");
+  const ResidentParams many = got(400);
+  report(many.by_head_items.divisor == 1 && many.items == 800 && last().ctas == 264 && counted == before + 1,
+         "many: they are drawn from counters");
+  r.p.seqlen_q = 150 * 640;
+  report(got(150).by_head_items.divisor == 3 && last().params<sm90::ResidentLaunch>().params.items == 900,
+         "many long ones: cut, so that one that is longer keeps nobody waiting");
+}
+
 static void check_shapes() {
   const ForwardParams base = problem();  // 16 items
   run(base);
@@ -638,6 +667,7 @@ static void check_shapes() {
   run(ragged, "walks");
   report(last().ctas == 132 && counted == counted_before + 1, "where more items than CTAs are left, they are drawn");
   check_residents();
+  check_ragged_residents();
   check_windows();
   check_masks();
   check_biases();

@@ -10,6 +10,7 @@
 #include "fp8cutlass/epilogue.cuh"
 #include "fp8cutlass/sm90/resident_convert.cuh"
 #include "fp8cutlass/sm90/resident_items.cuh"
+#include "fp8cutlass/sm90/resident_ragged.cuh"
 #include "fp8cutlass/sm90/resident_tiles.cuh"
 #include "fp8cutlass/sm90/tensor_copy.cuh"
 #include "fp8cutlass/sm90/wgmma.cuh"
@@ -18,12 +19,11 @@
 
 namespace fp8cutlass::sm90 {
 
-// 64 rows, whose Q is in shared memory, over all keys that they see. `number` is that of the item's first tile.
-// `frees`: they are the last of the item that this warpgroup multiplies, so that a tile's slot is free behind it.
-// Returns how many tiles they see.
-template <class R, class Out, Mask kMask>
-__device__ __forceinline__ int attend_rows(const ResidentParams& params, typename R::Storage& shared, int number,
-                                           const RowTileAt& at, bool frees, int warpgroup) {
+// 64 rows, whose Q is in shared memory, over all keys that they see. `frees`: they are the last of the item that this
+// warpgroup multiplies, so that a tile's slot is free behind it. Returns how many tiles they see.
+template <class R, class Out, Mask kMask, class At, class Frees>
+__device__ __forceinline__ int attend_rows(const ResidentParams& params, typename R::Storage& shared, const At& at,
+                                           const Frees& frees, int warpgroup) {
   using QTile = typename R::QTile;
   using KTile = typename R::KTile;
   using VTile = typename R::VTile;
@@ -36,11 +36,10 @@ __device__ __forceinline__ int attend_rows(const ResidentParams& params, typenam
     const unsigned thread = thread_index() % 128;
     return int(thread / 32 * 16 + thread % 32 / 4);
   };
-  const uint32_t q = QTile::descriptor(shared_address(shared.q[warpgroup]));
   const uint32_t k_tiles = KTile::descriptor(shared_address(shared.k[0]));
   const uint32_t v_tiles = VTile::descriptor(shared_address(shared.v[0]));
-  const int rows_end = min(at.row + 64, p.seqlen_q);
-  const int tiles = R::kTiles == 1 ? 1 : tiles_of<kTileN, kMask>(at.row, rows_end, p.seqlen_k, band_of(p)).count;
+  const int rows_end = min(at.row() + 64, at.rows(p));
+  const int tiles = R::kTiles == 1 ? 1 : tiles_of<kTileN, kMask>(at.row(), rows_end, at.keys(p), at.band(p)).count;
 
   float o[kDimBlocks][4];
   float ref[2], sum[2] = {}, weight[2], beta[2];
@@ -54,9 +53,11 @@ __device__ __forceinline__ int attend_rows(const ResidentParams& params, typenam
   for (int tile = 0; tile < tiles; ++tile) {
     const bool first = R::kTiles == 1 || tile == 0;
     uint32_t s[kTileN / 8][2], prob[kTileN / 32][4];
-    const int slot = R::slot_of(number + tile);
-    wait(shared.there[slot], R::round_of(number + tile) & 1);
-    const bool masked = is_masked<kTileN, 64, kMask>(at.row, p.seqlen_k, band_of(p), tile);
+    const int number = at.first_tile() + tile, slot = R::slot_of(number);
+    wait(shared.there[slot], R::round_of(number) & 1);
+    const bool masked = is_masked<kTileN, 64, kMask>(at.row(), at.keys(p), at.band(p), tile);
+    uint32_t q = QTile::descriptor(shared_address(shared.q[warpgroup]));
+    asm volatile("" : "+r"(q));  // made here, as registers are few
     cute::warpgroup_arrive();
     issue_scores<typename ScoresOf<kTileN>::Gmma, QTile, KTile>(s, q, k_tiles + slot * (KTile::kBytes / 16));
     cute::warpgroup_commit_batch();
@@ -66,9 +67,9 @@ __device__ __forceinline__ int attend_rows(const ResidentParams& params, typenam
       int last[2];  // the last key, relative to the tile, that each of the two rows sees
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        last[r] = p.seqlen_k - 1 - tile * kTileN;
+        last[r] = at.keys(p) - 1 - tile * kTileN;
         if (kMask != Mask::full)
-          last[r] = min(last[r], at.row + row_in_tile() + 8 * r + band_of(p).last - tile * kTileN);
+          last[r] = min(last[r], at.row() + row_in_tile() + 8 * r + at.band(p).last - tile * kTileN);
       }
       mask_columns(s, last);
     }
@@ -123,35 +124,33 @@ __device__ __forceinline__ int attend_rows(const ResidentParams& params, typenam
       fence(rest);
       promote(rest, 1);
     }
-    arrive_if(shared.free[slot], frees);
+    arrive_if(shared.free[slot], frees());
   }
-  const int row = at.row + row_in_tile();
+  const int row = at.row() + row_in_tile();
   if (__any_sync(~0u, want_lse || p.amax != nullptr || p.sinks != nullptr || sum[0] == 0.f || sum[1] == 0.f)) {
     clear_dead_rows(o, sum);
     if (want_lse) {
-      const auto place = [&](int i) { return (int64_t(at.batch) * p.heads + at.head) * p.seqlen_q + i; };
+      const auto place = [&](int i) { return at.lse(p, i); };
       const float2 exact = exact_sums().item;
-      store_lse(p, place, p.seqlen_q, row, {exact.x, exact.y}, ref);
+      store_lse(p, place, at.rows(p), row, {exact.x, exact.y}, ref);
     }
-    if (p.sinks != nullptr) add_sink(sum, ref, p, at.head, kExcess<Code::linear>);
-    if (p.amax != nullptr) store_amax(p, p.seqlen_q, row, o, sum, 1.f, nullptr);
+    if (p.sinks != nullptr) add_sink(sum, ref, p, at.head(), kExcess<Code::linear>);
+    if (p.amax != nullptr) store_amax(p, at.rows(p), row, o, sum, 1.f, nullptr);
   }
-  const int64_t begin = at.batch * p.o_stride_batch + at.head * p.o_stride_head + row * p.o_stride_row;
-  store_rows<Out>(p, begin, p.seqlen_q, row, o, sum, 1.f, nullptr, 1.f);
+  store_rows<Out>(p, at.out(p, row), at.rows(p), row, o, sum, 1.f, nullptr, 1.f);
   return tiles;
 }
 
 // ---- the warpgroup that converts
 // -------------------------------------------------------------------------------------
 
-template <class R, class Source>
+template <class R, class Source, class Walk>
 __device__ __forceinline__ void convert_heads(const ResidentLaunch& launch, typename R::Storage& shared, int tiles) {
   using Block = typename R::KeySource;
   const ResidentParams& params = launch.params;
   const QueryScaling& s = params.p.query;
   const bool leads = threadIdx.x == R::kMultiplying;
-  const int all = items_of(params) * tiles;
-  BlockCursor next(params);  // of the block that is loaded next
+  typename Walk::Blocks next(params, shared, tiles, leads);  // of the block that is loaded next
   const auto load = [&] {
     if (!leads || !next.there(params)) return;
     Barrier& full = shared.source_full[next.number % R::kStages];
@@ -161,15 +160,17 @@ __device__ __forceinline__ void convert_heads(const ResidentLaunch& launch, type
 #pragma unroll
     for (int b = 0; b < Block::kBlocks; ++b)
       BoxCopy::copy(of_v ? &launch.v : &launch.k, &full, kEvictNormal, to + b * Block::kBlockBytes, b * Block::kWidth,
-                    next.tile * R::kTileN, next.kv_head * (of_v ? launch.v_head_step : launch.k_head_step),
+                    next.row(), next.kv_head * (of_v ? launch.v_head_step : launch.k_head_step),
                     next.batch * (of_v ? launch.v_batch_step : launch.k_batch_step));
-    next.go_on(params, tiles);
+    next.go_on(params);
   };
 #pragma unroll 1
   for (int i = 0; i < R::kStages; ++i) load();
+  typename Walk::Tiles at(params, shared, tiles);
 #pragma unroll 1
-  for (int number = 0; number < all; ++number) {
-    const int slot = R::slot_of(number), block = 2 * number;
+  for (; at.there(); at.go_on()) {
+    const int number = at.number, slot = R::slot_of(number), block = 2 * number;
+    const bool cut = Walk::Tiles::kCut && at.keys() < R::kTileN;
     auto& of_k = shared.largest[number % 2][0];  // the next ones are told before all have read these
     auto& of_v = shared.largest[number % 2][1];
     const auto ask = [&](int of) -> const uint8_t* {  // when it is there
@@ -178,7 +179,11 @@ __device__ __forceinline__ void convert_heads(const ResidentLaunch& launch, type
     };
     uint4 k[R::kPasses][2], v[R::kTasks][4];
     take_rows<R, Block>(k, ask(block));
-    if constexpr (R::kBoth) take_columns<R, Block>(v, ask(block + 1));
+    if (cut) clear_keys<R>(k, at.keys());
+    if constexpr (R::kBoth) {
+      take_columns<R, Block>(v, ask(block + 1));
+      if (cut) clear_values<R>(v, at.keys());
+    }
     tell_largest<Source>(of_k, k);
     if constexpr (R::kBoth) tell_largest<Source>(of_v, v);
     sync_warpgroup();
@@ -189,6 +194,7 @@ __device__ __forceinline__ void convert_heads(const ResidentLaunch& launch, type
     convert_keys<R, Source>(shared.k[slot], k, k_scale.inverse);
     if constexpr (!R::kBoth) {
       take_columns<R, Block>(v, ask(block + 1));
+      if (cut) clear_values<R>(v, at.keys());
       tell_largest<Source>(of_v, v);
       sync_warpgroup();
       load();
@@ -204,54 +210,52 @@ __device__ __forceinline__ void convert_heads(const ResidentLaunch& launch, type
 // ---- a warpgroup that multiplies
 // -------------------------------------------------------------------------------------
 
-template <class R, class Source, class Out, Mask kMask>
+template <class R, class Source, class Out, Mask kMask, class Walk>
 __device__ __forceinline__ void attend_heads(const ResidentLaunch& launch, typename R::Storage& shared, int tiles,
                                              int warpgroup) {
   using Block = typename R::QuerySource;
   const ResidentParams& params = launch.params;
   const ForwardParams& p = params.p;
   const float unit_slope = p.scale * kLog2e * 8.f;
-  RowCursor next(params, warpgroup);  // of the row tile whose Q is loaded next
-  const auto load = [&](const RowTileAt& at) {
+  Walk::clear_rows(params);
+  typename Walk::Rows next(params, shared, tiles, warpgroup);  // of the row tile whose Q is loaded next
+  const auto load = [&](const auto& at) {
     if (threadIdx.x % 128 != 0) return;
     Barrier& full = shared.query_full[warpgroup];
     arrive_expect(full, Block::kBytes);
 #pragma unroll
     for (int b = 0; b < Block::kBlocks; ++b)
       BoxCopy::copy(&launch.q, &full, kEvictNormal, shared.query_source[warpgroup] + b * Block::kBlockBytes,
-                    b * Block::kWidth, at.row, at.head * launch.q_head_step, at.batch * launch.q_batch_step);
+                    b * Block::kWidth, at.source_row(), at.head() * launch.q_head_step, at.batch * launch.q_batch_step);
   };
-  int held = 0;  // the first tile that this warpgroup may still multiply
-  const auto release = [&](int past) {
-    for (; held < past; ++held) {
+  const auto release = [&](int number, int end) {  // tiles that this warpgroup does not multiply
+    for (; number < end; ++number) {
       // An arrival before the tile is there would count for the one before.
-      wait(shared.there[R::slot_of(held)], R::round_of(held) & 1);
-      arrive(shared.free[R::slot_of(held)]);
+      wait(shared.there[R::slot_of(number)], R::round_of(number) & 1);
+      arrive(shared.free[R::slot_of(number)]);
     }
   };
-  if (next.there()) load(next.at(params));
+  next.begin(release, load);
 #pragma unroll 1
   for (int turn = 0; next.there(); ++turn) {
-    const RowTileAt at = next.at(params);
-    const int item = next.item, first = item * tiles;
-    release(first);
+    const auto at = next.at();
     uint4 x[R::kQueryPasses][2];
     wait(shared.query_full[warpgroup], turn & 1);
     take_rows<R, Block>(x, shared.query_source[warpgroup]);
+    next.look();
     sync_warpgroup();  // all have read Q, and nobody multiplies the rows before any more
-    next.go_on<R::kWarpgroups>(params);
-    if (next.there()) load(next.at(params));
+    next.go_on();
+    if (next.there()) load(next.at());
     convert_queries<R, Source>(shared.q[warpgroup], shared.slope[warpgroup], x, p.query, unit_slope);
     fence_async();
     sync_warpgroup();
-    const bool frees = !next.there() || next.item != item;
-    const int seen = attend_rows<R, Out, kMask>(params, shared, first, at, frees, warpgroup);
-    if (frees) held = first + seen;
+    const auto frees = [&] { return next.has_left(at); };
+    const int seen = attend_rows<R, Out, kMask>(params, shared, at, frees, warpgroup);
+    if (frees()) next.leave(at, seen, release, load);
   }
-  release(items_of(params) * tiles);
 }
 
-template <class R, class Source, class Out, Mask kMask>
+template <class R, class Source, class Out, Mask kMask, template <class> class Walk>
 __device__ __forceinline__ void attend(const ResidentLaunch& launch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using VTile = typename R::VTile;
@@ -263,6 +267,7 @@ __device__ __forceinline__ void attend(const ResidentLaunch& launch) {
     for (int i = 0; i < R::kWarpgroups; ++i) init(shared.query_full[i], 1);
     for (int i = 0; i < R::kStages; ++i) init(shared.source_full[i], 1);
     for (int i = 0; i < R::kSlots; ++i) init(shared.there[i], 128), init(shared.free[i], R::kMultiplying);
+    for (int i = 0; i < R::kTold; ++i) init(shared.told[i], 1), init(shared.read[i], R::kMultiplying);
     fence_init();
   }
   // The rows of ones in V^T, which no conversion ever overwrites.
@@ -274,9 +279,9 @@ __device__ __forceinline__ void attend(const ResidentLaunch& launch) {
   fence_async();
   __syncthreads();
   if (warpgroup == R::kWarpgroups) {
-    convert_heads<R, Source>(launch, shared, tiles);
+    convert_heads<R, Source, Walk<R>>(launch, shared, tiles);
   } else {
-    attend_heads<R, Source, Out, kMask>(launch, shared, tiles, warpgroup);
+    attend_heads<R, Source, Out, kMask, Walk<R>>(launch, shared, tiles, warpgroup);
   }
 #endif
 }

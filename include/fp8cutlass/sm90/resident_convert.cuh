@@ -45,6 +45,17 @@ __device__ __forceinline__ void take_rows(uint4 (&x)[kPasses][2], const uint8_t*
   }
 }
 
+// Rows of a block of K from `keys` on are none of the sequence's.
+template <class R>
+__device__ __forceinline__ void clear_keys(uint4 (&x)[R::kPasses][2], int keys) {
+  const RowLane<R> at;
+#pragma unroll
+  for (int pass = 0; pass < R::kPasses; ++pass) {
+    if (at.first + pass * R::kRowStep < keys) continue;
+    x[pass][0] = x[pass][1] = uint4{0, 0, 0, 0};
+  }
+}
+
 // V: a lane has two columns of 16 keys, a warp 64 columns, for each of its kTasks. Lanes are given columns so that the
 // eight of an access write rows of V^T whose swizzles differ: four by their columns, twice that as half of them write
 // their second column first.
@@ -79,6 +90,23 @@ __device__ __forceinline__ void take_columns(uint4 (&x)[R::kTasks][4], const uin
       word[t] = *reinterpret_cast<const uint32_t*>(from + place[t % 8] + t / 8 * 8 * Block::kWidth);
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[task][i] = uint4{word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
+  }
+}
+
+// The same of a block of V.
+template <class R>
+__device__ __forceinline__ void clear_values(uint4 (&x)[R::kTasks][4], int keys) {
+  const ColumnLane<R> at;
+#pragma unroll
+  for (int task = 0; task < R::kTasks; ++task) {
+    const int left = keys - at.key(task);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (left <= 4 * i) x[task][i].x = 0;
+      if (left <= 4 * i + 1) x[task][i].y = 0;
+      if (left <= 4 * i + 2) x[task][i].z = 0;
+      if (left <= 4 * i + 3) x[task][i].w = 0;
+    }
   }
 }
 

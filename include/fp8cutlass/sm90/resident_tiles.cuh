@@ -15,6 +15,15 @@ struct ExactSums {
   float2 item, tile;
 };
 
+// A head of K and V of a sequence of a ragged batch, with row tiles of the query heads that share it: an item of a CTA.
+struct alignas(16) ResidentSequence {
+  int query, rows;  // the sequence's first token of Q, and how many it has
+  int key, keys;    // of K and V
+  int kv_head;
+  int first_tile;            // the number of its first tile of keys, among those of the CTA
+  int first_row, row_tiles;  // row tiles: the first one, and how many; 0: there is no item any more
+};
+
 // The numbers of a kernel: kMostKeys keys at most, kWarpgroups that multiply, kSlots tiles of K and V in e4m3, kStages
 // blocks in 16 bits.
 template <int kHeadDim_, int kMostKeys_, int kWarpgroups_, int kSlots_, int kStages_>
@@ -40,6 +49,11 @@ struct Resident {
   static constexpr bool kBoth = 8 * kPasses + 16 * kTasks <= 64;
   static_assert(!kBoth || kStages >= 2);
 
+  // Items of a ragged batch that may be told of: those with a tile in a slot or on its way, the one that is converted,
+  // and the next. So nobody waits for one that has yet to be converted.
+  static constexpr int kTold = 16;
+  static_assert(kTold >= kSlots + kStages / 2 + 3);
+
   using QTile = OperandTile<kRows, kHeadDim>;
   using KTile = OperandTile<kTileN, kHeadDim>;
   using VTile = OperandTile<kHeadDim + 8, kTileN>;  // V^T: the columns of the first part, 8 rows of ones, the others
@@ -61,6 +75,9 @@ struct Resident {
     uint32_t largest[2][2][4];        // of this tile and the next, of K and of V, of each warp that converts
     Barrier query_full[kWarpgroups], source_full[kStages];
     Barrier there[kSlots], free[kSlots];  // a tile of K and V
+    ResidentSequence sequences[kTold];
+    Barrier told[kTold], read[kTold];  // one of these
+    int2 ahead[kWarpgroups];           // where the next row tile is, as one thread of a warpgroup found it
   };
 
   // Tile number n of a CTA, counted over its items: its slot, and how often that was filled before.

@@ -14,11 +14,17 @@ struct Span {
   int first, count;  // tokens
 };
 
+// What `begin` and `end` say of a sequence whose batch has `total` tokens.
+__device__ __forceinline__ Span span_of(int begin, int end, int total) {
+  Span span;
+  span.first = between(begin, 0, total);
+  span.count = between(end, span.first, total) - span.first;
+  return span;
+}
+
 // Sequence `s` of a batch whose tokens begin at `ends` and are `total` in all; `used` of them count, or null: all.
 __device__ __forceinline__ Span span_at(const int* ends, const int* used, int total, int s) {
-  Span span;
-  span.first = between(ends[s], 0, total);
-  span.count = between(ends[s + 1], span.first, total) - span.first;
+  Span span = span_of(ends[s], ends[s + 1], total);
   if (used != nullptr) span.count = between(used[s], 0, span.count);
   return span;
 }

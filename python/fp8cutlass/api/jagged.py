@@ -98,6 +98,7 @@ def arguments(request: Request) -> dict[str, Any]:
     if beyond:
         raise NoKernelError(*beyond)
     lengths = [None if x.lengths() is None else x.lengths().to(torch.int32) for x in (q, k)]
+    most_keys = request.key._maybe_max_seqlen or k.values().shape[0]  # nobody waits for the lengths
     q_offsets, k_offsets = (x.offsets().to(torch.int32) for x in (q, k))
     q, k, v = (x.values() for x in (q, k, v))
     return {
@@ -107,7 +108,7 @@ def arguments(request: Request) -> dict[str, Any]:
         "cu_seqlens_q": q_offsets,
         "cu_seqlens_k": k_offsets,
         "max_seqlen_q": q.shape[0],
-        "max_seqlen_k": k.shape[0],
+        "max_seqlen_k": most_keys,
         "seqused_q": lengths[0],
         "seqused_k": lengths[1],
         "softmax_scale": options.scale,

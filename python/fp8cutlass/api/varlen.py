@@ -12,7 +12,7 @@ from ..call.checks import WIDE_DTYPES
 from ..call.enter import number
 from ..call.kept import refused
 from ..call.operators import register
-from ..call.ragged import PRECISIONS, RaggedCall, choose, default_scale, run
+from ..call.ragged import PRECISIONS, RaggedCall, choose, default_scale, kept, run
 from ..call.reasons import no_derivatives, wrong_dtype
 from ..checking import looks_at
 from ..choose.target import target
@@ -53,7 +53,8 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on q's device: where each sequence's tokens begin, and the
             last one's end. On a card nobody waits for them. Values that are out of order or out of range are clamped
             there, so that nothing outside the tensors is read or written; on the CPU they are refused.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths; taken for FlashAttention's sake, they change nothing.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths. That of keys chooses the kernel on a card: one for
+            short sequences reads no more keys of a sequence than it is for. That of rows changes nothing.
         seqused_q, seqused_k: (sequences,) int32, on q's device: how many tokens of each sequence count. Default: all.
         softmax_scale: finite; default 1 / sqrt(D).
         causal: row i sees no key past its own. The same as window_size=(left, 0).
@@ -88,7 +89,7 @@ def attention_varlen(
         known = None if signed is None else ragged_memo.look_up(signed)
         if known is not None:
             try:
-                return known(*tensors)
+                return known(*tensors, (max_seqlen_q, max_seqlen_k))
             except RuntimeError as error:
                 if not refused(error):
                     raise
@@ -107,6 +108,9 @@ def kernel_of(**arguments: Any) -> str:
     call = _call(*_checked(**arguments))
     if not call.q.is_cuda:
         return "the emulator, each sequence by the kernel for its sizes"
+    found = kept(target(call.q.device), call)
+    if found is not None:
+        return found.kernel.id + " (K and V of short sequences kept in shared memory; nothing is packed)"
     return choose(target(call.q.device), call)[0].id + " (the kernel for ragged batches of its class)"
 
 
@@ -157,7 +161,7 @@ def _checked(
     if beyond:
         raise NoKernelError(*beyond)
     if looks_at(q):
-        check_lengths(q, k, cu_seqlens_q, cu_seqlens_k)
+        check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_k)
     if q_descale is not None and q_descale.dim() == 2 and q_descale.shape[1] != q.shape[1]:
         q_descale = q_descale.repeat_interleave(q.shape[1] // k.shape[1], 1)
     dtype = out_dtype or (torch.bfloat16 if q.dtype == FP8 else q.dtype)

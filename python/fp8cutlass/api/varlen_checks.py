@@ -96,12 +96,23 @@ def _wrong_descales(
     return wrong
 
 
-def check_lengths(q: torch.Tensor, k: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor) -> None:
+def check_lengths(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    used_k: torch.Tensor | None,
+    most_keys: int,
+) -> None:
     """Of values that can be looked at."""
     wrong = []
     for name, cu, tokens in (("cu_seqlens_q", cu_q, q.shape[0]), ("cu_seqlens_k", cu_k, k.shape[0])):
         ends = cu.tolist()
         if ends[0] < 0 or ends[-1] > tokens or ends != sorted(ends):
             wrong.append(f"{name} must rise from 0 at least to the {tokens} tokens at most, got {ends}")
+    keys = cu_k.diff()
+    longest = int((keys if used_k is None else torch.minimum(keys, used_k)).max())
+    if longest > most_keys:
+        wrong.append(f"max_seqlen_k is {most_keys}, a sequence has {longest} keys")
     if wrong:
         raise UnsupportedError(*wrong)

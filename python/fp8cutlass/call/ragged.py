@@ -12,12 +12,14 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..choose.dispatch import decide, padded_head_dim
 from ..choose.problem import Problem
+from ..choose.resident import OfLengths, for_lengths
 from ..choose.special import PRECISE_ENOUGH
 from ..choose.target import Target, target
 from ..dtypes import OUT_NAMES
@@ -99,6 +101,22 @@ def _chosen(
     raise NoKernelError(f"no kernel for ragged batches on {arch} in profile {manifest.profile!r}: {words}")
 
 
+def keeping(at: Target, call: RaggedCall) -> tuple[OfLengths, ...]:
+    """The kernels that keep K and V in shared memory and can serve such calls, that for the fewest keys first."""
+    if call.descales or call.softcap or call.kernel or call.precision != "fast" or call.mask == "window":
+        return ()
+    if call.out_dtype != call.q.dtype:
+        return ()
+    head_dim = padded_head_dim(call.q.shape[2], load_manifest(at.directory).head_dims[at.arch])
+    return for_lengths(at.directory, at.arch, head_dim, OUT_NAMES[call.out_dtype], causal=call.mask == "causal")
+
+
+def kept(at: Target, call: RaggedCall) -> OfLengths | None:
+    """The one that is the fastest way for this call; None where the kernel of the class is."""
+    of = (call.max_k, call.cu_q.shape[0] - 1, call.q.shape[1], call.k.shape[1], at.sm_count)
+    return next((found for found in keeping(at, call) if found.serves(*of)), None)
+
+
 def run(call: RaggedCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Out (tokens, H, D) and LSE (H, tokens): 0 and -inf where a token belongs to no sequence; the LSE (0,) where it is
     not wanted."""
@@ -113,7 +131,11 @@ def run(call: RaggedCall) -> tuple[torch.Tensor, torch.Tensor]:
     variant, number = choose(at, call)
     if not tokens or not call.k.shape[0]:
         return call.q.new_zeros((tokens, heads, head_dim), dtype=call.out_dtype), lse.fill_(-torch.inf)
-    out = launch(call, variant, number, lse if call.return_lse else None, leaves_q(tokens, call.cu_q.shape[0] - 1))
+    way: dict[str, Any] = {"leave_q": leaves_q(tokens, call.cu_q.shape[0] - 1)}
+    found = kept(at, call)
+    if found is not None:
+        variant, number, way["resident"] = found.variant, found.variant_number, found.number
+    out = launch(call, variant, number, lse if call.return_lse else None, **way)
     return (out if variant.head_dim == head_dim else out[..., :head_dim].contiguous()), lse
 
 

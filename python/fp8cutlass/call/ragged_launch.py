@@ -36,6 +36,7 @@ class Launch:
     amaxes: tuple[float, float]
     numbers: tuple[Any, ...]  # scale, window_left, window_right, bottom_right
     softcap: float
+    resident: int = -1  # number of the kernel that keeps K and V in shared memory and does it all
 
     def __call__(
         self,
@@ -52,19 +53,20 @@ class Launch:
         written. ``leave_q``: the attention kernel quantises Q itself, where it can; the bits are the same."""
         given: tuple[Any, ...]
         if self.fp8:
-            given = (*descales, *lengths, lse, *self.numbers)
+            given = (*descales, *lengths, lse, *self.numbers, self.softcap, sinks)
         else:
-            given = (*lengths, lse, *self.amaxes, *self.numbers, leave_q, None)
+            numbers = (*self.amaxes, *self.numbers, leave_q, None, self.softcap)
+            given = (*lengths, lse, *numbers, sinks, self.resident)
         try:
-            out = self.operator(self.variant, q, k, v, *given, self.softcap, sinks)
+            out = self.operator(self.variant, q, k, v, *given)
         except RuntimeError as error:
             extension.name_memory_error(error)
             raise
         return with_sinks(sinks, out, lse)
 
 
-def launch_of(call: RaggedCall, variant: Variant, number: int) -> Launch:
-    """How calls like this one run on a kernel."""
+def launch_of(call: RaggedCall, variant: Variant, number: int, resident: int = -1) -> Launch:
+    """How calls like this one run on a kernel, or on the one that keeps K and V and computes what it does."""
     extension.load()
     fp8 = bool(call.descales)
     packet = getattr(extension.compiled(), "attend_ragged_fp8" if fp8 else "attend_ragged")
@@ -76,16 +78,22 @@ def launch_of(call: RaggedCall, variant: Variant, number: int) -> Launch:
         (score_amax(variant), V_AMAX),
         (call.scale, left, right, call.bottom_right),
         call.softcap,
+        resident,
     )
 
 
 def launch(
-    call: RaggedCall, variant: Variant, number: int, lse: torch.Tensor | None, leave_q: bool = True
+    call: RaggedCall,
+    variant: Variant,
+    number: int,
+    lse: torch.Tensor | None,
+    leave_q: bool = True,
+    resident: int = -1,
 ) -> torch.Tensor:
     """Make the operands of one kernel and run it: out (tokens, H, the kernel's head_dim)."""
     q, k, v = (legible(x) for x in (call.q, call.k, call.v))
     lengths = (call.cu_q, call.cu_k, call.used_q, call.used_k)
-    return launch_of(call, variant, number)(q, k, v, lengths, call.descales, call.sinks, lse, leave_q)
+    return launch_of(call, variant, number, resident)(q, k, v, lengths, call.descales, call.sinks, lse, leave_q)
 
 
 def legible(x: torch.Tensor) -> torch.Tensor:

@@ -19,14 +19,14 @@ from ..choose.target import target
 from ..memory import ALIGNMENT
 from .kept import Kept, Signature
 from .memo import SINKS
-from .ragged import choose
+from .ragged import choose, keeping
 from .ragged_call import RaggedCall
 from .ragged_launch import is_legible, launch_of, leaves_q
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-# q, k and v; cu_seqlens of q and k, seqused of both; the descales of q, k and v; sinks
-Known = Callable[[Tensors, tuple[Any, ...], tuple[Any, ...], torch.Tensor | None], Result]
+# q, k and v; cu_seqlens of q and k, seqused of both; the descales of q, k and v; sinks; max_seqlen of q and k
+Known = Callable[[Tensors, tuple[Any, ...], tuple[Any, ...], torch.Tensor | None, tuple[int, int]], Result]
 
 _known: Kept[Known] = Kept()
 look_up = _known.look_up
@@ -45,8 +45,8 @@ def signature(
 ) -> Signature | None:
     """What the checks and choices of a call depend on, or None where it is never kept.
 
-    ``longest``: max_seqlen of q and k, which change nothing. ``options``: the arguments after these that are no
-    tensors, softmax_scale first and window_size third.
+    ``longest``: max_seqlen of q and k, which what is kept looks at again. ``options``: the arguments after these that
+    are no tensors, softmax_scale first and window_size third.
     """
     q, k, v = operands
     if type(q) is not _Tensor or type(k) is not _Tensor or type(v) is not _Tensor or not q.is_cuda:
@@ -137,15 +137,21 @@ def remember(signed: Signature, call: RaggedCall, descales: tuple[Any, ...]) -> 
         return
     if any(made is not given for made, given in zip(call.descales, descales, strict=False)):
         return  # they were spread over heads
-    variant, number = choose(target(call.q.device), call)
-    launch, width = launch_of(call, variant, number), call.q.shape[2]
+    at = target(call.q.device)
+    variant, number = choose(at, call)
+    usual, width = launch_of(call, variant, number), call.q.shape[2]
     whole, wants_lse = variant.head_dim == width, call.return_lse
+    short = [(x, launch_of(call, x.variant, x.variant_number, x.number)) for x in keeping(at, call)]
 
-    def run(operands: Tensors, lengths: tuple[Any, ...], descales: tuple[Any, ...], sinks: Any) -> Result:
+    def run(
+        operands: Tensors, lengths: tuple[Any, ...], descales: tuple[Any, ...], sinks: Any, longest: tuple[int, int]
+    ) -> Result:
         q, k, v = operands
-        rows = q.shape[0]
+        rows, sequences = q.shape[0], lengths[0].shape[0] - 1
+        of = (longest[1], sequences, q.shape[1], k.shape[1], at.sm_count)
+        launch = next((launch for kept, launch in short if kept.serves(*of)), usual)
         lse = q.new_empty((q.shape[1], rows), dtype=torch.float32) if wants_lse else None
-        out = launch(q, k, v, lengths, descales, sinks, lse, leaves_q(rows, lengths[0].shape[0] - 1))
+        out = launch(q, k, v, lengths, descales, sinks, lse, leaves_q(rows, sequences))
         if not whole:
             out = out[..., :width].contiguous()
         return out if lse is None else (out, lse)

@@ -5,7 +5,11 @@ therefore says what the numerics are, and is what the emulator runs."""
 
 from __future__ import annotations
 
-from ..manifest import KEY_BLOCK, Manifest, Resident, Variant
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ..manifest import KEY_BLOCK, Manifest, Resident, Variant, load_manifest
 from .problem import Problem
 
 # By head_dim and mask, the most keys for which it was measured to be the fastest way (docs/lab/short.md).
@@ -14,6 +18,11 @@ MOST_KEYS = {(64, False): 512, (64, True): 1024, (128, False): 512, (128, True):
 # several CTAs, or an SM waits for one.
 FEWEST_TILES = {64: 1, 128: 1, 256: 2, 512: 5, 1024: 10}
 TILE_ROWS = 64
+# The same of ragged batches. And by the most keys of a kernel, the heads of K and V of all sequences for each SM from
+# which on it is the fastest way: a number, or one for each query head that shares one, whichever is more. With fewer,
+# long sequences keep some SMs busy for too long; and where many share K and V, these cost little to quantise apart.
+MOST_KEYS_OF_LENGTHS = {(64, False): 512, (64, True): 1024, (128, False): 512, (128, True): 512}
+FEWEST_HEADS = {64: (0, 0.0), 128: (0, 0.0), 256: (0, 0.5), 512: (4, 2.0), 1024: (8, 2.0)}
 
 
 def reference(manifest: Manifest, head_dim: int, source: str, *, causal: bool) -> Variant | None:
@@ -48,3 +57,34 @@ def chosen(manifest: Manifest, problem: Problem, source: str, table: Variant) ->
         return None
     variant = reference(manifest, table.head_dim, source, causal=problem.causal)
     return None if variant is None else (variant, kernel)
+
+
+@dataclass(frozen=True)
+class OfLengths:
+    """A kernel for ragged batches, the variant whose numbers it computes, and the numbers of both in an extension."""
+
+    kernel: Resident
+    number: int
+    variant: Variant
+    variant_number: int
+
+    def serves(self, keys: int, sequences: int, heads: int, kv_heads: int, sm_count: int) -> bool:
+        """Whether it is the fastest way for sequences of at most ``keys`` keys, all that the host knows of them."""
+        fewest, by_group = FEWEST_HEADS[self.kernel.keys]
+        return keys <= self.kernel.keys and sequences * kv_heads >= sm_count * max(fewest, by_group * heads / kv_heads)
+
+
+@lru_cache(maxsize=64)
+def for_lengths(directory: Path, arch: str, head_dim: int, source: str, *, causal: bool) -> tuple[OfLengths, ...]:
+    """The kernels that ragged batches of type ``source`` may take, that for the fewest keys first."""
+    manifest = load_manifest(directory)
+    variant = reference(manifest, head_dim, source, causal=causal) if arch == "sm90a" else None
+    if variant is None:
+        return ()
+    most = MOST_KEYS_OF_LENGTHS.get((head_dim, causal), 0)
+    found = [
+        OfLengths(r, number, variant, manifest.index[variant.id])
+        for number, r in enumerate(manifest.residents)
+        if (r.head_dim, r.source) == (head_dim, source) and r.keys <= most
+    ]
+    return tuple(sorted(found, key=lambda x: x.kernel.keys))

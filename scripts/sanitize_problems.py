@@ -268,8 +268,8 @@ def run_pack(pack: dict[str, Any]) -> Iterator[None]:
 
 def run_resident(kernel: Any) -> Iterator[None]:
     """Launches a kernel that keeps K and V, once a turn: with and without a causal mask, more heads than CTAs, tails of
-    rows, keys and columns, a head whose rows several CTAs take. And ragged batches: few and many sequences, some without
-    rows or keys, tokens that belong to none."""
+    rows, keys and columns, a head whose rows several CTAs take. And ragged batches: few and many sequences, some of
+    them without rows or keys, tokens that belong to none."""
     import torch
 
     module = importlib.import_module("residents")

@@ -13,7 +13,7 @@ from reference import Operands, masked64, operands_of
 from tensor_core import cut_products
 
 import fp8cutlass
-from fp8cutlass.call.ragged import RaggedCall, choose, emulate_sequence
+from fp8cutlass.call.ragged import RaggedCall, choose, emulate_sequence, kept
 from fp8cutlass.choose.target import target
 from fp8cutlass.errors import NoKernelError
 from fp8cutlass.manifest import Variant, load_manifest
@@ -155,7 +155,8 @@ def _operands(
 def _ragged_call(case: RaggedCase, inputs: RaggedInputs, device: str = "cpu") -> RaggedCall:
     q, k, v = inputs.tensors
     dtype = SOURCES[case.out] if case.out else q.dtype if case.half else torch.bfloat16
-    lengths = (q.new_empty(0), q.new_empty(0), None, None, 0, 0)
+    ends = (q.new_empty(len(lengths) + 1) for lengths in (case.rows, case.keys))
+    lengths = (*ends, None, None, max(case.rows), max(case.keys))
     sinks = ragged_sinks(case)
     options = (*case.ends, case.alignment == "bottom_right", dtype, case.precision, True, "", case.softcap)
     options = (*options, None if sinks is None else sinks.to(device))
@@ -166,7 +167,9 @@ def _kernel(case: RaggedCase, inputs: RaggedInputs, s: int, qkv: tuple[torch.Ten
     """The kernel of ragged batches on a card; on the CPU that of a dense call of the sequence's sizes."""
     call = _ragged_call(case, inputs)
     if device == "cuda":
-        return choose(target(torch.device("cuda")), call)[0]
+        at = target(torch.device("cuda"))
+        found = kept(at, call)
+        return choose(at, call)[0] if found is None else found.variant
     options: dict[str, Any] = {"scaling": case.sequence(s).scaling, "precision": case.precision}
     options |= {"softcap": case.softcap}
     options |= {"is_causal": call.mask == "causal", "enable_gqa": True, "out_dtype": call.out_dtype}

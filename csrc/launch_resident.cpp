@@ -14,9 +14,9 @@ namespace fp8cutlass {
 
 namespace {
 
-constexpr int kRows = 64;          // of a row tile
-constexpr int64_t kManyItems = 4;  // of a CTA
-constexpr int kMostDealt = 16;     // items past the last one that a CTA may look at
+constexpr int kRows = 64;                         // of a row tile
+constexpr int64_t kFewItems = 4, kManyItems = 4;  // of a CTA
+constexpr int kMostDealt = 16;                    // items past the last one that a CTA may look at
 
 // An item is all row tiles of the query heads that share a head of K and V. Heads of the last round, which leaves CTAs
 // without any, are cut: K and V are then quantised more than once, by CTAs that had nothing to do.
@@ -65,7 +65,9 @@ cudaError_t share_sequences(const ResidentEntry& resident, ResidentParams& param
   params.by_kv_heads = p.kv_heads;
   params.by_group = static_cast<int>(group);
   params.by_head_items = static_cast<int>(parts);
-  if (items > ctas) p.counters = work_counters(device, stream, false).words;
+  // To draw is to wait for memory once. A few items of one tile are over sooner, and one is much like another.
+  if (items > ctas * (resident.keys > resident.tile ? 1 : kFewItems))
+    p.counters = work_counters(device, stream, false).words;
   return cudaSuccess;
 }
 

@@ -1,10 +1,10 @@
 """Calls of ``attention_varlen`` that were made before, on a card in eager mode: a batch then launches at once.
 
-What is checked and chosen depends on options and on metadata other than the numbers of tokens and of sequences, so that
-batches of other sizes are known as well. The operator checks the tensors that it is given; what it refuses takes the
-long way, which says why. As :mod:`.memo` has it for dense calls, these are never kept: tensors with a gradient,
-subclasses, modes and transforms, operands that are copied first, and under torch.compile. Nor are calls while
-``FP8CUTLASS_CHECK`` is set.
+What is checked depends on options and on metadata other than the numbers of tokens and of sequences, so that batches of
+other sizes are known as well. Which kernel is the fastest for their sizes is asked each time. The operator checks the
+tensors that it is given; what it refuses takes the long way, which says why. As :mod:`.memo` has it for dense calls,
+these are never kept: tensors with a gradient, subclasses, modes and transforms, operands that are copied first, and
+under torch.compile. Nor are calls while ``FP8CUTLASS_CHECK`` is set.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ TILE_ROWS = 64
 # which on it is the fastest way: a number, or one for each query head that shares one, whichever is more. With fewer,
 # long sequences keep some SMs busy for too long; and where many share K and V, these cost little to quantise apart.
 MOST_KEYS_OF_LENGTHS = {(64, False): 512, (64, True): 1024, (128, False): 512, (128, True): 512}
-FEWEST_HEADS = {64: (0, 0.0), 128: (0, 0.0), 256: (0, 0.5), 512: (4, 2.0), 1024: (6, 2.0)}
+FEWEST_HEADS = {64: (0, 0.0), 128: (0, 0.0), 256: (2.5, 0.5), 512: (4, 2.0), 1024: (6, 2.0)}
 
 
 def reference(manifest: Manifest, head_dim: int, source: str, *, causal: bool) -> Variant | None:

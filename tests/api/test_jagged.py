@@ -61,6 +61,19 @@ def test_every_sequence_is_a_call_of_its_own(options: dict[str, Any], alignment:
     assert explain(q, k, v, **options).startswith("kernel:    the emulator")
 
 
+def test_the_longest_sequence_is_known_where_torch_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It chooses the kernel, so that a bound of all tokens would cost speed."""
+    from fp8cutlass.api import varlen
+
+    seen: list[Any] = []
+    kept = varlen.attention_varlen
+    monkeypatch.setattr(varlen, "attention_varlen", lambda **given: seen.append(given["max_seqlen_k"]) or kept(**given))
+    q = nested(ROWS, 4, 1)
+    attention(q, q, q)
+    attention(nested(KEYS, 4, 1), *pair(KEYS, 4, 20))
+    assert seen == [max(ROWS), sum(KEYS)]
+
+
 def test_it_is_as_sdpa() -> None:
     q = nested(ROWS, 4, 1)
     want = F.scaled_dot_product_attention(q, q, q)

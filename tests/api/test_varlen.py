@@ -296,6 +296,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"cu_seqlens_q": torch.tensor([0, 3, 10], dtype=torch.int32)}, "sequences"),
     ({"cu_seqlens_q": torch.tensor([0, 3, 5, 10])}, "int32"),
     ({"seqused_k": torch.tensor([1, 2], dtype=torch.int32)}, "sequences"),
+    ({"max_seqlen_k": 4}, "max_seqlen_k is 4, a sequence has 5 keys"),
 ]
 
 
@@ -305,6 +306,12 @@ def test_refusals_have_names(given: dict[str, Any], reason: str) -> None:
     arguments = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 5, "max_seqlen_k": 5} | given
     with pytest.raises(UnsupportedError, match=reason):
         attention_varlen(q, k, v, **arguments)
+
+
+def test_a_bound_of_the_keys_that_count() -> None:
+    q, k, v, cu_q, cu_k = batch([3, 2, 5], [3, 2, 5])
+    used = torch.tensor([3, 2, 4], dtype=torch.int32)
+    attention_varlen(q, k, v, cu_q, cu_k, 5, 4, seqused_k=used)
 
 
 def test_gradients_are_refused() -> None:

@@ -54,7 +54,8 @@ def attention_varlen(
             last one's end. On a card nobody waits for them. Values that are out of order or out of range are clamped
             there, so that nothing outside the tensors is read or written; on the CPU they are refused.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths. That of keys chooses the kernel on a card: one for
-            short sequences reads no more keys of a sequence than it is for. That of rows changes nothing.
+            short sequences reads no more keys of a sequence than it is for. Where lengths are looked at (on the CPU,
+            and with FP8CUTLASS_CHECK), one that is too small is refused. That of rows changes nothing.
         seqused_q, seqused_k: (sequences,) int32, on q's device: how many tokens of each sequence count. Default: all.
         softmax_scale: finite; default 1 / sqrt(D).
         causal: row i sees no key past its own. The same as window_size=(left, 0).

@@ -17,6 +17,7 @@ namespace {
 constexpr int kRows = 64;                         // of a row tile
 constexpr int64_t kFewItems = 4, kManyItems = 4;  // of a CTA
 constexpr int kMostDealt = 16;                    // items past the last one that a CTA may look at
+constexpr int kPlaces = 16;  // of the ring of items, one of which shares a register with the number of a row tile
 
 // An item is all row tiles of the query heads that share a head of K and V. Heads of the last round, which leaves CTAs
 // without any, are cut: K and V are then quantised more than once, by CTAs that had nothing to do.
@@ -57,7 +58,7 @@ cudaError_t share_sequences(const ResidentEntry& resident, ResidentParams& param
   if (resident.keys > resident.tile)
     parts = std::max(parts, std::min(kManyItems * ctas / heads, average / (2 * (resident.threads / 128 - 1))));
   const int64_t items = heads * parts;
-  if (items + kMostDealt * ctas > INT32_MAX || group * row_tiles > INT32_MAX / kMostDealt ||
+  if (items + kMostDealt * ctas > INT32_MAX || group * row_tiles > INT32_MAX / kPlaces ||
       p.seqlen_q > INT32_MAX - kTilePastEnd || p.seqlen_k > INT32_MAX - kTilePastEnd)
     return cudaErrorInvalidValue;
   params.group = static_cast<int>(group);

@@ -130,7 +130,8 @@ class Resident:
         values = self.shape.slots * _up(self.tile * (self.head_dim + ONES), ALIGNMENT)
         sources = self.shape.stages * 2 * self.tile * self.head_dim
         barriers = BARRIER_BYTES * (self.warpgroups + self.shape.stages + 2 * self.shape.slots)
-        rest = 8 * self.shape.slots + 4 * 16 + TOLD * TOLD_BYTES  # descales, maxima, sequences
+        told = TOLD * TOLD_BYTES + 8 * self.warpgroups  # and where each of these finds its next row tile
+        rest = 8 * self.shape.slots + 4 * 16 + told  # descales, maxima, sequences
         return _up(queries + sums + keys + values + sources + barriers + rest, ALIGNMENT)
 
     @property

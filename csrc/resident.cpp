@@ -62,6 +62,21 @@ void set_inputs(ResidentParams& params, const View& q, const View& k, const View
   p.seqlen_k = to_int(keys, "the sequence length of k");
 }
 
+// Operands, how they are quantised, and scores. `Numbers`: AttendConstants or RaggedNumbers.
+template <class Numbers>
+ResidentParams params_of(const Numbers& n, const View& q, const View& k, const View& v,
+                         const std::optional<Tensor>& sinks, const VariantEntry& variant) {
+  ResidentParams params{};
+  set_inputs(params, q, k, v);
+  params.p.query = query_scaling(q, q.size(3), {n.score_amax, n.scale < 0, false}, variant);
+  params.v_limit = fp8_limit(n.v_amax, "v_amax");
+  params.v_limit_reciprocal = static_cast<float>(1.0 / n.v_amax);
+  std::optional<View> of_heads;
+  if (sinks) of_heads = *sinks;
+  set_scores(params.p, variant, std::abs(n.scale), n.softcap, of_heads, q);
+  return params;
+}
+
 void set_outputs(ForwardParams& p, const Tensor& out, const AttendTensors& tensors, const View& q) {
   const View o(out);
   p.o = o.data();
@@ -95,15 +110,8 @@ Tensor attend_resident(const AttendConstants& c, const AttendTensors& tensors, c
   require(is(c.q_granularity, Granularity::token) && is(c.k_granularity, Granularity::block) &&
               is(c.v_granularity, Granularity::block),
           entry.id, " has descales of rows of Q and of blocks of K and V");
-  ResidentParams params{};
+  ResidentParams params = params_of(c, q, k, v, tensors.sinks, variant);
   ForwardParams& p = params.p;
-  set_inputs(params, q, k, v);
-  p.query = query_scaling(q, q.size(3), {c.score_amax, c.scale < 0, false}, variant);
-  params.v_limit = fp8_limit(c.v_amax, "v_amax");
-  params.v_limit_reciprocal = static_cast<float>(1.0 / c.v_amax);
-  std::optional<View> sinks;
-  if (tensors.sinks) sinks = *tensors.sinks;
-  set_scores(p, variant, std::abs(c.scale), c.softcap, sinks, q);
   p.causal_offset = static_cast<int>(std::clamp<int64_t>(c.causal_offset, -int64_t{p.seqlen_q}, int64_t{p.seqlen_k}));
   const Tensor out = empty_result(q, c.seq_major, variant);
   set_outputs(p, out, tensors, q);
@@ -123,17 +131,11 @@ Tensor attend_resident_ragged(const RaggedNumbers& n, const RaggedTensors& tenso
   const std::initializer_list<int> by_head{View::kNew, 1, 0, 2};  // (1, heads, tokens, D)
   const View q = given.permuted(by_head), k = View(tensors.k).permuted(by_head), v = View(tensors.v).permuted(by_head);
   const ResidentEntry& entry = entry_of(resident, q, variant);
-  ResidentParams params{};
+  ResidentParams params = params_of(n, q, k, v, tensors.sinks, variant);
   ForwardParams& p = params.p;
-  set_inputs(params, q, k, v);
-  p.query = query_scaling(q, q.size(3), {n.score_amax, n.scale < 0, false}, variant);
-  params.v_limit = fp8_limit(n.v_amax, "v_amax");
-  params.v_limit_reciprocal = static_cast<float>(1.0 / n.v_amax);
-  std::optional<View> sinks, used_q, used_k;
-  if (tensors.sinks) sinks = *tensors.sinks;
+  std::optional<View> used_q, used_k;
   if (tensors.used_q) used_q = *tensors.used_q;
   if (tensors.used_k) used_k = *tensors.used_k;
-  set_scores(p, variant, std::abs(n.scale), n.softcap, sinks, given);
   p.causal_offset = window_end(n.window_right);
   set_lengths(p.ragged, {tensors.cu_q, tensors.cu_k, used_q, used_k}, given);
   require(p.ragged.sequences > 0, "cu_seqlens_q has no sequence");

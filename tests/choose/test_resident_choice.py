@@ -104,7 +104,7 @@ def test_what_tune_measured_goes_before_it(monkeypatch: pytest.MonkeyPatch) -> N
 def test_ragged_batches(width: int, causal: bool) -> None:
     """The fewest keys first, each for the numbers of one variant; and how many sequences it takes."""
     found = resident.for_lengths(generated_dir(), "sm90a", width, "bf16", causal=causal)
-    most = resident.MOST_KEYS_OF_LENGTHS[width, causal]
+    most = resident.MOST_KEYS[width, causal]
     assert [x.kernel.keys for x in found] == [n for n in (64, 128, 256, 512, 1024) if n <= most]
     manifest = load_manifest(generated_dir())
     for x in found:
@@ -121,8 +121,7 @@ def test_ragged_batches(width: int, causal: bool) -> None:
 def test_every_limit_has_kernels() -> None:
     """In the shipped list: one that holds so many keys, for both types, and a variant to compute the numbers of."""
     manifest = load_manifest(generated_dir())
-    limits = [*resident.MOST_KEYS.items(), *resident.MOST_KEYS_OF_LENGTHS.items()]
-    for (width, causal), most in limits:
+    for (width, causal), most in resident.MOST_KEYS.items():
         for source in ("bf16", "fp16"):
             assert resident.serving(manifest, width, source, most) is not None
             assert resident.reference(manifest, width, source, causal=causal) is not None

@@ -12,16 +12,16 @@ from pathlib import Path
 from ..manifest import KEY_BLOCK, Manifest, Resident, Variant, load_manifest
 from .problem import Problem
 
-# By head_dim and mask, the most keys for which it was measured to be the fastest way (docs/lab/short.md).
+# By head_dim and mask, the most keys for which it was measured to be the fastest way, also of ragged batches
+# (docs/lab/short.md).
 MOST_KEYS = {(64, False): 512, (64, True): 1024, (128, False): 512, (128, True): 512}
 # By the most keys of a kernel, the row tiles for each SM from which on it is: with fewer, a head is quantised by
 # several CTAs, or an SM waits for one.
 FEWEST_TILES = {64: 1, 128: 1, 256: 2, 512: 5, 1024: 10}
 TILE_ROWS = 64
-# The same of ragged batches. And by the most keys of a kernel, the heads of K and V of all sequences for each SM from
-# which on it is the fastest way: a number, or one for each query head that shares one, whichever is more. With fewer,
-# long sequences keep some SMs busy for too long; and where many share K and V, these cost little to quantise apart.
-MOST_KEYS_OF_LENGTHS = {(64, False): 512, (64, True): 1024, (128, False): 512, (128, True): 512}
+# By the most keys of a kernel, how many heads of K and V a ragged batch needs for each SM. It is the larger one of a
+# number, and of a number for each query head that shares a head. With fewer, long sequences keep some SMs busy for too
+# long. Where many share K and V, these cost little to quantise apart.
 FEWEST_HEADS = {64: (0, 0.0), 128: (0, 0.0), 256: (2.5, 0.5), 512: (4, 2.0), 1024: (6, 2.0)}
 
 
@@ -81,7 +81,7 @@ def for_lengths(directory: Path, arch: str, head_dim: int, source: str, *, causa
     variant = reference(manifest, head_dim, source, causal=causal) if arch == "sm90a" else None
     if variant is None:
         return ()
-    most = MOST_KEYS_OF_LENGTHS.get((head_dim, causal), 0)
+    most = MOST_KEYS.get((head_dim, causal), 0)
     found = [
         OfLengths(r, number, variant, manifest.index[variant.id])
         for number, r in enumerate(manifest.residents)

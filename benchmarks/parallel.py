@@ -3,8 +3,10 @@ context_parallel in bf16."""
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,20 +28,34 @@ from .results import FAILED, OK, WRONG, first_line
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 METHODS = ("gather", "ulysses", "ring", "both_gather", "both_ring")
 TORCH = ("torch_flash", "torch_cudnn")
-MOST_CALLS, ENOUGH_US = 8, 40_000  # calls of a repetition: as many as take so long, and no more
+MOST_CALLS, ENOUGH_US = 16, 100_000  # calls of a repetition: as many as take so long, and no more
+WARM_US = 400_000  # of calls before the first repetition: a card that was idle is some 7% faster for so long
+HEAT_S = 2.0  # of products before the first contender
 RING_LIMIT = 0.005  # relative L2 distance of a ring from one card
 BF16_LIMIT = 0.08  # of torch's bf16 from ours: what e4m3 costs
 
 
 def timed(call: Callable[[], Any], repetitions: int) -> tuple[float, float]:
     """Microseconds of a call on the slowest rank, median over repetitions, and their spread. Calls follow one another
-    without a wait, as those of a model's layers do."""
+    without a wait, as those of a model's layers do, on cards that are as warm as such calls keep them."""
     call()
-    count = max(1, min(MOST_CALLS, int(ENOUGH_US / _slowest(call, 1))))
-    _slowest(call, count)  # calls that follow one another hold more memory at once, which is allocated here
+    each = min(_slowest(call, 1) for _ in range(2))
+    count = max(1, min(MOST_CALLS, int(ENOUGH_US / each)))
+    for _ in range(math.ceil(WARM_US / (each * count))):
+        _slowest(call, count)
     found = [_slowest(call, count) for _ in range(repetitions)]
     median = statistics.median(found)
     return median, (max(found) - min(found)) / median
+
+
+def heat() -> None:
+    """Keep the card busy, as clocks take a second or two to settle after it was idle."""
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    end = time.monotonic() + HEAT_S
+    while time.monotonic() < end:
+        for _ in range(16):
+            torch.mm(x, x)
+        torch.cuda.synchronize()
 
 
 def _slowest(call: Callable[[], Any], count: int) -> float:
@@ -113,17 +129,19 @@ def operands(p: Problem) -> list[torch.Tensor]:
 def measured(
     p: Problem, contenders: Sequence[str], repetitions: int, check: bool, multiple: int = 1
 ) -> Iterator[ParallelTime]:
-    """A row for each contender that there is for so many ranks. Our shards end at multiples of ``multiple``."""
+    """A row for each contender that there is for so many ranks. Our shards end at multiples of ``multiple``. One card's
+    time is measured before each contender, on all cards: how fast they are changes by some percent in a run."""
     rank, whole = dist.get_rank(), operands(p)
     q, k, v = whole
     mask = "zigzag" if p.causal else "full"
     base = ParallelTime(p.ranks, p.tokens, p.heads, p.kv_heads, p.head_dim, mask, "", OK)
     made: dict[str, Any] = {"is_causal": p.causal, "enable_gqa": p.heads != p.kv_heads}
-    one = None
-    if check:  # else too long for one card
-        one, _ = timed(lambda: attention(q, k, v, **made), max(2, repetitions // 2))
+    heat()
     for name in contenders:
         row: ParallelTime | None
+        one = None
+        if check:  # else too long for one card
+            one, _ = timed(lambda: attention(q, k, v, **made), repetitions)
         try:
             if name in TORCH:
                 row = _torch(replace(base, contender=name), p, whole, repetitions)

@@ -164,7 +164,7 @@ Tensor attend_packed(const AttendConstants& c, const PackedTensors& tensors, con
   packing.hadamard = c.hadamard;
   const PackEntry& pack = find_pack(packing);
   const PackParams pack_launch = pack_params(packing);
-  const Tensor out = empty_result(q, c.seq_major, variant);
+  const Tensor out = tensors.out ? *tensors.out : empty_result(q, c.seq_major, variant);
   ForwardParams params =
       forward_params({q_made, k, tensors.v, q_descale, tensors.k_descale, tensors.v_descale, tensors.out_descale, out,
                       tensors.lse, tensors.amax, std::abs(c.scale), c.causal_offset, c.window_offset, std::nullopt,

@@ -37,13 +37,14 @@ struct PackedTensors {
   const std::optional<Tensor>& amax;
   const std::optional<Tensor>& sinks;  // (H,) float32
   MaskTensors mask;
+  const std::optional<Tensor>& out;  // (B, H, Sq, head_dim), where the result is to go: any strides of aligned rows
 };
 
 // Packs V, copies Q and K and spreads descales where the kernel cannot read them as they lie, in one launch; then
 // attends. Returns (B, H, Sq, the variant's head_dim), dense. Throws std::runtime_error naming the argument.
 Tensor attend_fp8(const AttendConstants& constants, const Fp8Tensors& tensors, const VariantEntry& variant);
 
-// Quantises Q, then attends. The same result.
+// Quantises Q, then attends. The same result, which is `out` where it is given.
 Tensor attend_packed(const AttendConstants& constants, const PackedTensors& tensors, const VariantEntry& variant);
 
 }  // namespace fp8cutlass

@@ -214,9 +214,11 @@ Tensor attend_kept(const Tensor& constants, const Tensor& q, const Tensor& k, co
                    const Tensor& v_descale, const std::optional<Tensor>& out_descale, const std::optional<Tensor>& lse,
                    const std::optional<Tensor>& amax, const std::optional<Tensor>& sinks,
                    const std::optional<Tensor>& tiles, const std::optional<Tensor>& counts,
-                   const std::optional<Tensor>& bits, const std::optional<Tensor>& bias) {
+                   const std::optional<Tensor>& bits, const std::optional<Tensor>& bias,
+                   const std::optional<Tensor>& out) {
   const AttendConstants c = attend_constants(constants);
-  return attend_packed(c, {q, k, v, k_descale, v_descale, out_descale, lse, amax, sinks, {tiles, counts, bits, bias}},
+  return attend_packed(c,
+                       {q, k, v, k_descale, v_descale, out_descale, lse, amax, sinks, {tiles, counts, bits, bias}, out},
                        find_variant(c.variant, false));
 }
 
@@ -317,7 +319,7 @@ FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
   m.def(
       "attend_packed(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor k_descale, Tensor v_descale, "
       "Tensor? out_descale=None, Tensor(a!)? lse=None, Tensor(b!)? amax=None, "
-      "Tensor? sinks=None" FP8CUTLASS_MASK_ARGUMENTS ") -> Tensor");
+      "Tensor? sinks=None" FP8CUTLASS_MASK_ARGUMENTS ", Tensor(c!)? out=None) -> Tensor");
 }
 
 FP8CUTLASS_IMPL(FP8CUTLASS_LIBRARY, CompositeExplicitAutograd, m) {

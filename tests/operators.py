@@ -78,7 +78,7 @@ SCHEMAS = {
     "pack": f"({PACK}) -> ()",
     "attend": f"({ATTEND}, {MASK}) -> Tensor",
     "attend_fp8": f"({ATTEND_FP8}, {MASK}) -> Tensor",
-    "attend_packed": f"({ATTEND_PACKED}, {MASK}) -> Tensor",
+    "attend_packed": f"({ATTEND_PACKED}, {MASK}, Tensor(c!)? out=None) -> Tensor",
     "forward_ragged": f"({RAGGED}) -> ()",
     "ragged_plan_words": "(int variant, int tokens, int sequences) -> int",
     "attend_ragged": f"({ATTEND_RAGGED}) -> Tensor",

@@ -151,15 +151,16 @@ def attend_fp8(
 
 
 def attend_packed(
-    constants: torch.Tensor, q: Any, k: Any, v: Any, k_descale: Any, v_descale: Any,
-    out_descale: Any = None, lse: Any = None, amax: Any = None, sinks: Any = None, bias: Any = None, **lists: Any,
+    constants: torch.Tensor, q: Any, k: Any, v: Any, k_descale: Any, v_descale: Any, out_descale: Any = None,
+    lse: Any = None, amax: Any = None, sinks: Any = None, bias: Any = None, out: Any = None, **lists: Any,
 ) -> torch.Tensor:  # fmt: skip
     n = Numbers(constants)
     call = n.call("packed")
     fp8, q_descale = launch.quantised_query(call, n.variant, n.granularity, q)
     q8 = launch._query(fp8, n.variant, n.scale).view(torch.uint8)
     made = Operands(q8, k, v, q_descale, k_descale, v_descale)
-    return n.attend(made, out_descale, lse, amax, sinks, mask_of(q, k, **lists), bias)
+    result = n.attend(made, out_descale, lse, amax, sinks, mask_of(q, k, **lists), bias)
+    return result if out is None else out.copy_(result)
 
 
 OPERATORS: dict[str, Operator] = {"attend": attend, "attend_fp8": attend_fp8, "attend_packed": attend_packed}

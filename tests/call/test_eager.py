@@ -204,6 +204,38 @@ def test_packed_keys_by_the_short_way(made: dict[str, Any], head_dim: int, monke
         assert same(got, want)
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_packed_keys_write_into_out(head_dim: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some rows of a larger tensor, and nothing beside them. Where a kernel cannot write, the result is copied."""
+    q, k, v = operands("cpu", 40, head_dim)
+    packed, rows = fp8cutlass.pack_kv(k, v), slice(8, 48)
+
+    def call(q: torch.Tensor, room: torch.Tensor) -> Any:
+        given = q.transpose(1, 2) if layout == "bshd" else q
+        dim = 1 if layout == "bshd" else 2
+        room.fill_(7.0)
+        out = room.narrow(dim, rows.start, q.shape[2])
+        result, lse = fp8cutlass.attention(given, packed, layout=layout, return_lse=True, out=out)
+        assert result is out
+        return room.clone(), lse
+
+    def room(last: int) -> torch.Tensor:
+        batch, heads, tokens, _ = q.shape
+        shape = (batch, tokens + 16, heads, last) if layout == "bshd" else (batch, heads, tokens + 16, last)
+        return torch.empty(shape, dtype=q.dtype)[..., :head_dim]
+
+    first, more = room(head_dim), room(head_dim)
+    got, want = by_the_short_way(monkeypatch, "attend_packed", partial(call, q, first), partial(call, q.flip(2), more))
+    assert same(got, want)
+    odd = room(head_dim + 1)  # rows between 16 bytes
+    assert torch.equal(call(q.flip(2), odd)[0], want[0])
+    fits = partial(eager.room, options=Options())
+    assert fits(q.clone(), q, packed) is not None
+    others = (None, q, q.half(), q[:1], q.clone().requires_grad_(), q.new_empty(2, 3, 40, head_dim + 1)[..., :head_dim])
+    assert all(fits(x, q, packed) is None for x in others) and fits(q.clone(), q, k) is None
+
+
 @pytest.mark.parametrize("kind", ["attend", "attend_fp8", "attend_packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sinks_by_the_short_way(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

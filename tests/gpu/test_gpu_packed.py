@@ -127,6 +127,26 @@ def test_graphs(transforms: dict[str, bool]) -> None:
             assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_the_result_goes_into_a_part_of_a_larger_tensor(head_dim: int, layout: str) -> None:
+    """Some heads and rows of it, by the second call in place; nothing beside them is written."""
+    q, k, v = operands(head_dim)
+    packed = pack_kv(k, v, query_shape=q.shape)
+    given = {"is_causal": True, "enable_gqa": True, "return_lse": True, "layout": layout}
+    q = q.transpose(1, 2).contiguous() if layout == "bshd" else q
+    want, lse = attention(q, packed, **given)
+    room = torch.empty(2, 340, 9, head_dim) if layout == "bshd" else torch.empty(2, 9, 340, head_dim)
+    room = room.bfloat16().cuda()
+    out = room[:, 17:317, 2:8] if layout == "bshd" else room[:, 2:8, 17:317]
+    for _ in range(3):
+        room.fill_(7.0)
+        result, sums = attention(q, packed, **given, out=out)
+        assert result is out and torch.equal(out, want) and torch.equal(sums, lse)
+        out.fill_(7.0)
+        assert bool((room == 7.0).all())
+
+
 def test_packing_right_before_it() -> None:
     """The attention kernel may start before the kernel in front of it ends: a hundred times the same bits, with other
     keys packed in between and memory that is used again."""

@@ -106,8 +106,21 @@ def test_half_the_bytes_of_bf16(outcomes: Any, method: str, count: int, tokens: 
         assert of_rank["sent"] == bf16 // 2 + (count - 1) * descales
 
 
-def test_heads_are_cut_as_the_bytes_call_for() -> None:
-    """An exchange that takes as long as a group's launches is not cut; one of 16 times the bytes is cut in four."""
-    from fp8cutlass.parallel.gather import GROUP_BYTES, fitting
+def test_heads_are_cut_by_what_an_exchange_and_products_take() -> None:
+    """An exchange that takes as long as a group's launches is not cut. The first of more groups hides the exchange of
+    the others, or has its even share where products are too short for that."""
+    from fp8cutlass.parallel.gather import LAUNCHES, LINK, PRODUCTS, fitting
 
-    assert [fitting(int(n * GROUP_BYTES)) for n in (0, 1, 4, 16, 100)] == [1, 1, 2, 4, 10]
+    def ends(heads: int, launches: float, products: float) -> list[int]:
+        received = launches * LAUNCHES * LINK
+        return fitting(heads, round(received), products * received / LINK * PRODUCTS)
+
+    assert [len(ends(40, n, 20)) - 1 for n in (0, 1, 2, 4, 16, 100)] == [1, 1, 1, 2, 4, 10]
+    assert ends(40, 4, 20) == [0, 2, 40] and ends(40, 16, 20) == [0, 2, 14, 27, 40]
+    assert ends(8, 4, 100) == [0, 1, 8] and ends(8, 4, 0) == [0, 4, 8]
+    assert ends(1, 16, 20) == [0, 1] and ends(3, 100, 20) == [0, 1, 2, 3]
+    for heads in range(1, 50):
+        for launches in (0, 3, 10, 50):
+            for products in (0.0, 0.7, 5, 200):
+                found = ends(heads, launches, products)
+                assert found[0] == 0 and found[-1] == heads and found == sorted(set(found))

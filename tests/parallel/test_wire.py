@@ -111,21 +111,10 @@ def test_rows_move_to_their_rank(source: Shards, target: Shards, monkeypatch: py
             assert torch.equal(x, target.shard(full, r))
 
 
-def test_results_are_put_where_they_belong() -> None:
-    whole, lse = torch.randn(2, 4, 10, 8), torch.randn(2, 4, 10)
-    parts = [
-        (slice(a, b), slice(c, d), [whole[:, a:b, c:d].clone(), lse[:, a:b, c:d].clone()])
-        for a, b in ((0, 1), (1, 4))
-        for c, d in ((0, 7), (7, 10))
-    ]
-    out, sums = gather.assembled(parts, whole.shape)
-    assert torch.equal(out, whole) and torch.equal(sums, lse)
-    assert gather.assembled(parts[:1], whole.shape) is parts[0][2]
-
-
 def test_calls_keep_their_order() -> None:
-    calls = [lambda i=i: [torch.tensor(i)] for i in range(3)]
-    assert [int(x) for (x,) in abreast(calls, torch.device("cpu"))] == [0, 1, 2]
+    made: list[int] = []
+    abreast([lambda i=i: made.append(i) for i in range(3)], torch.device("cpu"))
+    assert made == [0, 1, 2]
 
 
 def test_partial_results_are_merged_where_there_are_some() -> None:

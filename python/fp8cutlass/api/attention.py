@@ -207,9 +207,10 @@ def attention(
             Ada without a window. ``fast`` and ``balanced`` are then ``accurate``.
         sinks: (H,) bf16, fp16 or float32: a logit for each head without a value, which joins the denominator once, and
             the LSE. A row without keys stays 0, its LSE -inf. Neither softcap nor sinks go with smooth_k.
-        out: the result is copied into it: shape and device of query, dtype of the result, any strides with which
-            no two elements are one, no gradient, no element shared with an input (not checked while torch.compile
-            traces).
+        out: takes the result: shape and device of query, dtype of the result, any strides with which no two elements
+            are one, no gradient, no element shared with an input (not checked while torch.compile traces). On a card
+            a further call of one form on packed keys writes into it where its rows are aligned to 16 bytes; others
+            copy.
         kernel: the id of a variant to run instead of the table's choice; its head_dim may be wider than D. One with
             ``linear`` or ``quadratic`` softmax takes FP8 operands of magnitude 14 at most (``quantize(..., amax=14)``):
             larger ones may overflow f16 scores or leave the range of its softmax.
@@ -248,8 +249,11 @@ def attention(
         backward,
         causal_offset,
     )
-    signed = None
-    if not torch.compiler.is_compiling() and out is None and out_descale is None:
+    signed = room = None
+    eager = not torch.compiler.is_compiling() and out_descale is None
+    if eager and out is not None and attn_mask is None and sinks is None:
+        room = memo.room(out, query, key, options)
+    if eager and (out is None or room is not None):
         plain = q_descale is None and k_descale is None and v_descale is None
         descales = () if plain else (q_descale, k_descale, v_descale)
         signed = memo.signature(query, key, value, descales, options, sinks, attn_mask)
@@ -259,6 +263,8 @@ def attention(
             if layout == "bshd":
                 operands = tuple(x.transpose(1, 2) if isinstance(x, torch.Tensor) else x for x in operands)
             try:
+                if room is not None:
+                    return deliver(known(*operands, out=room), layout, out, written=True)
                 more = descales if sinks is None else (*descales, sinks)
                 more = more if attn_mask is None else (*more, attn_mask)
                 return deliver(known(*operands, *more), layout, out)

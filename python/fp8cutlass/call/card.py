@@ -18,7 +18,8 @@ from .call import Outputs, Tensors
 from .masks import packed, parts
 from .plan import Plan, score_amax
 
-# Query, key and value in layout bhsd, or a PackedKV and None, if FP8 the descales: tensors or numbers, and sinks.
+# Query, key and value in layout bhsd, or a PackedKV and None, if FP8 the descales: tensors or numbers, and sinks. A
+# PackedKV without sinks takes ``out``, as ``Attend.run`` does.
 Known = Callable[..., Outputs]
 
 
@@ -91,8 +92,10 @@ def _mask_of(plan: Plan, t: Tensors) -> MaskParts:
     return MaskParts(mask.tiles.contiguous(), mask.counts.contiguous(), bits)
 
 
-def _packed(attend: Attend, q: torch.Tensor, t: Tensors, mask: MaskParts = NO_MASK) -> Outputs:
-    outputs = Outputs(*attend.run((q, t.k, t.v, t.k_descale, t.v_descale), t.out_descale, t.sinks, mask))
+def _packed(
+    attend: Attend, q: torch.Tensor, t: Tensors, mask: MaskParts = NO_MASK, out: torch.Tensor | None = None
+) -> Outputs:
+    outputs = Outputs(*attend.run((q, t.k, t.v, t.k_descale, t.v_descale), t.out_descale, t.sinks, mask, out=out))
     if t.k_mean is not None and outputs.lse is not None:
         restore_lse(outputs.lse, t.q, t.k_mean[..., : t.q.shape[3]], attend.scale)
     return outputs
@@ -130,10 +133,10 @@ def known(plan: Plan, t: Tensors, descales: Sequence[Any] = ()) -> Known | None:
     attend = prepared_call(plan, t)
     run = attend.run
     if copied or (t.k_mean is not None and plan.call.return_lse):
-        return lambda q, kv, _: _packed(
-            attend, readable(q), Tensors(q, kv.k, kv.v, None, kv.k_descale, kv.v_descale, None, kv.k_mean)
+        return lambda q, kv, _, out=None: _packed(
+            attend, readable(q), Tensors(q, kv.k, kv.v, None, kv.k_descale, kv.v_descale, None, kv.k_mean), out=out
         )
-    return lambda q, kv, _: Outputs(*run((q, kv.k, kv.v, kv.k_descale, kv.v_descale)))
+    return lambda q, kv, _, out=None: Outputs(*run((q, kv.k, kv.v, kv.k_descale, kv.v_descale), out=out))
 
 
 def _with_sinks(plan: Plan, t: Tensors, descales: Sequence[Any]) -> Known:

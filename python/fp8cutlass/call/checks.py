@@ -162,7 +162,7 @@ def check_out(request: Request, out_dtype: torch.dtype, shape: Sequence[int]) ->
         wrong.append(f"out is on {out.device}, query is on {query.device}")
     if torch.is_grad_enabled() and out.requires_grad:
         wrong.append(f"out has {NO_BACKWARD}")
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+    if _expanded(out):
         wrong.append(f"out is expanded: shape {tuple(out.shape)}, strides {out.stride()}")
     elif not torch.compiler.is_compiling() and _overlaps_itself(out):
         wrong.append(f"out overlaps itself: shape {tuple(out.shape)}, strides {out.stride()}")
@@ -173,6 +173,16 @@ def check_out(request: Request, out_dtype: torch.dtype, shape: Sequence[int]) ->
                 wrong.append(f"out shares its memory with {name}")
     if wrong:
         raise UnsupportedError(*wrong)
+
+
+def writable(out: torch.Tensor, *read: torch.Tensor) -> bool:
+    """Whether a kernel that reads these tensors may write to ``out``: no two of its elements are one, and none lies in
+    them."""
+    return not (_expanded(out) or _overlaps_itself(out) or any(_overlap(out, x) for x in read))
+
+
+def _expanded(x: torch.Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -1,9 +1,9 @@
 """A cache of checked calls, on a card in eager mode.
 
 What ``attention`` checks and chooses depends on the operands' metadata and the options alone. A call whose metadata and
-options equal those of an earlier one skips the checks and launches. These calls are never cached: with ``out`` or
-``out_descale``, with bf16 and fp16 operands that are copied first, with masks of packed keys, with tensor subclasses,
-and under torch.compile.
+options equal those of an earlier one skips the checks and launches. These calls are never cached: with
+``out_descale``, with an ``out`` that is no ``room``, with bf16 and fp16 operands that are copied first, with masks of
+packed keys, with tensor subclasses, and under torch.compile.
 A cached call does not notice later changes of the environment variables that name libraries and tables.
 """
 
@@ -16,9 +16,10 @@ import torch
 
 from ..cache.packed import PackedKV
 from ..masks.block_mask import BlockMask
-from ..memory import ALIGNMENT
+from ..memory import ALIGNMENT, is_aligned
 from .call import Call, Tensors
 from .card import Known, known
+from .checks import writable
 from .kept import Kept, Signature
 from .options import Options
 from .plan import resolve
@@ -113,6 +114,20 @@ def _of_mask(mask: Any) -> tuple[Any, ...] | None:
         return None
     # The shapes, and the dtypes with them, are those that the long way has checked.
     return (mask.extent.shape, mask.tiles.get_device(), *((x.shape, x.dtype) for x in tensors))
+
+
+def room(out: Any, query: Any, key: Any, options: Options) -> torch.Tensor | None:
+    """``out`` in layout bhsd where the kernel can write the result of a call on packed keys into it, a call that
+    ``signature`` knows; else None, and the result is copied."""
+    if type(key) is not PackedKV or type(query) is not _Tensor or type(out) is not _Tensor or out.dim() != 4:
+        return None
+    alike = out.shape == query.shape and out.shape[3] == key.head_dim and out.get_device() == query.get_device()
+    typed = out.dtype is (options.out_dtype or query.dtype)
+    if not (alike and typed) or (torch.is_grad_enabled() and out.requires_grad):
+        return None
+    made = out.transpose(1, 2) if options.layout == "bshd" else out
+    fits = made.stride(3) == 1 and is_aligned(made) and writable(made, query, key.k, key.v)
+    return made if fits else None
 
 
 class _Unknown(Exception):

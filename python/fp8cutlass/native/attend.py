@@ -80,34 +80,40 @@ class Attend:
         sinks: torch.Tensor | None = None,
         mask: MaskParts = NO_MASK,
         k_mean: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> Result:
         """Give the operator its inputs: q, k and v that are ``fused.readable``, no dimension empty, and descales.
 
         ``sinks`` are (H,) float32, contiguous; ``mask`` is for kernels of lists of tiles or of biases. ``k_mean`` is
-        written.
+        written. ``out``, of a call of kind "packed", takes the result: of its dtype, ``memory.is_aligned``, with a
+        last stride of 1.
 
-        Returns out (B, H, Sq, D), dense in q's memory order; lse (B, H, Sq) and amax (1,), float32, or None.
+        Returns out (B, H, Sq, D), dense in q's memory order where none was given; lse (B, H, Sq) and amax (1,),
+        float32, or None.
         """
         lse = amax = None
         try:
             # An argument costs more to pass than to leave out.
-            if self.bare and out_descale is None and sinks is None and mask is NO_MASK:
-                out = self.operator(self.constants, *inputs)
+            if self.bare and out_descale is None and sinks is None and mask is NO_MASK and out is None:
+                made = self.operator(self.constants, *inputs)
             else:
                 q = inputs[0]
                 lse = q.new_empty(q.shape[:3], dtype=torch.float32) if self.return_lse else None
                 amax = q.new_zeros((1,), dtype=torch.float32) if self.return_amax else None
                 more = () if k_mean is None else (k_mean,)
                 named = {} if mask is NO_MASK else mask._asdict()
-                out = self.operator(self.constants, *inputs, out_descale, lse, amax, sinks, *more, **named)
+                if out is not None and self.kernel_head_dim == self.head_dim:
+                    named["out"] = out
+                made = self.operator(self.constants, *inputs, out_descale, lse, amax, sinks, *more, **named)
         except RuntimeError as error:
             extension.name_memory_error(error)
             raise
         if lse is not None and sinks is not None:
             join_lse(lse, sinks)
-        if self.kernel_head_dim != self.head_dim:
-            wide, out = out, empty_rows(out, self.head_dim, out.dtype)  # q may be a copy in another order
-            as_bytes(out).copy_(as_bytes(wide)[..., : self.head_dim])
+        if self.kernel_head_dim == self.head_dim:
+            return made, lse, amax
+        out = empty_rows(made, self.head_dim, made.dtype) if out is None else out  # q may be a copy in another order
+        as_bytes(out).copy_(as_bytes(made)[..., : self.head_dim])
         return out, lse, amax
 
 

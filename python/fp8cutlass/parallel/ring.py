@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -21,7 +22,8 @@ def ring(plan: Plan, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     result and are summed in float32."""
     me, ranks, asked = group.rank(), group.size(), plan.asked
     k, v = moved((k, v), plan.keys, plan.cut, group)
-    packed, lengths, lse = plan.pack(k, v), plan.cut.lengths, True if asked.return_lse else "merge"
+    packed, lengths = plan.pack(k, v), plan.cut.lengths
+    lse: Literal[True, "merge"] = True if asked.return_lse else "merge"
     current, merged = to_wire(packed), _Merged(q, asked.return_lse)
     for step in range(ranks):
         source, pending = (me - step) % ranks, None

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from .exchange import Group, all_to_all
-from .gather import attend
+from .gather import attend, rooms
 from .heads import from_heads, to_heads
 from .moves import moved
 from .plan import Plan
@@ -30,7 +30,8 @@ def ulysses(plan: Plan, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch
     arrived = all_to_all(buffers, [mine] * ranks, sizes, group)
     whole = plan.rows.unshard(queries.wait()[0])
     keys = in_order(parts[0], arrived.wait(), plan.cut, [0, *accumulate(sizes[:-1])])
-    [(_, found)] = attend(plan, ((0, plan.rows.tokens),), whole, keys)
+    found = rooms(plan, whole)
+    attend(plan, ((0, plan.rows.tokens),), whole, keys, found)
     rows = [[plan.rows.pieces(x if x.dim() == 4 else x.unsqueeze(-1), r) for r in range(ranks)] for x in found]
     out, *lse = from_heads(rows, group)
     return [out, *(x.squeeze(-1) for x in lse)]

@@ -28,7 +28,7 @@ from .results import FAILED, OK, WRONG, first_line
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 METHODS = ("gather", "ulysses", "ring", "both_gather", "both_ring")
 TORCH = ("torch_flash", "torch_cudnn")
-MOST_CALLS, ENOUGH_US = 16, 100_000  # calls of a repetition: as many as take so long, and no more
+MOST_CALLS, ENOUGH_US = 16, 150_000  # calls of a repetition: as many as take so long, and no more
 WARM_US = 400_000  # of calls before the first repetition: a card that was idle is some 7% faster for so long
 HEAT_S = 2.0  # of products before the first contender
 RING_LIMIT = 0.005  # relative L2 distance of a ring from one card

@@ -126,7 +126,7 @@ def room(out: Any, query: Any, key: Any, options: Options) -> torch.Tensor | Non
     if not (alike and typed) or (torch.is_grad_enabled() and out.requires_grad):
         return None
     made = out.transpose(1, 2) if options.layout == "bshd" else out
-    fits = made.stride(3) == 1 and is_aligned(made) and writable(made, query, key.k, key.v)
+    fits = made.stride(3) == 1 and is_aligned(made) and writable(made, query, *key.tensors().values())
     return made if fits else None
 
 

@@ -73,8 +73,8 @@ def attention(
             ``ring`` each shard has a mean and descales of its own.
         return_lse: also return the natural-log sum of exponentials, (B, H, S of this rank) float32.
         kernel: the id of a variant that keys are packed for, and with ``gather`` and ``ulysses`` attended to by.
-        head_groups: of ``gather``: into how many parts the heads of key are cut, of which two are here at a time. None:
-            as many as the bytes call for.
+        head_groups: of ``gather``: into how many even parts the heads of key are cut, of which two are here at a time.
+            None: as many as the bytes call for, the first one smaller.
         agree: whether ranks compare their calls ``once`` for each signature and group, or ``always``. With ``once`` a
             rank that alone changes its shapes later is not found out before it breaks an exchange.
 

@@ -263,8 +263,8 @@ def attention(
             if layout == "bshd":
                 operands = tuple(x.transpose(1, 2) if isinstance(x, torch.Tensor) else x for x in operands)
             try:
-                if room is not None:
-                    return deliver(known(*operands, out=room), layout, out, written=True)
+                if out is not None:  # it is `room`, in the caller's layout
+                    return deliver(known(*operands, out=room)._replace(out=out), "bhsd", None)
                 more = descales if sinks is None else (*descales, sinks)
                 more = more if attn_mask is None else (*more, attn_mask)
                 return deliver(known(*operands, *more), layout, out)

@@ -16,7 +16,8 @@ import torch
 
 from ..cache.packed import PackedKV
 from ..masks.block_mask import BlockMask
-from ..memory import ALIGNMENT, is_aligned
+from ..memory import ALIGNMENT
+from ..native.fused import is_readable
 from .call import Call, Tensors
 from .card import Known, known
 from .checks import writable
@@ -126,8 +127,7 @@ def room(out: Any, query: Any, key: Any, options: Options) -> torch.Tensor | Non
     if not (alike and typed) or (torch.is_grad_enabled() and out.requires_grad):
         return None
     made = out.transpose(1, 2) if options.layout == "bshd" else out
-    fits = made.stride(3) == 1 and is_aligned(made) and writable(made, query, *key.tensors().values())
-    return made if fits else None
+    return made if is_readable(made) and writable(made, query, *key.tensors().values()) else None
 
 
 class _Unknown(Exception):

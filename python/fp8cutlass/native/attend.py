@@ -85,8 +85,7 @@ class Attend:
         """Give the operator its inputs: q, k and v that are ``fused.readable``, no dimension empty, and descales.
 
         ``sinks`` are (H,) float32, contiguous; ``mask`` is for kernels of lists of tiles or of biases. ``k_mean`` is
-        written. ``out``, of a call of kind "packed", takes the result: of its dtype, ``memory.is_aligned``, with a
-        last stride of 1.
+        written. ``out``, of a call of kind "packed", takes the result: of its shape and dtype, ``fused.is_readable``.
 
         Returns out (B, H, Sq, D), dense in q's memory order where none was given; lse (B, H, Sq) and amax (1,),
         float32, or None.

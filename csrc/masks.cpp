@@ -81,7 +81,7 @@ Bias bias_of(const MaskTensors& tensors, const ForwardParams& p, const VariantEn
            reinterpret_cast<uintptr_t>(bias.data) % (keys * x.element_size()) == 0;
   };
   bias.pairs = aligned(2);
-  bias.chunks = bias.type != BiasType::f32 && aligned(8);
+  bias.chunks = aligned(16 / int64_t(x.element_size()));
   return bias;
 }
 

@@ -136,8 +136,16 @@ FAULTS = (
     Fault(
         "a bias: copied to while it is read",
         "sm90a_fwd_d96_m128n128w8_s2_block_window_e4m3_bf16_exp2_serial_solo_biased",
-        "        bias_rows().read(params.bias, bias);\n        if (j + 1 < tiles) copy_bias(item, tile + 1);",
-        "        if (j + 1 < tiles) copy_bias(item, tile + 1);\n        bias_rows().read(params.bias, bias);",
+        "        bias_rows().read(params.bias, bias);\n        if (j + 1 < tiles) copy_bias(kHalves, item, tile + 1);",
+        "        if (j + 1 < tiles) copy_bias(kHalves, item, tile + 1);\n        bias_rows().read(params.bias, bias);",
+        "tests",
+    ),
+    Fault(
+        "a bias: one in float32 copied to before it is read",
+        "sm90a_fwd_d128_m128n128w8_s3_block_window_e4m3_bf16_exp2_serial_solo_biased",
+        "      softmax(s, turn, tile, stage, k_scale, masked, bias);\n",
+        "      if (is_copied(kFloats) && j + 1 < tiles) copy_bias(kFloats, item, tile + 1);\n"
+        "      softmax(s, turn, tile, stage, k_scale, masked, bias);\n",
         "tests",
     ),
     Fault(

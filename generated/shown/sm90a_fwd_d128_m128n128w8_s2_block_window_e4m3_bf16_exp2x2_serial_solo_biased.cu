@@ -16,7 +16,7 @@
 //   fetchers          Q: q[2]; items[4], slope[4]                q_full / q_empty       warpgroups 1 to 2
 //   loader            K: k[2]; descales of K and V               k_full / k_empty       warpgroups 1 to 2
 //   loader            V^T, rows of ones: v[2]                    v_full / v_empty       warpgroups 1 to 2
-//   a warp, cp.async  a 16-bit bias of its rows: bias[8]         wait, __syncwarp       itself
+//   a warp, cp.async  a bias of its rows: bias[8]                wait, __syncwarp       itself
 //   warpgroups 1 to 2 O, LSE                                                            global memory
 //
 // Serial: a warpgroup finishes a tile before the next; others fill the tensor cores meanwhile.
@@ -75,7 +75,7 @@ using Score = float;  // one float32 score
 constexpr int kScoreRegs = 4;  // per n8 block
 using Out = OutBf16;
 
-// ---- shared memory: 2 x Q 32,768 + Q in 16 bits 32,768 + 2 x K 32,768 + 2 x V 34,816 + a bias of 16 bits 32,768 + sums for the LSE 4,096 + slopes 2,048 + work items and barriers 1,024 = 173,056 bytes --------------------------------------------------
+// ---- shared memory: 2 x Q 32,768 + Q in 16 bits 32,768 + 2 x K 32,768 + 2 x V 34,816 + a bias 65,536 + sums for the LSE 4,096 + slopes 2,048 + work items and barriers 1,024 = 205,824 bytes --------------------------------------------------
 
 using QTile = sm90::OperandTile<kTileM, kHeadDim>;
 using SourceTile = sm90::OperandTile<kTileM, 2 * kHeadDim>;  // Q in bf16 or fp16, before it is quantised
@@ -111,7 +111,7 @@ struct SharedStorage {
   } control;
 };
 
-static_assert(sizeof(SharedStorage) == 173056, "the generator's sum of the tiles");
+static_assert(sizeof(SharedStorage) == 205824, "the generator's sum of the tiles");
 
 // The generator's rules, restated where the compiler sees them.
 static_assert((kScoreRegs == 4) || ((kHeadDim * 196) <= 65504), "LINEAR-RANGE: f16 scores of operands quantised to amax 14 must not overflow");
@@ -370,11 +370,14 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     return BiasTile(params.bias, bias_head(item), item.row + seen_row(), Walk::rows(p, item), tile * kTileN, Walk::keys(p, item), kTileN);
   };
   const auto bias_rows = [&]() -> BiasRows<kTileN>& { return shared.bias[(thread_index() - 128) / 32]; };
-  const auto copy_bias = [&](const Item& item, int tile) {
+  const auto copy_bias = [&](auto bytes, const Item& item, int tile) {
     // Hidden from the compiler, which would keep the rows' addresses for the next tile.
     const int first = hidden(item.row + (int(thread_index() - 128) / 32 * 16 & (p.item_rows - 1)));
-    bias_rows().copy(params.bias, bias_head(item), first, Walk::rows(p, item), tile * kTileN, Walk::keys(p, item));
+    bias_rows().template copy<bytes>(params.bias, bias_head(item), first, Walk::rows(p, item), tile * kTileN, Walk::keys(p, item));
   };
+  constexpr std::integral_constant<int, 2> kHalves;  // of 16 bits
+  constexpr std::integral_constant<int, 4> kFloats;
+  const auto is_copied = [&](int bytes) { return params.bias.chunks && (params.bias.type == BiasType::f32) == (bytes == 4); };
   using BiasWords = uint32_t[kKeyBlocks][2];
   // Scores to P, in place and then packed; the tile's weight against the others.
   const auto softmax = [&](auto& s, unsigned turn, int tile, const Stage& stage, float k_descale, int masked, const BiasWords& bias) {
@@ -384,7 +387,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       slope[r] = fminf(fmaxf(shared.slope[turn % kItemSlots][row_in_tile() + 8 * r] * k_descale, kMinSlope), kMaxSlope);
-    add_bias(s, slope, bias, params.bias, bias_of(item, tile));
+    add_bias(s, slope, bias, params.bias, bias_of(item, tile), bias_rows());
     slope[0] = slope[1] = 1.f;
     if (masked != 0) {  // one jump where nothing is hidden
       if (masked & kAfterBand) mask_after(s, edge_of(item, tile, Walk::band(p, item).last));
@@ -457,7 +460,8 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     const Item& item = control.items[turn % kItemSlots];
     const int tiles = item.tiles;
     if (tiles == 0) return;
-    if (params.bias.chunks) copy_bias(item, item.first_tile);
+    if (is_copied(kHalves)) copy_bias(kHalves, item, item.first_tile);
+    if (is_copied(kFloats)) copy_bias(kFloats, item, item.first_tile);
 #pragma unroll 1
     for (int j = 0; j < tiles; ++j, stage = stage.next()) {
       const int tile = item.first_tile + j;
@@ -469,9 +473,9 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       issue_scores(s, slot, stage.slot);
       cute::warpgroup_commit_batch();
       BiasWords bias;
-      if (params.bias.chunks) {
+      if (is_copied(kHalves)) {
         bias_rows().read(params.bias, bias);
-        if (j + 1 < tiles) copy_bias(item, tile + 1);  // comes until the next scores are there
+        if (j + 1 < tiles) copy_bias(kHalves, item, tile + 1);  // comes until the next scores are there
       } else {
         read_halves(bias, params.bias, bias_of(item, tile));
       }
@@ -481,6 +485,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       sm90::arrive_if(control.q_empty[slot], j + 1 == tiles);
       softmax(s, turn, tile, stage, k_scale, masked, bias);
       pack_p(prob, s);
+      if (is_copied(kFloats) && j + 1 < tiles) copy_bias(kFloats, item, tile + 1);  // read only now, and there are registers again
       Product t;
       sm90::wait(control.v_full[stage.slot], stage.parity);
       sm90::fence(prob);

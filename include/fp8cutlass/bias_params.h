@@ -12,8 +12,8 @@ struct Bias {
   const void* data;  // (B, H, Sq, Sk)
   int64_t stride_batch, stride_head, stride_row, stride_key;
   BiasType type;
-  bool pairs;   // two keys, the first an even one, are neighbours, aligned to the size of both
-  bool chunks;  // of 16 bits: 8 keys, the first a multiple of 8, are neighbours, aligned to 16 bytes
+  bool pairs;   // of 16 bits: two keys, the first an even one, are neighbours, aligned to the size of both
+  bool chunks;  // as many keys as 16 bytes hold, the first a multiple of them, are neighbours, aligned to 16 bytes
 };
 
 }  // namespace fp8cutlass

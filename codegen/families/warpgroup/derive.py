@@ -135,7 +135,7 @@ def _smem(
     if descale_slots:
         sizes.append((f"{descale_slots} x K descales", descale_slots * 4 * v.tile_n))
     if v.change.biased:
-        sizes.append(("a bias of 16 bits", 2 * v.tile_m * v.tile_n))
+        sizes.append(("a bias", 4 * v.tile_m * v.tile_n))
     sizes.append(("sums for the LSE", EXACT_BYTES * 32 * v.warps))
     sizes.append(("slopes", ITEM_SLOTS * 4 * v.tile_m))
     sizes.append(("work items and barriers", CONTROL_BYTES))

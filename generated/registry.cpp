@@ -988,6 +988,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "e6c4b9d1f03cf8cbeba7bab8b120413ae987b33c79ace5947a4591673c50329b";
+const char kManifest[] = "063823065e31abf4258e2044bdac20c79f5de893e6b9a1be43a8db648420a240";
 
 }  // namespace fp8cutlass

@@ -161,7 +161,7 @@ __device__ __forceinline__ void publish(const sm90::KernelParams& params, declty
   const bool there = number < control.item_count;
   Item& item = control.next[turn % 2];
   int tile, head;
-  Walk::find(params.order, number, tile, head);
+  Walk::find(params.order, control.item_count, number, tile, head);
   sm90::wait(control.next_empty[turn % 2], (turn / 2 & 1) ^ 1);  // a fresh barrier counts as passed with parity 1
   if (there && lane < int(sizeof(RowTile) / 4))  // a word a lane
     reinterpret_cast<int*>(&item.of)[lane] = reinterpret_cast<const int*>(p.ragged.tiles + tile)[lane];

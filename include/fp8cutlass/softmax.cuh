@@ -233,7 +233,7 @@ __device__ __forceinline__ void anchor(const float (&f)[2], const float (&limite
     const float offset = fmaf(-f[r], half_low(a[r]), kTop<kCode>);
     const float lowered = fminf(fmaf(-fabsf(offset), kHalfUlp, offset), kHalfMax);
     b[r] = fp16x2(lowered, lowered);
-    weight[r] = f[r] * slope[r] - fmaf(f[r], half_low(a[r]), half_low(b[r])) - kBelow<kCode>;
+    weight[r] = __fsub_rn(__fmul_rn(f[r], slope[r]), fmaf(f[r], half_low(a[r]), half_low(b[r]))) - kBelow<kCode>;
     // code c stands for 2^(c / 8 - 7)
     weight[r] = f[r] == -kHalfMax ? kDeadWeight : fmaf(weight[r], 0.125f, 7.f);
   }

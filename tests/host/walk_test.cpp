@@ -224,7 +224,8 @@ static bool ragged(int rounds) {
     p.k_descale_head = block_end + 3, p.k_descale_block = 1, p.v_descale_head = 1;
     p.ragged.tiles = list.data(), p.ragged.count = &count, p.ragged.most = count, p.ragged.bottom_right = round % 2;
     p.ragged.v_descale_sequence = p.kv_heads;
-    const Order order = work_order(p, kM, 64, kMask);
+    Order order = work_order(p, kM, 64, kMask);
+    order.head_by_head = round % 3 == 0;
     std::set<std::tuple<int, int, int>> seen;
     for (int n = 0; n < Walk::items(p, order); ++n) {
       const RaggedItem item = Walk::template item_at<kM, kN>(p, order, n);

@@ -52,6 +52,7 @@ class WarpgroupDerived(Derived):
     tight: the warps that compute take so many registers that the loading warp has to do with the fewest.
     prepares: what a tile's softmax needs beside its scores is made ready before they are there.
     early: P V of a tile is added to O while the next Q K^T runs, not after it.
+    middle: tiles in the middle of an item have a loop of their own, which has fewer jumps.
     merge_bytes: what the CTAs of a cluster exchange, laid over the stages of K and V; 0 for one CTA alone.
     """
 
@@ -66,6 +67,7 @@ class WarpgroupDerived(Derived):
     tight: bool
     prepares: bool
     early: bool
+    middle: bool
     merge_bytes: int
     stream_bytes: int  # stages of K and V together
     consumer_registers: int
@@ -227,6 +229,7 @@ def derive(v: Variant) -> WarpgroupDerived:
         quantises_q=quantises_q,
         prepares=tuned.found(v, "prepares") is not None,
         early=tuned.found(v, "early") is not None,
+        middle=v.mask in (Mask.FULL, Mask.CAUSAL) and tuned.found(v, "middle") is not None,  # first tile is number 0
         unrolled=_unrolled(v),
         merge_bytes=0 if v.cluster.ctas == 1 else 4 * v.tile_m * (v.head_dim + MERGE_STATE),
         stream_bytes=key_slots * v.tile_n // halves(v) * row_pitch(v.head_dim) + value_slots * value_stage,

@@ -37,6 +37,7 @@ class KernelView(View):
     handed: bool  # K and V may be packed while the kernel runs
     prepares: bool
     early: bool
+    middle: bool
     unrolled: tuple[Unrolled, ...]
     loader_registers: int
     compute_registers: int
@@ -78,6 +79,7 @@ def kernel_view(v: Variant) -> KernelView:
         handed=d.quantises_q and not v.walk.tables,
         prepares=d.prepares,
         early=d.early,
+        middle=d.middle,
         unrolled=d.unrolled,
         loader_registers=d.producer_registers,
         compute_registers=d.consumer_registers,

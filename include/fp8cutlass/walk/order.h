@@ -23,6 +23,7 @@ struct Order {
   Phase phase[kMaxPhases];
   Divisor width, last_width;    // heads of a section, of the last one
   Divisor heads, heads_per_kv;  // of Q: in all of a batch element, that share K and V; as items have them
+  bool head_by_head;            // of a ragged batch, see Ragged::find
 };
 
 // Without a mask there is one phase. With a causal mask items differ in length, and who draws a long one last is still
@@ -44,22 +45,25 @@ inline void add_phases(Order& order, int tiles, int heads, bool is_causal, bool 
 
 // K and V of a section stay in L2 while the CTAs that read them walk through. With a causal mask those are at different
 // places of it, so a section is as many heads as fit a third of the 50 MB of an H100 (two thirds where rows are wide
-// and many, 1 to 3% faster there). Short sequences are 2 to 10% faster with no more heads than would fit it with 2048
-// keys (docs/lab/sm90a.md, row 42), as long as these have about two items an SM. Without a mask CTAs walk in step, and
-// the heads that share K and V suffice. Sections are about equally wide: a narrow last one would leave CTAs idle.
+// and many, 1 to 3% faster there). With a window a row tile sees a few keys of a head, and all of them may fit: CTAs
+// end with short items then, the first rows of all heads. Short sequences are 2 to 10% faster with no more heads than
+// would fit it with 2048 keys (docs/lab/sm90a.md, row 42), as long as these have about two items an SM. Without a mask
+// CTAs walk in step, and the heads that share K and V suffice; so in a ragged batch, where sequences do not fit L2 with
+// all of their heads. Sections are about equally wide: a narrow last one would leave CTAs idle.
 inline Order work_order(const ForwardParams& p, int tile_m, int head_dim, Mask mask) {
   constexpr int64_t kManyKeys = 2048;
-  const bool is_causal = mask == Mask::causal;  // the items of a window have as many keys as those without a mask
+  const bool is_causal = mask == Mask::causal, is_window = mask == Mask::window;
   const bool is_wide = head_dim > 128;
   const int rows = item_rows(p, tile_m, mask), together = item_heads(p, tile_m, mask);
   const int row_tiles = ceil_div(p.seqlen_q, rows);
   const int64_t group = p.heads / p.kv_heads / together, heads = int64_t(p.batch) * p.heads / together;
   const int64_t l2_bytes = is_wide && p.seqlen_k >= kManyKeys ? 34'000'000 : 16'000'000;
   const auto sections_of = [&](int64_t keys) {  // of which one fits in L2 with so many keys a head
-    const int64_t fit = is_causal ? l2_bytes / (keys * 2 * head_dim) * group : group;
+    const int64_t fit = is_causal || is_window ? l2_bytes / (keys * 2 * head_dim) * group : group;
     return fit > group ? (heads + fit - 1) / fit : heads / group;
   };
-  int64_t sections = sections_of(p.seqlen_k);
+  const int64_t in_band = int64_t(p.causal_offset) - p.window_offset + rows;  // keys that an item of a window sees
+  int64_t sections = sections_of(is_window && in_band > 0 && in_band < p.seqlen_k ? in_band : p.seqlen_k);
   if (is_causal && p.seqlen_k < kManyKeys) {
     const int64_t two_items = ceil_div(2 * p.sm_count, row_tiles);  // heads that have two for each SM
     const int64_t narrow = sections_of(kManyKeys), most = (heads + two_items / 2) / two_items;
@@ -74,6 +78,10 @@ inline Order work_order(const ForwardParams& p, int tile_m, int head_dim, Mask m
   order.last_width = int(heads) - order.last_section;
   order.heads = p.heads / together;
   order.heads_per_kv = int(group);
+  if (p.ragged.sequences > 0 && mask == Mask::full) {
+    const int64_t keys = p.ragged.key_tokens / p.ragged.sequences;  // on average; the host does not know more
+    order.head_by_head = p.kv_heads * keys * 2 * head_dim > l2_bytes;
+  }
   add_phases(order, row_tiles, int(heads), is_causal, is_wide);
   return order;
 }

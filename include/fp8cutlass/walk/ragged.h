@@ -45,9 +45,22 @@ struct Ragged {
     return *p.ragged.count * order.heads.divisor;
   }
   // The heads of a row tile are neighbours, and the row tiles come in the plan's order, those with most keys first: K
-  // and V are read from L2 by CTAs that run at the same time, and no long item is left for the end.
-  // The row tile of item number `n`, and the head.
-  CUTE_HOST_DEVICE static void find(const Order& order, int n, int& tile, int& head) { order.heads(tile, head, n); }
+  // and V are read from L2 by CTAs that run at the same time, and no long item is left for the end. Where the order
+  // says so, of each kTogether row tiles the heads that share K and V come first, then those that share the next.
+  // The row tile of item number `n` of `items`, and the head.
+  CUTE_HOST_DEVICE static void find(const Order& order, int items, int n, int& tile, int& head) {
+    order.heads(tile, head, n);
+    if (kMask != Mask::full || !order.head_by_head) return;
+    constexpr int kTogether = 32;
+    const int section_items = kTogether * order.heads.divisor, section = tile / kTogether;
+    const int begin = section * section_items;
+    if (items - begin < section_items) return;
+    const int group = order.heads_per_kv.div((n - begin) / kTogether);
+    int row;
+    order.heads_per_kv(row, head, n - begin - group * kTogether * order.heads_per_kv.divisor);
+    tile = section * kTogether + row;
+    head += group * order.heads_per_kv.divisor;
+  }
   // All of an item but `of`, which is there.
   template <int kTileM, int kTileN>
   CUTE_HOST_DEVICE static void complete(const ForwardParams& p, const Order& order, int head, Item& item) {
@@ -68,7 +81,7 @@ struct Ragged {
   template <int kTileM, int kTileN>
   CUTE_HOST_DEVICE static Item item_at(const ForwardParams& p, const Order& order, int n) {
     int tile, head;
-    find(order, n, tile, head);
+    find(order, items(p, order), n, tile, head);
     Item item;
     item.of = p.ragged.tiles[tile];
     complete<kTileM, kTileN>(p, order, head, item);

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import subprocess
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +22,7 @@ from codegen.gates.subject import Failure, Kernel, Listing, Loop, Measured, Reso
 from codegen.gates.toolbox import Toolbox
 from scripts.cubins import CompileError, Cubin, Job, make, stored
 
+TOGETHER = 16  # cubins that one process takes apart
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _EACH = re.compile(r"^(?=.*Compiling entry function)", re.M)
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -54,25 +57,21 @@ def parse_resources(text: str, entry: str = "") -> Resources:
     )
 
 
-def _disassemble(tools: Toolbox, cubin: Path) -> str:
-    result = subprocess.run([str(tools.nvdisasm), "-c", "-ndf", str(cubin)], capture_output=True, text=True)
+def _disassemble(tools: Toolbox, target: str, cubins: Sequence[bytes]) -> list[list[sass.Function]]:
+    """The functions of each cubin. One process takes the code of all, as to start takes as long as five of them."""
+    if not cubins:
+        return []
+    code = [machine.functions(cubin) for cubin in cubins]
+    with tempfile.NamedTemporaryFile(suffix=".bin") as raw:
+        raw.write(b"".join(data for of_cubin in code for data in of_cubin.values()))
+        raw.flush()
+        command = [str(tools.nvdisasm), "-b", target.replace("sm", "SM"), raw.name]
+        result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         raise CompileError(f"nvdisasm failed with status {result.returncode}: {result.stderr.strip()}")
-    return result.stdout
-
-
-def _listing(text: str, entry: str) -> Listing:
-    try:
-        return sass.parse(text, entry)
-    except sass.SassError as error:
-        raise CompileError(str(error)) from error
-
-
-def _digest(code: bytes, entry: str) -> str:
-    try:
-        return machine.digest(code, entry)
-    except machine.MachineError as error:
-        raise CompileError(str(error)) from error
+    sizes = [(name, len(data)) for of_cubin in code for name, data in of_cubin.items()]
+    found = iter(sass.functions(result.stdout, sizes))
+    return [list(itertools.islice(found, len(of_cubin))) for of_cubin in code]
 
 
 def _storage(source: str, named: str) -> int | None:
@@ -86,33 +85,53 @@ def job_of(kernel: Kernel) -> Job:
     return Job(target=kernel.target, gencode=TARGETS[kernel.target].gencode, source=kernel.source)
 
 
-def measure(kernels: Sequence[Kernel], tools: Toolbox, folder: Path, *, built: bool = False) -> list[Measured]:
-    """Takes the cubin apart that these kernels share: one in `folder` that is up to date, else compiled into it.
-
-    built: compile nothing. Raises CompileError.
-    """
+def _cubin(kernels: Sequence[Kernel], tools: Toolbox, folder: Path, built: bool) -> Cubin | CompileError:
     job = job_of(kernels[0])
     cubin = stored(job, tools, folder)
-    if cubin is None:
-        if built:
-            raise CompileError(f"{folder} has no cubin of this source, these headers, this compiler and its options")
-        cubin = make(job, tools, folder)
-    return _read(kernels, tools, cubin)
+    if cubin is None and built:
+        return CompileError(f"{folder} has no cubin of this source, these headers, this compiler and its options")
+    try:
+        return cubin or make(job, tools, folder)
+    except CompileError as error:
+        return error
 
 
-def _read(kernels: Sequence[Kernel], tools: Toolbox, cubin: Cubin) -> list[Measured]:
-    code, stated, machine_code = _disassemble(tools, cubin.path), kernels[0].source.read_text(), cubin.path.read_bytes()
+def measure(
+    groups: Sequence[Sequence[Kernel]], tools: Toolbox, folder: Path, *, built: bool = False
+) -> list[list[Measured] | CompileError]:
+    """Takes the cubins apart that the kernels of each group share: one in `folder` that is up to date, else compiled
+    into it. All are of one target. Of a group, what is wrong takes the place of what was measured.
+
+    built: compile nothing.
+    """
+    cubins = [_cubin(kernels, tools, folder, built) for kernels in groups]
+    there = [cubin for cubin in cubins if isinstance(cubin, Cubin)]
+    try:
+        code = iter(_disassemble(tools, groups[0][0].target, [cubin.path.read_bytes() for cubin in there]))
+    except (CompileError, machine.MachineError, sass.SassError) as error:
+        return [CompileError(str(error)) for _ in groups]
     return [
-        Measured(
-            resources=parse_resources(cubin.log, kernel.entry),
-            listing=_listing(code, kernel.entry),
-            storage_bytes=_storage(stated, kernel.storage),
-            code=_digest(machine_code, kernel.entry),
-            seconds=cubin.seconds,
-            peak_mib=cubin.peak_mib,
-        )
-        for kernel in kernels
+        _read(kernels, cubin, next(code)) if isinstance(cubin, Cubin) else cubin
+        for kernels, cubin in zip(groups, cubins, strict=True)
     ]
+
+
+def _read(kernels: Sequence[Kernel], cubin: Cubin, code: list[sass.Function]) -> list[Measured] | CompileError:
+    stated, machine_code = kernels[0].source.read_text(), cubin.path.read_bytes()
+    try:
+        return [
+            Measured(
+                resources=parse_resources(cubin.log, kernel.entry),
+                listing=sass.parse(code, kernel.entry),
+                storage_bytes=_storage(stated, kernel.storage),
+                code=machine.digest(machine_code, kernel.entry),
+                seconds=cubin.seconds,
+                peak_mib=cubin.peak_mib,
+            )
+            for kernel in kernels
+        ]
+    except (CompileError, machine.MachineError, sass.SassError) as error:
+        return CompileError(str(error))
 
 
 # What this code reads out of a cubin is part of a result as well.
@@ -145,6 +164,17 @@ def _store(path: Path, key: str, measured: Measured) -> None:
     partial = path.with_suffix(f".{os.getpid()}.json")
     partial.write_text(json.dumps({"key": key, "measured": asdict(measured)}, indent=1))
     partial.replace(path)
+
+
+def _batches(groups: Iterable[list[Kernel]], size: int) -> list[list[list[Kernel]]]:
+    """At most so many groups together, of one target."""
+    found: dict[str, list[list[list[Kernel]]]] = defaultdict(list)
+    for group in groups:
+        of_target = found[group[0].target]
+        if not of_target or len(of_target[-1]) == size:
+            of_target.append([])
+        of_target[-1].append(group)
+    return [batch for of_target in found.values() for batch in of_target]
 
 
 def measure_all(
@@ -183,29 +213,30 @@ def measure_all(
         f"{len(results)} kernels unchanged since an earlier run, {sum(map(len, todo.values()))} to {verb} "
         f"from {len(todo)} files, {jobs} at a time"
     )
-    started = time.monotonic()
+    started, done = time.monotonic(), 0
     with ThreadPoolExecutor(jobs) as pool:
         running = {
-            pool.submit(measure, group, tools, folder, built=built is not None): job for job, group in todo.items()
+            pool.submit(measure, batch, tools, folder, built=built is not None): batch
+            for batch in _batches(todo.values(), 1 if built is None else TOGETHER)
         }
         try:
-            for done, future in enumerate(as_completed(running), 1):
-                group = todo[running[future]]
-                name = f"[{done}/{len(todo)}] {group[0].target} {group[0].source.stem}"
-                try:
-                    measured = dict(zip(group, future.result(), strict=True))
-                except CompileError as error:
-                    failures += [
-                        Failure(gate="COMPILE", kernel=k.id, target=k.target, message=str(error)) for k in group
-                    ]
-                    say(f"{name}  does not compile" if built is None else f"{name}  is not in the build")
-                    continue
-                results |= measured
-                for kernel, m in measured.items():
-                    _store(_record(out, kernel), keys[kernel], m)
-                if built is None:
-                    left = (time.monotonic() - started) / done * (len(todo) - done)
-                    say(f"{name}  {measured[group[0]].seconds:.1f} s, {left:.0f} s left")
+            for future in as_completed(running):
+                for group, found in zip(running[future], future.result(), strict=True):
+                    done += 1
+                    name = f"[{done}/{len(todo)}] {group[0].target} {group[0].source.stem}"
+                    if isinstance(found, CompileError):
+                        failures += [
+                            Failure(gate="COMPILE", kernel=k.id, target=k.target, message=str(found)) for k in group
+                        ]
+                        say(f"{name}  does not compile" if built is None else f"{name}  is not in the build")
+                        continue
+                    measured = dict(zip(group, found, strict=True))
+                    results |= measured
+                    for kernel, m in measured.items():
+                        _store(_record(out, kernel), keys[kernel], m)
+                    if built is None:
+                        left = (time.monotonic() - started) / done * (len(todo) - done)
+                        say(f"{name}  {measured[group[0]].seconds:.1f} s, {left:.0f} s left")
         except BaseException:  # an interrupt as well: without this the pool would first compile all the rest
             pool.shutdown(cancel_futures=True)
             raise

@@ -7,7 +7,8 @@ import struct
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")  # of an ELF file of 64 bits
 _SECTION = struct.Struct("<IIQQQQIIQQ")
-_CODE = (".text.", ".nv.constant2.")  # instructions, and tables of jumps
+_TEXT = ".text."
+_CODE = (_TEXT, ".nv.constant2.")  # instructions, and tables of jumps
 DIGITS = 12
 
 
@@ -29,6 +30,11 @@ def sections(cubin: bytes) -> dict[str, bytes]:
     return {
         strings[s[0] : strings.index(b"\0", s[0])].decode(): cubin[s[4] : s[4] + s[5]] for s in table if s[1] != empty
     }
+
+
+def functions(cubin: bytes) -> dict[str, bytes]:
+    """The instructions of each function by its section's name. Raises MachineError for bytes that are no cubin."""
+    return {name: data for name, data in sections(cubin).items() if name.startswith(_TEXT)}
 
 
 def digest(cubin: bytes, entry: str = "") -> str:

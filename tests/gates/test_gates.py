@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from taken_apart import listing, measure
 
 from codegen.arch import TARGETS
 from codegen.axes import Kind
 from codegen.cli import main
 from codegen.families import family_of
 from codegen.gates import machine, report
-from codegen.gates.compile import job_of, measure, measure_all, parse_resources
+from codegen.gates.compile import job_of, measure_all, parse_resources
 from codegen.gates.occupancy import ctas_per_sm
 from codegen.gates.report import sources_digest
 from codegen.gates.rules import GATES, check, launch_registers
 from codegen.gates.run import gate_counts
-from codegen.gates.sass import SassError, parse
+from codegen.gates.sass import SassError, functions
 from codegen.gates.subject import Failure, Kernel, Listing, Loop, Measured, Resources
 from codegen.gates.subject import render as render_sources
 from codegen.gates.toolbox import Toolbox, ToolboxError, open_toolbox
@@ -324,28 +325,20 @@ def test_the_report_of_ptxas_is_understood() -> None:
 
 # An outer loop around the main loop, which holds a block to be skipped, and behind both a block that returns into it.
 SASS = """
-\t.section\t.text.kernel,"ax",@progbits
-.text.kernel:
         /*0000*/                   MOV R1, c[0x0][0x28] ;
-.L_x_0:
         /*0010*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
-.L_x_1:
         /*0020*/                   QMMA.16832.F32.E4M3.E4M3 R4, R8, R12, R4 ;
-        /*0030*/               @P0 BRA `(.L_x_2) ;
+        /*0030*/               @P0 BRA 0x60 ;
         /*0040*/              @!P1 MUFU.EX2 R0, R0 ;
-        /*0050*/                   BRA.DIV ~URZ, `(.L_x_4) ;
-.L_x_2:
+        /*0050*/                   BRA.DIV ~URZ, 0xb0 ;
         /*0060*/                   QMMA.16832.F32.E4M3.E4M3 R4, R8, R12, R4 ;
-.L_x_3:
         /*0070*/                   LDGSTS.E.128 [R0], [R2.64] ;
-        /*0080*/              @!P2 BRA `(.L_x_1) ;
-        /*0090*/               @P3 BRA `(.L_x_0) ;
+        /*0080*/              @!P2 BRA 0x20 ;
+        /*0090*/               @P3 BRA 0x10 ;
         /*00a0*/                   EXIT ;
-.L_x_4:
         /*00b0*/                   STL [R1], R0 ;
-        /*00c0*/                   BRA `(.L_x_3) ;
-.L_x_5:
-        /*00d0*/                   BRA `(.L_x_5);
+        /*00c0*/                   BRA 0x70 ;
+        /*00d0*/                   BRA 0xd0;
         /*00e0*/                   NOP;
         /*00f0*/                   NOP;
 """
@@ -353,51 +346,45 @@ SASS = """
 
 def test_the_main_loop_is_the_innermost_around_most_products() -> None:
     # The outer loop holds one product more; without it both hold two, and the inner one is the shorter.
-    outer = parse(SASS).loop
+    outer = listing(SASS, "kernel").loop
     assert outer is not None and outer.counts["HMMA"] == 1
-    listing = parse(SASS.replace("HMMA.16816.F32", "FFMA"))
-    assert listing.loop == Loop(
+    inner = listing(SASS.replace("HMMA.16816.F32", "FFMA"), "kernel")
+    assert inner.loop == Loop(
         counts={"BRA": 3, "LDGSTS": 1, "MUFU": 1, "QMMA": 2}, path={"BRA": 2, "LDGSTS": 1, "QMMA": 2}
     )
-    assert listing.code_bytes == 14 * 16  # the padding at the end is no code
-    assert listing.counts["STL"] == 1  # in the block behind the loop
+    assert inner.code_bytes == 14 * 16  # the padding at the end is no code
+    assert inner.counts["STL"] == 1  # in the block behind the loop
 
 
 # Products of a first tile, a loop whose wait spins behind the kernel's end, and an outer loop over items.
 WARPGROUP_SASS = """
-\t.section\t.text.kernel,"ax",@progbits
-.L_items:
         /*0000*/                   QGMMA.64x8x32.F32.E4M3.E4M3 R4, gdesc[UR4], R4 ;
         /*0010*/                   QGMMA.64x8x32.F32.E4M3.E4M3 R4, gdesc[UR4], R4 ;
-.L_tiles:
         /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R3 ;
-        /*0030*/              @!P1 BRA `(.L_spin) ;
-.L_on:
+        /*0030*/              @!P1 BRA 0xa0 ;
         /*0040*/                   QGMMA.64x8x32.F32.E4M3.E4M3 R4, gdesc[UR4], R4 ;
-        /*0050*/               @P0 BRA `(.L_skip) ;
+        /*0050*/               @P0 BRA 0x70 ;
         /*0060*/                   FADD R0, R0, R4 ;
-.L_skip:
-        /*0070*/               @P2 BRA `(.L_tiles) ;
-        /*0080*/               @P3 BRA `(.L_items) ;
+        /*0070*/               @P2 BRA 0x20 ;
+        /*0080*/               @P3 BRA 0x0 ;
         /*0090*/                   EXIT ;
-.L_spin:
         /*00a0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R3 ;
-        /*00b0*/              @!P1 BRA `(.L_spin) ;
-        /*00c0*/                   BRA `(.L_on) ;
+        /*00b0*/              @!P1 BRA 0xa0 ;
+        /*00c0*/                   BRA 0x40 ;
 """
 
 
 def test_the_loop_of_warpgroup_products_is_the_innermost_with_all_its_blocks() -> None:
     """By addresses the outer loop would win, as it holds more products, and the spin would look like another loop."""
-    listing = parse(WARPGROUP_SASS)
-    assert listing.counts["QGMMA"] == 3
-    assert listing.loop == Loop(
+    found = listing(WARPGROUP_SASS, "kernel")
+    assert found.counts["QGMMA"] == 3
+    assert found.loop == Loop(
         counts={"BRA": 5, "FADD": 1, "QGMMA": 1, "SYNCS": 2}, path={"BRA": 3, "QGMMA": 1, "SYNCS": 1}
     )
 
 
 def test_the_outer_loop_counts_where_no_other_has_products() -> None:
-    loop = parse(WARPGROUP_SASS.replace("@P2 BRA `(.L_tiles)", "@P2 NOP")).loop
+    loop = listing(WARPGROUP_SASS.replace("@P2 BRA 0x20", "@P2 NOP"), "kernel").loop
     assert loop is not None and loop.counts["QGMMA"] == 3
 
 
@@ -418,14 +405,31 @@ def test_what_ptxas_says_of_a_kernel_stands_before_it() -> None:
 
 
 def test_a_loop_without_products_is_no_main_loop() -> None:
-    assert parse(SASS.replace("QMMA.16832", "FADD").replace("HMMA", "FADD")).loop is None
+    assert listing(SASS.replace("QMMA.16832", "FADD").replace("HMMA", "FADD"), "kernel").loop is None
 
 
 def test_a_disassembly_that_is_not_understood_is_refused() -> None:
-    with pytest.raises(SassError, match="/\\*0040\\*/"):
-        parse(SASS.replace("/*0030*/               @P0 BRA `(.L_x_2) ;", "/*0030*/ something new"))
+    with pytest.raises(SassError, match="/\\*0030\\*/ of kernel"):
+        listing(SASS.replace("@P0 BRA 0x60 ;", "@P0 bra ;"), "kernel")
+    with pytest.raises(SassError, match="/\\*00f0\\*/ of kernel"):
+        listing(SASS.replace("        /*00f0*/                   NOP;\n", ";"), "kernel")
+    with pytest.raises(SassError, match="behind /\\*0100\\*/"):
+        functions(SASS + "        /*0100*/                   NOP;", [("kernel", 0x100)])
     with pytest.raises(SassError, match="no instructions"):
-        parse("")
+        listing("", "kernel")
+
+
+def test_places_of_a_second_function_are_its_own() -> None:
+    """Functions of a cubin, and cubins, follow each other: a branch leads to an address of them all."""
+    shifted = re.sub(
+        r"(/\*)(\w+)(?=\*/)|(BRA(?:\.DIV ~URZ,)? 0x)(\w+)",
+        lambda m: f"{m[1] or m[3]}{int(m[2] or m[4], 16) + 0x100:04x}",
+        SASS,
+    )
+    first, second = functions(SASS + shifted, [("first", 0x100), ("second", 0x100)])
+    assert dataclasses.replace(second, name="first") == first
+    both = listing(SASS + shifted, "first", "second")
+    assert both.code_bytes == 2 * 14 * 16 and both.loop == listing(SASS, "kernel").loop
 
 
 @pytest.mark.parametrize("profile", ["ci", "release"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from taken_apart import measure
 
 from codegen.arch import TARGETS
 from codegen.cli import main
@@ -21,9 +22,9 @@ from codegen.gates import compile as compiling
 from codegen.gates import packs as packing
 from codegen.gates import report
 from codegen.gates.command import PARTS
-from codegen.gates.compile import measure, measure_all, parse_resources
+from codegen.gates.compile import measure_all, parse_resources
 from codegen.gates.rules import GATES, check
-from codegen.gates.sass import SassError, parse
+from codegen.gates.sass import SassError, functions, parse
 from codegen.gates.subject import Kernel, Listing, Measured, Resources
 from codegen.gates.toolbox import Toolbox, ToolboxError, open_toolbox
 from codegen.pack import Pack, Source, packs_of
@@ -210,19 +211,18 @@ def test_the_report_of_ptxas_is_read_by_entry() -> None:
 
 def test_a_disassembly_is_read_by_entry() -> None:
     text = """
-\t.section\t.text._Z4amaxILb0EEvv,"ax",@progbits
         /*0000*/                   LDG.E.128.CONSTANT R4, [R2.64] ;
         /*0010*/                   LDG.E R4, [R2.64] ;
         /*0020*/                   EXIT ;
-\t.section\t.text._Z4packILb0EEvv,"ax",@progbits
-        /*0000*/              @!P0 LDG.E.64 R4, [R2.64] ;
-        /*0010*/                   EXIT ;
+        /*0030*/              @!P0 LDG.E.64 R4, [R2.64] ;
+        /*0040*/                   EXIT ;
 """
-    first, second = parse(text, "4amaxILb0E"), parse(text, "4packILb0E")
+    code = functions(text, [("_Z4amaxILb0EEvv", 0x30), ("_Z4packILb0EEvv", 0x20)])
+    first, second = parse(code, "4amaxILb0E"), parse(code, "4packILb0E")
     assert (first.counts, first.wide_loads) == ({"EXIT": 1, "LDG": 2}, 1)
     assert (second.counts, second.wide_loads) == ({"EXIT": 1, "LDG": 1}, 0)
     with pytest.raises(SassError, match="no instructions of 4packILb1E"):
-        parse(text, "4packILb1E")
+        parse(code, "4packILb1E")
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------

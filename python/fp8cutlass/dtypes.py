@@ -1,9 +1,10 @@
-"""Torch dtypes and the names that manifest and table have for them."""
+"""Torch dtypes, the names that manifest and table have for them, and FP8 as float32."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
@@ -45,3 +46,16 @@ INTEGER_SCALING = "block"  # the scaling mode of operands that become integers
 def operand_name(dtype: torch.dtype, precision: str) -> str:
     """The dtype of a variant for a call on operands of ``dtype``."""
     return DTYPE_NAMES.get(dtype) or INTEGER.get(precision, "e4m3")
+
+
+@cache
+def _values(dtype: torch.dtype) -> torch.Tensor:
+    """Of all bytes."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """``x.float()`` of numbers of one byte. On a CPU, where torch converts FP8 one by one, they are looked up."""
+    if x.device.type != "cpu" or not x.dtype.is_floating_point or x.dtype.itemsize > 1:
+        return x.float()
+    return _values(x.dtype).index_select(0, x.view(torch.uint8).flatten().int()).view(x.shape)

@@ -38,7 +38,7 @@ from codegen.matrix import HEAD_DIMS, MATRICES, head_dims
 from codegen.profiles import PROFILES, in_profile, of_profile, profile_of
 from codegen.scaling import key_block
 from codegen.select import Timing, order, problem_class, select, timing
-from codegen.table import CRITERIA, Decision, Table, build, built, chosen_by, decide, keys, serving, targets_of
+from codegen.table import CRITERIA, Decision, Table, build, built, chosen_by, decide, keys, serving, targets_of, whole
 from codegen.variant import Variant, axis_text, parse_id
 
 ARCHS = tuple(TARGETS)
@@ -48,9 +48,14 @@ RULE_NAMES = {name for rules in RULE.values() for name in rules}
 NOT_BUILT, PADDED = "NOT-BUILT", "PADDED"
 
 
-@cache
 def table(profile: str) -> Table:
-    return build(of_profile(select().emitted, profile), ARCHS)
+    return whole(of_profile(select().emitted, profile))
+
+
+@cache
+def chosen_alone(profile: str, arch: str) -> set[str | None]:
+    """Ids in the table of one target that is built by itself."""
+    return {d.variant for d in build(of_profile(select().emitted, profile), (arch,)).decisions} - {None}
 
 
 @cache
@@ -395,7 +400,7 @@ def test_a_build_holds_what_its_targets_choose(profile: str) -> None:
     emitted = of_profile(select().emitted, profile)
     for arch in ARCHS:
         kept = built(emitted, (arch,), False)
-        chosen = {d.variant for d in build(emitted, (arch,)).decisions} - {None}
+        chosen = chosen_alone(profile, arch)
         assert chosen <= {v.id for v in kept}
         assert {v.id for v in kept if v.family != family_of(arch).name} <= chosen
         assert {v for v in emitted if v.family == family_of(arch).name} <= set(kept)
@@ -416,7 +421,7 @@ def test_a_build_of_all_targets_leaves_out_what_is_emulated_and_not_chosen(profi
     emitted = of_profile(select().emitted, profile)
     chosen = chosen_by(emitted, ARCHS)
     for arch in ARCHS:
-        assert chosen[arch] == {d.variant for d in build(emitted, (arch,)).decisions} - {None}
+        assert chosen[arch] == chosen_alone(profile, arch)
         alone = {v for v in built(emitted, (arch,), False) if arch in targets_of(v, (arch,), chosen)}
         assert {v for v in emitted if arch in targets_of(v, ARCHS, chosen)} == alone
         assert {v.id for v in alone} >= chosen[arch]

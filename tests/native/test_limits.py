@@ -122,9 +122,9 @@ def one_lane(text: str, place: int) -> bool:
     statement = text[max(text.rfind(c, 0, place) for c in ";{}") + 1 : place]
     if lane.search(statement):
         return True
-    depth = 0
-    for i in range(place, 0, -1):
-        depth += (text[i] == "}") - (text[i] == "{")
+    depth, i = 0, place + 1
+    while (i := max(text.rfind(brace, 1, i) for brace in "{}")) > 0:
+        depth += 1 if text[i] == "}" else -1
         if depth < 0:
             head = text[max(text.rfind(c, 0, i) for c in ";{}") + 1 : i]
             if lane.search(head):

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from ..dtypes import OPERANDS, OUT_DTYPES
+from ..dtypes import OPERANDS, OUT_DTYPES, widened
 from ..manifest import Variant, generated_dir, load_manifest
 from .scores import add_sinks, capped, lse_of_all, of_rows, unit_slope
 from .softmax import E4M3_MAX
@@ -192,9 +192,9 @@ def _chunk(
     else:
         v_column = per_tile(v_descale, shared_by["v"])[:, :1, None]
     return _Chunk(
-        q=q.reshape(groups, group * seqlen_q, head_dim)[part].float(),
-        k=k.reshape(groups, seqlen_k, head_dim)[part].float(),
-        v=v.reshape(groups, seqlen_k, head_dim)[part].float(),
+        q=widened(q.reshape(groups, group * seqlen_q, head_dim)[part]),
+        k=widened(k.reshape(groups, seqlen_k, head_dim)[part]),
+        v=widened(v.reshape(groups, seqlen_k, head_dim)[part]),
         q_slope=(q_rows * unit)[part],
         k_descale=k_tiles[part],
         v_tile=v_tile,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..dtypes import widened
 from ..manifest import GROUP_STEP, GROUPS
 from .softmax import DEAD_WEIGHT, TOP_CODE, fma
 
@@ -90,7 +91,7 @@ def by_code(scores: torch.Tensor, slope: torch.Tensor, v: torch.Tensor, want_exa
     exact = torch.zeros_like(weight)
     if want_exact:
         exact = exponentials(scores, slope * 0.125, weight).sum(-1, keepdim=True)
-    p = code.view(torch.float8_e4m3fn).float()
+    p = widened(code.view(torch.float8_e4m3fn))
     return Tile(p @ v, p.sum(-1, keepdim=True), weight, exact, code)
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..dtypes import widened
+
 DEAD_WEIGHT = -1e30
 E4M3_MAX = 448.0
 EXP2_OFFSET = 8.0  # the row maximum becomes 2^8
@@ -68,7 +70,7 @@ def softmax_exp2(scores: torch.Tensor, slope: torch.Tensor, want_exact: bool = T
     """P = e4m3(2^x) for float32 scores; ``slope`` in octaves a score unit."""
     probability, weight, exact = exponentials(scores, slope, want_exact)
     p8 = e4m3(probability)
-    return p8.float(), p8.view(torch.uint8), weight, exact
+    return widened(p8), p8.view(torch.uint8), weight, exact
 
 
 def softmax_exp2x2(scores: torch.Tensor, slope: torch.Tensor, want_exact: bool = True) -> Softmax:
@@ -79,8 +81,9 @@ def softmax_exp2x2(scores: torch.Tensor, slope: torch.Tensor, want_exact: bool =
     probability, weight, exact = exponentials(scores, slope, want_exact)
     half = probability.half().float()
     high = e4m3(half)
-    low = e4m3(half - high.float())  # the difference is exact in f16
-    return high.float() + low.float(), high.view(torch.uint8), weight, exact
+    large = widened(high)
+    low = e4m3(half - large)  # the difference is exact in f16
+    return large + widened(low), high.view(torch.uint8), weight, exact
 
 
 def softmax_linear(scores: torch.Tensor, slope: torch.Tensor, want_exact: bool = True) -> Softmax:
@@ -114,7 +117,7 @@ def _by_code(
     exact = torch.zeros_like(weight)
     if want_exact:
         exact = torch.exp2(fma(scores, slope * 0.125, -weight.double())).sum(-1, keepdim=True)
-    return code.view(torch.float8_e4m3fn).float(), code, weight, exact
+    return widened(code.view(torch.float8_e4m3fn)), code, weight, exact
 
 
 def _bent(u: torch.Tensor) -> torch.Tensor:
@@ -154,9 +157,9 @@ def half_of_sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     sum moves one step towards its true value. (Below 2^-14 f16 has other ties; a code that small is 0 either way.)
     """
     total = x + y
-    tie = (total.view(torch.int32) & 0x1FFF) == 0x1000
-    near = total[tie]
-    error = x[tie].double() + y.expand_as(x)[tie].double() - near.double()
+    ties = ((total.view(torch.int32) & 0x1FFF) == 0x1000).nonzero(as_tuple=True)
+    near = total[ties]
+    error = x[ties].double() + y.expand_as(x)[ties].double() - near.double()
     side = torch.where(error > 0, torch.inf, -torch.inf).float()
-    total[tie] = torch.where(error != 0, torch.nextafter(near, side), near)
+    total[ties] = torch.where(error != 0, torch.nextafter(near, side), near)
     return total.half().float()

@@ -135,7 +135,7 @@ def group_amax(x: torch.Tensor, granularity: str, block: int = KEY_BLOCK) -> tor
         tails |= {"token": (batch, heads, tokens), "channel": (batch, heads, head_dim)}
         tails |= {"group": (batch, heads, GROUPS * blocks)}
         return torch.zeros(tails[granularity], dtype=torch.float32, device=x.device)
-    magnitude = torch.where(x.isfinite(), x.abs(), 0).float()
+    magnitude = x.abs().nan_to_num(nan=0.0, posinf=0.0).float()
     if granularity == "tensor":
         return magnitude.amax()
     if granularity == "head":

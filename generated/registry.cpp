@@ -988,6 +988,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "063823065e31abf4258e2044bdac20c79f5de893e6b9a1be43a8db648420a240";
+const char kManifest[] = "0d03ed12fb7dddaf8b426395a8b8215d1d093551454404378c72639a75caffd2";
 
 }  // namespace fp8cutlass

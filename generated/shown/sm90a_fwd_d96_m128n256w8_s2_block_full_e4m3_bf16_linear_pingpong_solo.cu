@@ -531,11 +531,13 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       sm90::for_each(tile, std::make_integer_sequence<int, Tiles::kTiles>());
     }
   }
-#pragma unroll 1
-  while (kMostKeys == 0) {  // the form for any length
-    const bool masked = is_masked(control.items[turn % kItemSlots], tile);
+  // One tile. In the middle of an item it is neither the first nor the last, and is not masked without a diagonal: what
+  // depends on that is no jump there. A jump costs a warp 25 cycles.
+  const auto step = [&](auto where) {
+    constexpr bool kMiddle = decltype(where)::value;
+    const bool masked = !kMiddle && is_masked(control.items[turn % kItemSlots], tile);
     const float k_scale = k_descale(stage);
-    const bool first = tile == 0, last = tile + 1 == end, finishes = first && turn > 0;
+    const bool first = !kMiddle && tile == 0, last = !kMiddle && tile + 1 == end, finishes = first && turn > 0;
     const Stage next = stage.next();
     cute::warpgroup_wait<0>();
     sm90::fence(s);  // scores of this tile
@@ -543,7 +545,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     // Asked early, so that the answer is there when it is needed.
     const bool k_ready = sm90::poll(control.k_full[next.slot], next.parity);
     sm90::arrive(control.k_empty[stage.slot]);
-    sm90::arrive_if(control.v_empty[previous.slot], !very_first);
+    sm90::arrive_if(control.v_empty[previous.slot], kMiddle || !very_first);
     if (last) sm90::arrive(control.q_empty[turn % kQBuffers]);
     very_first = false;
     softmax(s, turn, tile, stage, k_scale, masked);
@@ -566,7 +568,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       tile = 0;
       end = control.items[turn % kItemSlots].tiles;
     }
-    sm90::wait_unless(k_ready || end == 0, control.k_full[next.slot], next.parity);
+    sm90::wait_unless(k_ready || (!kMiddle && end == 0), control.k_full[next.slot], next.parity);
     cute::warpgroup_arrive();
     // After the last tile this multiplies what is left in shared memory, for nothing: if it were skipped, the compiler
     // would wait after every product of the loop.
@@ -577,9 +579,15 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     weigh_tile(first, [&] {
       if (finishes) epilogue(control.items[(turn - 1 - last) % kItemSlots]);  // the item before this tile's
     });
-    if (end == 0) break;
+    if (!kMiddle && end == 0) return;
     previous = stage;
     stage = next;
+  };
+#pragma unroll 1
+  while (kMostKeys == 0 && end > 0) {  // the form for any length
+    step(std::false_type());
+#pragma unroll 1
+    while (tile > 0 && tile + 1 < end) step(std::true_type());
   }
   cute::warpgroup_wait<0>();
   sm90::fence(t);

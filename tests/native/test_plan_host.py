@@ -23,7 +23,8 @@ TILE_M, KEY_BLOCK = 128, 192
 # What the host has no word for.
 DEVICE_ONLY = (
     ('  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // they wait for the list\n', ""),
-    ("  sm90::wait_for_operands();\n", ""),
+    ("    sm90::wait_for_operands();\n    return;\n", "    return;\n"),
+    ("  sm90::wait_for_operands();\n}", "}"),
     ('#include "fp8cutlass/sm90/barrier.cuh"\n', ""),
 )
 
@@ -83,6 +84,7 @@ def wrong(found: list[list[int]], rows: Sequence[int], keys: Sequence[int], in_b
     listed = [(s, [entry[1:] for entry in entries]) for s, entries in groupby(found, key=lambda entry: entry[0])]
     if sorted(s for s, _ in listed) != [s for s, n in enumerate(rows) if n]:
         said.append("sequences are left out, or not listed in one piece")
+        return said
     for s, entries in listed:
         block = key[s] // KEY_BLOCK + s
         first = block * KEY_BLOCK if in_blocks else key[s]
@@ -104,7 +106,8 @@ def tiles_of(rows: Sequence[int]) -> int:
 
 @pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize(
-    ("count", "most"), [(1, 700), (8, 4096), (33, 500), (THREADS, 140), (THREADS + 1, 140), (2 * THREADS + 452, 300)]
+    ("count", "most"),
+    [(1, 700), (8, 4096), (32, 500), (33, 500), (THREADS, 140), (THREADS + 1, 140), (2 * THREADS + 452, 300)],
 )
 def test_every_sequence_is_listed_once(plan: Plan, count: int, most: int, in_blocks: bool) -> None:
     rows, keys = lengths(count, most, count)
@@ -112,8 +115,9 @@ def test_every_sequence_is_listed_once(plan: Plan, count: int, most: int, in_blo
     assert not wrong(found, rows, keys, in_blocks)
 
 
-def test_a_list_ends_where_its_memory_does(plan: Plan) -> None:
-    rows, keys = lengths(THREADS + 300, 600, 1)
+@pytest.mark.parametrize("count", [20, THREADS + 300])
+def test_a_list_ends_where_its_memory_does(plan: Plan, count: int) -> None:
+    rows, keys = lengths(count, 600, 1)
     whole = plan.run(rows, keys, tiles_of(rows), False, seed=1)
     found = plan.run(rows, keys, tiles_of(rows) // 2, False, seed=1)
     assert len(found) == tiles_of(rows) // 2
@@ -121,7 +125,7 @@ def test_a_list_ends_where_its_memory_does(plan: Plan) -> None:
 
 
 EDITS = {
-    "the first sequences again": ("entry.sequence = base + i;", "entry.sequence = i;"),
+    "the first sequences again": ("list_tiles(p, base + i,", "list_tiles(p, i,"),
     "rows from the first on": ("entry.row = (tiles - 1 - t) * p.tile_m;", "entry.row = t * p.tile_m;"),
     "only the first thousand": (
         "if (base > 0 && number < p.batch.sequences) own = sequence_at(p, number);",
@@ -135,8 +139,15 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
+OF_FEW = {
+    "the first one again": ("list_tiles(p, warp, sequence,", "list_tiles(p, 0, sequence,"),
+    "two at one place": ("(of == bucket && s < lane)", "(of == bucket && s + 1 < lane)"),
+    "the shortest of few first": ("if (of < bucket ||", "if (of > bucket ||"),
+}
+
+
+@pytest.mark.parametrize("edit", [*EDITS, *OF_FEW])
 def test_a_broken_plan_is_noticed(edit: str, tmp_path: Path) -> None:
-    broken = Plan(tmp_path, [EDITS[edit]])
-    rows, keys = lengths(2 * THREADS + 452, 300, 7)
+    broken = Plan(tmp_path, [(EDITS | OF_FEW)[edit]])
+    rows, keys = lengths(32 if edit in OF_FEW else 2 * THREADS + 452, 300, 7)
     assert wrong(broken.run(rows, keys, tiles_of(rows), False, seed=3), rows, keys, False)

@@ -54,6 +54,42 @@ __device__ __forceinline__ int64_t sum_before(int64_t x, int64_t (&of_warp)[kThr
   return before + sum - x;
 }
 
+// The row tiles of sequence `number`, from place `first` of the list on. All lanes of a warp come here.
+__device__ __forceinline__ void list_tiles(const PlanParams& p, int number, const Sequence& sequence, int first) {
+  const int tiles = tiles_of(p, sequence);
+  RowTile entry{};
+  entry.sequence = number;
+  entry.rows = sequence.rows, entry.keys = sequence.keys;
+  entry.query = sequence.query, entry.key = sequence.key;
+  entry.block = block_at(entry.key, entry.sequence, p.key_block);
+  if (p.batch.keys_in_blocks) entry.key = entry.block * p.key_block;
+  for (int t = threadIdx.x % 32; t < tiles && t < p.batch.most - first; t += 32) {
+    entry.row = (tiles - 1 - t) * p.tile_m;  // from the last rows on, which see most keys
+    p.batch.tiles[first + t] = entry;
+  }
+}
+
+// Of so few sequences that a warp has a lane for each. Every warp finds the places of all and lists one, so that none
+// waits for another. Of a bucket they come in their order.
+__device__ __forceinline__ void plan_few(const PlanParams& p) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (warp >= p.batch.sequences) return;
+  Sequence own{};
+  if (lane < p.batch.sequences) own = sequence_at(p, lane);
+  // More than the list holds is as good as that: a sum of 32 cannot overflow then.
+  const int tiles = min(tiles_of(p, own), p.batch.most), bucket = bucket_of(own);
+  int before = 0, total = 0;
+  for (int s = 0; s < p.batch.sequences; ++s) {
+    const int other = __shfl_sync(~0u, tiles, s), of = __shfl_sync(~0u, bucket, s);
+    total += other;
+    if (of < bucket || (of == bucket && s < lane)) before += other;
+  }
+  if (threadIdx.x == 0) *p.batch.count = min(total, p.batch.most);
+  const Sequence sequence{__shfl_sync(~0u, own.query, warp), __shfl_sync(~0u, own.rows, warp),
+                          __shfl_sync(~0u, own.key, warp), __shfl_sync(~0u, own.keys, warp)};
+  list_tiles(p, warp, sequence, min(__shfl_sync(~0u, before, warp), p.batch.most));
+}
+
 // One CTA of kThreads. It reads nothing that the kernel before it writes, and may run beside that one, but ends after
 // it: who waits for this one waits for both. The attention kernel waits for it, so that what counts is how long one
 // load after the other takes: lengths are read once, and all warps list.
@@ -64,6 +100,11 @@ __global__ void __launch_bounds__(kThreads) plan(const __grid_constant__ PlanPar
   __shared__ Sequence sequences[kThreads];
   __shared__ int first[kThreads];                                  // of a sequence's tiles, its place in the list
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // they wait for the list
+  if (p.batch.sequences <= 32) {
+    plan_few(p);
+    sm90::wait_for_operands();
+    return;
+  }
   Sequence own{};
   if (int(threadIdx.x) < p.batch.sequences) own = sequence_at(p, threadIdx.x);
   place[threadIdx.x] = 0;
@@ -80,7 +121,7 @@ __global__ void __launch_bounds__(kThreads) plan(const __grid_constant__ PlanPar
   place[threadIdx.x] = Count(begin);
   if (threadIdx.x == 0) *p.batch.count = int(min(total, int64_t(p.batch.most)));
   // A thread looks up a sequence, then a warp lists the tiles of one after the other.
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32;
   for (int base = 0; base < p.batch.sequences; base += kThreads) {
     const int number = base + threadIdx.x;
     if (base > 0 && number < p.batch.sequences) own = sequence_at(p, number);
@@ -92,20 +133,7 @@ __global__ void __launch_bounds__(kThreads) plan(const __grid_constant__ PlanPar
       first[threadIdx.x] = int(min(atomicAdd(&place[bucket_of(own)], Count(own_tiles)), Count(p.batch.most)));
     __syncthreads();
     const int end = min(kThreads, p.batch.sequences - base);
-    for (int i = warp; i < end; i += kThreads / 32) {
-      const Sequence sequence = sequences[i];
-      const int tiles = tiles_of(p, sequence);
-      RowTile entry{};
-      entry.sequence = base + i;
-      entry.rows = sequence.rows, entry.keys = sequence.keys;
-      entry.query = sequence.query, entry.key = sequence.key;
-      entry.block = block_at(entry.key, entry.sequence, p.key_block);
-      if (p.batch.keys_in_blocks) entry.key = entry.block * p.key_block;
-      for (int t = lane; t < tiles && t < p.batch.most - first[i]; t += 32) {
-        entry.row = (tiles - 1 - t) * p.tile_m;  // from the last rows on, which see most keys
-        p.batch.tiles[first[i] + t] = entry;
-      }
-    }
+    for (int i = warp; i < end; i += kThreads / 32) list_tiles(p, base + i, sequences[i], first[i]);
   }
   sm90::wait_for_operands();
 }

@@ -109,7 +109,7 @@ def measure(
     try:
         code = iter(_disassemble(tools, groups[0][0].target, [cubin.path.read_bytes() for cubin in there]))
     except (CompileError, machine.MachineError, sass.SassError) as error:
-        return [CompileError(str(error)) for _ in groups]
+        return [CompileError(str(error)) if isinstance(cubin, Cubin) else cubin for cubin in cubins]
     return [
         _read(kernels, cubin, next(code)) if isinstance(cubin, Cubin) else cubin
         for kernels, cubin in zip(groups, cubins, strict=True)

@@ -20,6 +20,7 @@ from codegen.arch import TARGETS
 from codegen.axes import Kind
 from codegen.cli import main
 from codegen.families import family_of
+from codegen.gates import compile as compiling
 from codegen.gates import machine, report
 from codegen.gates.compile import job_of, measure_all, parse_resources
 from codegen.gates.occupancy import ctas_per_sm
@@ -295,6 +296,20 @@ def test_results_are_reused_until_source_or_options_change(tools: Toolbox, tmp_p
     _kernel(tmp_path, LOCAL_ARRAY)
     assert lines(kernel, tools).startswith("0 kernels unchanged")
     assert seen[-1].resources.stack > 0
+
+
+def test_cubins_that_are_taken_apart_together_are_as_alone(tools: Toolbox, tmp_path: Path) -> None:
+    """One that does not compile is not in anybody's place."""
+    changes = ({}, {"ASSERT": GOOD["ASSERT"].replace("2048", "4096")}, {"PRODUCTS": "3"})
+    kernels = []
+    for number, changed in enumerate(changes):
+        kernel = _kernel(tmp_path, changed)
+        kernels.append(dataclasses.replace(kernel, source=kernel.source.rename(tmp_path / f"kernel{number}.cu")))
+    first, broken, third = compiling.measure([[k] for k in kernels], tools, tmp_path / "together")
+    assert isinstance(broken, CompileError) and "as the manifest says" in str(broken)
+    for kernel, found in ((kernels[0], first), (kernels[2], third)):
+        assert found == measure([kernel], tools, tmp_path / "alone")
+    assert first != third
 
 
 def test_a_kernel_that_does_not_compile_is_a_failure(tools: Toolbox, tmp_path: Path) -> None:

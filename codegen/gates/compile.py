@@ -58,7 +58,7 @@ def parse_resources(text: str, entry: str = "") -> Resources:
 
 
 def _disassemble(tools: Toolbox, target: str, cubins: Sequence[bytes]) -> list[list[sass.Function]]:
-    """The functions of each cubin. One process takes the code of all, as to start takes as long as five of them."""
+    """The functions of each cubin. One process takes them all: to start it takes as long as it works for five."""
     if not cubins:
         return []
     code = [machine.functions(cubin) for cubin in cubins]
@@ -168,13 +168,10 @@ def _store(path: Path, key: str, measured: Measured) -> None:
 
 def _batches(groups: Iterable[list[Kernel]], size: int) -> list[list[list[Kernel]]]:
     """At most so many groups together, of one target."""
-    found: dict[str, list[list[list[Kernel]]]] = defaultdict(list)
+    found: dict[str, list[list[Kernel]]] = defaultdict(list)
     for group in groups:
-        of_target = found[group[0].target]
-        if not of_target or len(of_target[-1]) == size:
-            of_target.append([])
-        of_target[-1].append(group)
-    return [batch for of_target in found.values() for batch in of_target]
+        found[group[0].target].append(group)
+    return [of_target[i : i + size] for of_target in found.values() for i in range(0, len(of_target), size)]
 
 
 def measure_all(

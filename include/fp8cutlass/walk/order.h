@@ -48,8 +48,8 @@ inline void add_phases(Order& order, int tiles, int heads, bool is_causal, bool 
 // and many, 1 to 3% faster there). With a window a row tile sees a few keys of a head, and all of them may fit: CTAs
 // end with short items then, the first rows of all heads. Short sequences are 2 to 10% faster with no more heads than
 // would fit it with 2048 keys (docs/lab/sm90a.md, row 42), as long as these have about two items an SM. Without a mask
-// CTAs walk in step, and the heads that share K and V suffice; so in a ragged batch, where sequences do not fit L2 with
-// all of their heads. Sections are about equally wide: a narrow last one would leave CTAs idle.
+// CTAs walk in step, and the heads that share K and V suffice. So do they in a ragged batch whose sequences do not fit
+// L2 with all of their heads. Sections are about equally wide: a narrow last one would leave CTAs idle.
 inline Order work_order(const ForwardParams& p, int tile_m, int head_dim, Mask mask) {
   constexpr int64_t kManyKeys = 2048;
   const bool is_causal = mask == Mask::causal, is_window = mask == Mask::window;

@@ -46,7 +46,7 @@ struct Ragged {
   }
   // The heads of a row tile are neighbours, and the row tiles come in the plan's order, those with most keys first: K
   // and V are read from L2 by CTAs that run at the same time, and no long item is left for the end. Where the order
-  // says so, of each kTogether row tiles the heads that share K and V come first, then those that share the next.
+  // says so, heads that share K and V come one group after the other, for kTogether row tiles at a time.
   // The row tile of item number `n` of `items`, and the head.
   CUTE_HOST_DEVICE static void find(const Order& order, int items, int n, int& tile, int& head) {
     order.heads(tile, head, n);

@@ -57,8 +57,9 @@ def varlen_markdown(stamp: Mapping[str, str], rows: Sequence[WalkTime]) -> str:
     by_key = cells(rows)
     lines = [*heading("Ragged batches", stamp), ""]
     lines += [
-        f"`{OWN}`: kernel and plan on operands as a call makes them; `{CALLER}`: on a caller's e4m3 operands, with a",
-        f"descale for each sequence and KV head, as FlashAttention-3 has them; `{CALL}`: `attention_varlen` from bf16.",
+        f"`{OWN}`: kernel and plan on operands as a call makes them; `{CALLER}`: a whole call on a caller's e4m3",
+        "operands, with a descale for each sequence and KV head, as FlashAttention-3 has them;",
+        f"`{CALL}`: `attention_varlen` from bf16.",
         "Ratios are times of the other over ours: above 1, ours is faster.",
     ]
     header = ["batch", OWN, CALLER, FA3_FP8, FA3_BF16, "ours / FA3 FP8", "e4m3 / FA3 FP8", "times dense"]

@@ -27,7 +27,7 @@ class Source(Axis):
 
     BF16 = "bf16", {"element_bytes": 2}
     FP16 = "fp16", {"element_bytes": 2}
-    FP8 = "fp8", {"element_bytes": 1}  # e4m3 or e5m2: bytes are copied
+    FP8 = "fp8", {"element_bytes": 1}  # e4m3 or e5m2: bytes are copied, or lowered
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -100,6 +100,11 @@ class Pack:
         """CTAs an SM, so that one loads while another computes. Launch bounds ask for them where registers would not
         leave room for as many anyway."""
         return 2 if self.passes * self.chunks > 8 else 3
+
+    @property
+    def lowered_passes(self) -> int:
+        """Rows of K that a lane shares at a time where a block is lowered: as many as leave registers for the rest."""
+        return min(self.passes, 4)
 
     @property
     def transform_ctas_per_sm(self) -> int:

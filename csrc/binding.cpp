@@ -237,9 +237,9 @@ Tensor attend_batch(int64_t variant, const Tensor& q, const Tensor& k, const Ten
 Tensor attend_fp8_batch(int64_t variant, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_descale,
                         const Tensor& k_descale, const Tensor& v_descale, const Tensor& cu_q, const Tensor& cu_k,
                         const std::optional<Tensor>& used_q, const std::optional<Tensor>& used_k,
-                        const std::optional<Tensor>& lse, double scale, int64_t window_left, int64_t window_right,
-                        bool bottom_right, double softcap, const std::optional<Tensor>& sinks) {
-  return attend_ragged_fp8({scale, window_left, window_right, bottom_right, softcap},
+                        const std::optional<Tensor>& lse, double score_amax, double scale, int64_t window_left,
+                        int64_t window_right, bool bottom_right, double softcap, const std::optional<Tensor>& sinks) {
+  return attend_ragged_fp8({score_amax, scale, window_left, window_right, bottom_right, softcap},
                            {q, k, v, q_descale, k_descale, v_descale, cu_q, cu_k, used_q, used_k, lse, sinks},
                            find_variant(variant, false));
 }
@@ -307,8 +307,8 @@ FP8CUTLASS_DEF(FP8CUTLASS_LIBRARY, m) {
   m.def(
       "attend_ragged_fp8(int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, "
       "Tensor v_descale, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
-      "Tensor(a!)? lse, float scale, int window_left, int window_right, bool bottom_right, float softcap=0.0, "
-      "Tensor? sinks=None) -> Tensor");
+      "Tensor(a!)? lse, float score_amax, float scale, int window_left, int window_right, bool bottom_right, "
+      "float softcap=0.0, Tensor? sinks=None) -> Tensor");
   m.def(
       "attend(Tensor constants, Tensor q, Tensor k, Tensor v, Tensor? out_descale=None, Tensor(a!)? lse=None, "
       "Tensor(b!)? amax=None, Tensor? sinks=None, Tensor(c!)? k_mean=None" FP8CUTLASS_MASK_ARGUMENTS ") -> Tensor");

@@ -1,6 +1,10 @@
 #include "copies.h"
 
+#include <cmath>
+
 #include "check.h"
+#include "fp8cutlass/sm90/kernel_params.h"
+#include "workspace.h"
 
 namespace fp8cutlass {
 
@@ -23,6 +27,24 @@ Fp8Operand copied(const View& x, const char* name, uint8_t* out, int64_t rows, b
   o.heads = to_int(x.size(1), name), o.tokens = to_int(x.size(2), name), o.rows = to_int(rows, name);
   o.flip = flip ? kFlip : 0;
   return o;
+}
+
+int lowered_to(double amax) {
+  constexpr int kLargest = 0x7e, kLeastNormal = 8;
+  require(amax >= 1, "score_amax is ", amax, ", less than 1");
+  int byte = kLargest;
+  while (byte > kLeastNormal && std::ldexp(8 + byte % 8, byte / 8 - 10) > amax) --byte;
+  return byte < kLargest ? byte : 0;
+}
+
+bool lowers_query(const VariantEntry& variant, const View& q, int limit) {
+  constexpr int kMostRows = 128;
+  const bool fits = variant.quantises_q && variant.tile_m <= kMostRows && limit == sm90::kLoweredTo;
+  return fits && q.size(3) == variant.head_dim && can_be_mapped(q, "q");
+}
+
+void lower_query(QueryScaling& query, double amax, double scale, bool early) {
+  query.limit = static_cast<float>(amax), query.early = early, query.flip = scale < 0 ? kFlip : 0;
 }
 
 }  // namespace fp8cutlass

@@ -70,16 +70,15 @@ cudaError_t launch_batch(const PackEntry& pack, PackParams& params, RaggedPack& 
                context_id());
 }
 
-// How many CTAs each operand has, and all together: more than 32 bits count where there are too many. Blocks of V are
-// `key_block` keys, and a CTA takes no keys of two; 0: all rows are one.
+// How many CTAs each operand has, and all together: more than 32 bits count where there are too many. Where keys are in
+// blocks a CTA takes none of two, and all of one where K is lowered.
 int64_t count_copies(const PackEntry& pack, Fp8PackParams& params) {
   int64_t ctas = 0;
   for (Fp8Operand& o : params.operand) {
     if (o.x == nullptr || o.rows == 0) continue;
     if (o.rows > INT32_MAX - pack.rows) return INT64_MAX / 2;  // the rows of a block past the end are 32-bit
-    const bool in_blocks = &o == &params.operand[kPackV] && params.key_block > 0;
-    const int whole = in_blocks ? params.key_block : o.rows;
-    o.blocks = o.rows / whole * ((whole + pack.rows - 1) / pack.rows);
+    const int whole = o.block > 0 ? o.block : o.rows, parts = (whole + pack.rows - 1) / pack.rows;
+    o.blocks = (o.rows + whole - 1) / whole * (o.limit > 0 && o.block > 0 ? 1 : parts);
     const int64_t own = int64_t{params.batch} * o.heads * o.blocks;
     if (own > INT32_MAX) return INT64_MAX / 2;
     o.ctas = static_cast<int>(own);

@@ -988,6 +988,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "0d03ed12fb7dddaf8b426395a8b8215d1d093551454404378c72639a75caffd2";
+const char kManifest[] = "ae0d5acb3a7bdc884af21aa4c70dcea6c65f9d73ebadba0693bcd8ddc14fdba0";
 
 }  // namespace fp8cutlass

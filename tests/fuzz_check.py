@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,9 @@ from tensor_core import cut_products
 
 import fp8cutlass
 from fp8cutlass import UnsupportedError
-from fp8cutlass.call.call import FAR
+from fp8cutlass.call.call import FAR, Tensors
+from fp8cutlass.call.launch import lowered_operands
+from fp8cutlass.call.options import F16_SCORES
 from fp8cutlass.choose.target import granularities, target
 from fp8cutlass.dtypes import DTYPE_NAMES, OUT_NAMES
 from fp8cutlass.emulator.emulate import Emulation, emulate
@@ -143,11 +146,31 @@ def operands_for(case: Case, inputs: Inputs, variant: Variant) -> tuple[Operands
         changes = {"head_dim": variant.head_dim, "hadamard": case.hadamard}
         changed = prepared(q, None, **changes), prepared(k, mean, **changes)
         return operands_of(variant, *changed, v, case.scaling), mean
-    modes = granularities(case.scaling)
+    if variant.score == "f16":  # never chosen for finer descales
+        heads = [
+            to_canonical(d, "head", x.shape, x.device) for x, d in zip((q, k, v), inputs.descales or (), strict=True)
+        ]
+        return lowered_for(variant, (q, k, v), heads), None
+    modes = granularities(_mode(case, inputs))
     pairs = list(zip((q, k, v), inputs.descales or (), modes, strict=True))
     canonical = tuple(to_canonical(d, g, x.shape, x.device) for x, d, g in pairs)
     real = tuple(x.double() * spread(d, g, tuple(x.shape)).double() for x, d, g in pairs)
     return Operands((q, k, v), canonical, real), None  # type: ignore[arg-type]
+
+
+def _mode(case: Case, inputs: Inputs) -> str:
+    """The scaling mode in which an FP8 call is made: one that could be lowered has descales of heads."""
+    coarse = all(not isinstance(d, torch.Tensor) or d.dim() < 3 for d in inputs.descales or ())
+    could = coarse and case.source == "e4m3" and case.precision in F16_SCORES and case.scaling == "block"
+    return "head" if could and not case.softcap and case.pick is None else case.scaling
+
+
+def lowered_for(variant: Variant, qkv: Sequence[torch.Tensor], descales: Sequence[torch.Tensor]) -> Operands:
+    """What e4m3 operands with descales of heads become for a kernel with f16 scores, and what that stands for."""
+    q, k, v, *made = lowered_operands(variant, Tensors(*qkv, *descales))[:6]
+    spread = [d.repeat_interleave(variant.key_block, 2)[:, :, : k.shape[2]] for d in made[1:]]
+    real = (x.double() * d[..., None].double() for x, d in zip((q, k, v), (made[0], *spread), strict=True))
+    return Operands((q, k, v), tuple(made), tuple(real))  # type: ignore[arg-type]
 
 
 def _emulated(case: Case, operands: Operands, variant: Variant, options: dict[str, Any], device: str) -> Expected:
@@ -160,6 +183,7 @@ def _emulated(case: Case, operands: Operands, variant: Variant, options: dict[st
         return raw.view(x.dtype).to(device)
 
     q, k, v = operands.fp8
+    mode = case.scaling if case.half else _mode(case, inputs_of(case))
     descales = [d.to(device) for d in operands.descales]
     if case.scaling == "token":
         descales[2] = F.pad(descales[2], (0, variant.head_dim - v.shape[3]), value=1.0)
@@ -173,7 +197,7 @@ def _emulated(case: Case, operands: Operands, variant: Variant, options: dict[st
             *descales,
             variant=variant,
             scale=abs(case.softmax_scale),
-            scaling=case.scaling,
+            scaling="block" if variant.score == "f16" and not case.half else mode,
             causal_offset=FAR if case.causal_offset is None else case.causal_offset,
             window_offset=case.window_offset,
             softcap=case.softcap,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from fuzz_cases import SOURCES
+from fuzz_check import lowered_for
 from fuzz_judge import Expected, Verdict, judge, raised
 from fuzz_varlen import RaggedCase, RaggedInputs, descale_of, ragged_inputs, ragged_sinks, unpoisoned
 from layouts import on_card
@@ -13,10 +14,10 @@ from reference import Operands, masked64, operands_of
 from tensor_core import cut_products
 
 import fp8cutlass
-from fp8cutlass.call.ragged import RaggedCall, choose, emulate_sequence, kept
+from fp8cutlass.call.ragged import RaggedCall, choose, emulate_sequence, kept, sequence_kernel
 from fp8cutlass.choose.target import target
 from fp8cutlass.errors import NoKernelError
-from fp8cutlass.manifest import Variant, load_manifest
+from fp8cutlass.manifest import Variant
 
 NAMES = ("q_descale", "k_descale", "v_descale")
 
@@ -113,7 +114,7 @@ def judge_sequence(
     q, k, v = (
         x[b : b + n].transpose(0, 1)[None] for x, b, n in zip(inputs.tensors, begins, (rows, keys, keys), strict=True)
     )
-    variant = _kernel(case, inputs, s, (q, k, v), device)
+    variant = _kernel(case, inputs, (q, k, v), device)
     operands = _operands(case, inputs, s, (q, k, v), variant)
     seen = case.seen(s)
     how = case.softmax_scale, seen.to(device), case.softcap, ragged_sinks(case)
@@ -147,6 +148,9 @@ def _operands(
     """What the kernel has to make of a sequence, and what it stands for."""
     if case.half:
         return operands_of(variant, *qkv, "block")
+    if variant.score == "f16":
+        heads = [d.expand(1, x.shape[1]) for d, x in zip(_own(case, inputs, s), qkv, strict=True)]
+        return lowered_for(variant, qkv, heads)
     given = zip(qkv, inputs.descales or [], strict=True)
     real = tuple(x.double() * descale_of(case, d, s, x.shape[1]).double() for x, d in given)
     return Operands(qkv, tuple(_own(case, inputs, s)), real)  # type: ignore[arg-type]
@@ -163,18 +167,11 @@ def _ragged_call(case: RaggedCase, inputs: RaggedInputs, device: str = "cpu") ->
     return RaggedCall(q, k, v, *lengths, tuple(inputs.descales or ()), case.softmax_scale, *options)
 
 
-def _kernel(case: RaggedCase, inputs: RaggedInputs, s: int, qkv: tuple[torch.Tensor, ...], device: str) -> Variant:
+def _kernel(case: RaggedCase, inputs: RaggedInputs, qkv: tuple[torch.Tensor, ...], device: str) -> Variant:
     """The kernel of ragged batches on a card; on the CPU that of a dense call of the sequence's sizes."""
     call = _ragged_call(case, inputs)
     if device == "cuda":
         at = target(torch.device("cuda"))
         found = kept(at, call)
         return choose(at, call)[0] if found is None else found.variant
-    options: dict[str, Any] = {"scaling": case.sequence(s).scaling, "precision": case.precision}
-    options |= {"softcap": case.softcap}
-    options |= {"is_causal": call.mask == "causal", "enable_gqa": True, "out_dtype": call.out_dtype}
-    options |= dict(zip(NAMES, _own(case, inputs, s), strict=False))
-    served, text = fp8cutlass.supports(*qkv, **options)
-    if not served:
-        raise NoKernelError(text)
-    return load_manifest(target(torch.device("cpu")).directory).find(text.split()[0])
+    return sequence_kernel(call, *qkv[:2])

@@ -45,8 +45,9 @@ RAGGED = (
 )
 ATTEND_RAGGED_FP8 = (
     "int variant, Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor(a!)? lse, float scale, "
-    "int window_left, int window_right, bool bottom_right, float softcap=0.0, Tensor? sinks=None"
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor(a!)? lse, "
+    "float score_amax, float scale, int window_left, int window_right, bool bottom_right, float softcap=0.0, "
+    "Tensor? sinks=None"
 )
 CUT = (
     "Tensor numbers, Tensor lengths, Tensor? cu_seqlens_q, int total_q, int most_keys, int heads, int kv_heads, "

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -28,21 +28,19 @@ OURS, CALLER, CALL, DENSE = "fp8cutlass", "fp8cutlass_e4m3", "fp8cutlass_call", 
 Descaled = tuple[torch.Tensor, torch.Tensor]
 
 
-def call_of(data: RaggedData, fp8: list[Descaled] | None = None) -> RaggedCall:
-    """The arguments of the operator for a batch, from bf16 or from FP8 operands with their descales."""
+def call_of(data: RaggedData) -> RaggedCall:
+    """The arguments of the operator for a batch, from bf16."""
     mix = data.mix
-    q, k, v = (data.q, data.k, data.v) if fp8 is None else (x for x, _ in fp8)
-    descales = () if fp8 is None else tuple(d for _, d in fp8)
     longest, right = max(mix.lengths), 0 if mix.causal else -1
     lengths = (data.cu, data.cu, None, None, longest, longest)
     return RaggedCall(
-        q, k, v, *lengths, descales, data.scale, mix.left, right, True, OUT_DTYPE, "fast", False, ""
+        data.q, data.k, data.v, *lengths, (), data.scale, mix.left, right, True, OUT_DTYPE, "fast", False, ""
     )  # fmt: skip
 
 
 def kernel_launch(call: RaggedCall, variant: Variant, number: int) -> Callable[[], torch.Tensor]:
     """The plan and the kernel on operands that are ready."""
-    made = walk.fp8_by_torch(call, variant) if call.descales else walk.by_torch(call, variant)
+    made = walk.by_torch(call, variant)
     sequences = call.cu_q.shape[0] - 1
     words = torch.ops.fp8cutlass_C.ragged_plan_words(number, call.q.shape[0], sequences)
     plan = torch.empty(words, dtype=torch.int32, device=call.q.device)
@@ -73,11 +71,8 @@ def item_rows(variant: Variant, mix: Mix) -> int:
     return variant.tile_m // 2 if pairs else variant.tile_m
 
 
-def _own(data: RaggedData, name: str, fp8: list[Descaled] | None = None) -> Way:
-    call = call_of(data, fp8)
-    if fp8 is not None:  # ours has a descale of Q for each of its heads
-        group = data.mix.heads // data.mix.kv_heads
-        call = replace(call, descales=(call.descales[0].repeat_interleave(group, 1), *call.descales[1:]))
+def _own(data: RaggedData, name: str) -> Way:
+    call = call_of(data)
     variant, number = walk.choose(target(data.q.device), call)
     if variant.head_dim != data.mix.head_dim:
         raise UnsupportedError(f"{variant.id} would need head_dim {data.mix.head_dim} to be padded")
@@ -87,9 +82,20 @@ def _own(data: RaggedData, name: str, fp8: list[Descaled] | None = None) -> Way:
     return Way(name, "fp8", data.mix, launch, kernel=variant.id, cells=visited)
 
 
+def _callers(data: RaggedData) -> Way:
+    """The call on e4m3 operands that a caller brings, with all that is made of them."""
+    (q, q_descale), (k, k_descale), (v, v_descale) = by_sequence(data)
+    mix, longest = data.mix, max(data.mix.lengths)
+    q_descale = q_descale.repeat_interleave(mix.heads // mix.kv_heads, 1)  # ours has one for each head
+    lengths = (data.cu, data.cu, longest, longest)
+    options: dict[str, Any] = {"causal": mix.causal, "window_size": (mix.left, -1)}
+    options |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    return Way(CALLER, "fp8", mix, lambda: cast(torch.Tensor, attention_varlen(q, k, v, *lengths, **options)))
+
+
 def ours(data: RaggedData) -> list[Way]:
-    """The kernel on operands as a call from bf16 makes them, the one of FP8 operands that a caller brings, and the call
-    itself."""
+    """The kernel on operands as a call from bf16 makes them, a call on FP8 operands that a caller brings, and one on
+    bf16 tensors."""
 
     def whole() -> torch.Tensor:
         mix, longest = data.mix, max(data.mix.lengths)
@@ -98,7 +104,7 @@ def ours(data: RaggedData) -> list[Way]:
         out = attention_varlen(data.q, data.k, data.v, *lengths, causal=mix.causal, window_size=window)
         return cast(torch.Tensor, out)
 
-    return [_own(data, OURS), _own(data, CALLER, by_sequence(data)), Way(CALL, "fp8", data.mix, whole)]
+    return [_own(data, OURS), _callers(data), Way(CALL, "fp8", data.mix, whole)]
 
 
 def _dense_data(data: RaggedData) -> Data:

@@ -42,6 +42,11 @@ class Form:
     copies: bool = False
     gathers: bool = False
 
+    @property
+    def lowers(self) -> bool:
+        """Whether it brings Q and K into the range of f16 scores."""
+        return self.copies and not self.gathers
+
     def entry(self, pack: Pack) -> str:
         """What its mangled name holds: the function's name, its length in front, and the template's argument."""
         if self.gathers:
@@ -89,9 +94,11 @@ def ctas_per_sm(pack: Pack, form: Form) -> int:
 
 
 def wide_loads(pack: Pack, form: Form) -> int:
-    """Loads of 16 bytes in the code: every element once, and the samples of K's mean."""
+    """Loads of 16 bytes in the code: every element once, the samples of K's mean, and those of K that is lowered, which
+    is read twice."""
     samples = -(-SAMPLES * pack.lanes // THREADS) * pack.chunks
-    return pack.passes * pack.chunks + (samples if form.transforms else 0)
+    twice = 2 * pack.lowered_passes * pack.chunks if form.lowers else 0
+    return pack.passes * pack.chunks + (samples if form.transforms else 0) + twice
 
 
 def narrow_loads(pack: Pack, form: Form) -> int:
@@ -100,8 +107,8 @@ def narrow_loads(pack: Pack, form: Form) -> int:
         return 0
     if form.gathers:
         return GATHER_READS + 2 * pack.passes
-    if form.copies:
-        return LENGTH_READS if form.ragged else DESCALE_READS
+    if form.lowers:  # descales of K and of each row of Q, and of a ragged batch where a row's sequence begins
+        return LENGTH_READS + 3 if form.ragged else DESCALE_READS + 2
     return MAXIMUM_READS * (2 if form.transforms else 1) + (LENGTH_READS if form.ragged else 0)
 
 

@@ -295,7 +295,7 @@ GATES = (
     ),
     Gate(
         name="LOADS",
-        why="an element is read once, 16 bytes at a time; other loads are those of maxima",
+        why="elements are read 16 bytes at a time, once, lowered K twice; other loads are of maxima and descales",
         native_only=True,
         check=_loads,
         families=(PACK,),

@@ -3,7 +3,8 @@
 //
 // Brings FP8 operands to the attention kernels of head_dim 128, all in one launch: packs V, copies Q and K where they are
 // narrower or Q changes its sign, and spreads descales. One CTA takes 128 rows of one head of one operand. It reads them once
-// and writes them once. Bytes are not looked at, so that e4m3 and e5m2 are alike.
+// and writes them once. Bytes are not looked at, so that e4m3 and e5m2 are alike, but where e4m3 Q and K are brought into
+// the range of f16 scores: then each row of Q is divided by a power of two, and each block of K, which one CTA reads twice.
 
 #include "fp8cutlass/pack_fp8.cuh"
 #include "fp8cutlass/prefill/gather.cuh"
@@ -24,12 +25,19 @@ static_assert(16 * kLanes * kChunks == kHeadDim && kThreads / kLanes * kPasses =
 using Stage = TransposeStage<kRows, kHeadDim, kLanes>;
 static_assert(Stage::kBytes == 16640);  // of shared memory
 
+template <class SequenceOf>
 __device__ __forceinline__ void copy_rows(const Fp8PackParams& p, const Block& block, const packing::Fp8Rows& of,
-                                          uint8_t* stage) {
+                                          uint8_t* stage, const SequenceOf& sequence_of) {
   const Fp8Operand& o = p.operand[block.operand];
+  if (block.operand == kPackK && o.limit > 0) {
+    packing::lower_block<kHeadDim, kLanes, 4, kChunks>(o, p.descale[kPackK], of, p.head_dim, block.head,
+                                                      block.index, reinterpret_cast<uint32_t*>(stage));
+    return;
+  }
   uint4 x[kPasses][kChunks];
   packing::load_bytes<kLanes>(x, of.rows, o.stride_row, of.base, of.tokens, p.head_dim);
   if (block.operand != kPackV) {
+    if (o.limit > 0) packing::lower_rows<kLanes>(x, o, p.descale[kPackQ], of, block.head, sequence_of);
     packing::store_bytes<kHeadDim, kLanes>(o.out + int64_t{block.head} * o.rows * kHeadDim, x, of.base, of.tokens,
                                            o.flip);
     return;
@@ -42,7 +50,7 @@ __device__ __forceinline__ void copy_rows(const Fp8PackParams& p, const Block& b
 
 }  // namespace
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 3)
     pack_d128_n128_fp8(const __grid_constant__ Fp8PackParams p) {
   extern __shared__ __align__(16) uint8_t stage[];  // Stage
   packing::allow_dependents();
@@ -51,11 +59,12 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const Block block = packing::find_block(p);
-  copy_rows(p, block, packing::rows_of(p.operand[block.operand], block, kRows), stage);
+  const packing::Fp8Rows of = packing::rows_of(p.operand[block.operand], block, kRows);
+  copy_rows(p, block, of, stage, [&](int) { return of.batch; });
 }
 
 // The same of a ragged batch. The last CTAs look for rows of O that belong to no sequence.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 3)
     pack_d128_n128_fp8_ragged(const __grid_constant__ Fp8PackParams p, const __grid_constant__ RaggedPack ragged) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // no other target walks a ragged batch
   extern __shared__ __align__(16) uint8_t stage[];  // Stage
@@ -65,7 +74,8 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const Block block = packing::find_block(p);
-  copy_rows(p, block, packing::rows_of(p, ragged.batch, block, kRows), stage);
+  copy_rows(p, block, packing::rows_of(p, ragged.batch, block, kRows), stage,
+            [&](int row) { return packing::sequence_of(ragged, p.descale[kPackQ].stride_batch, row); });
 #endif
 }
 

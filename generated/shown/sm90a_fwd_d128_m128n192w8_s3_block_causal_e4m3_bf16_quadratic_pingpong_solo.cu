@@ -261,6 +261,7 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
   auto& control = shared.control;
   const int thread = threadIdx.x - 32;
   const bool fp8 = p.query.type == QueryType::fp8;
+  const bool lowers = fp8 && p.query.limit > 0.f;
   if (!p.query.early) sm90::wait_for_operands();  // Q may be there before K and V
   for (unsigned turn = 0;; ++turn) {
     const unsigned slot = turn % kQBuffers;
@@ -285,12 +286,19 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
     sm90::wait(control.q_empty[slot], (turn / kQBuffers & 1) ^ 1);
     if (thread == 0) control.items[turn % kItemSlots] = item;
     if (fp8 && tiles > 0) {
-      if (thread == 0) copy_query<QTile>(params, item, control.q_full[slot], shared.q[slot]);
+      if (thread == 0) copy_query<QTile>(params, item, lowers ? control.source_full : control.q_full[slot], shared.q[slot]);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int row = thread + sm90::kRowThreads * i;
         if (row < kTileM) shared.slope[turn % kItemSlots][row] = descale[i] * unit_slope(p);
       }
+    }
+    if (lowers && tiles > 0) {
+      if (thread == 0) sm90::arrive(control.source_full);
+      sm90::wait(control.source_full, turn & 1);
+      sm90::sync_fetchers<sm90::kRowThreads>();  // all slopes are there
+      sm90::lower_tile<QTile>(shared.q[slot], shared.slope[turn % kItemSlots], p.query.flip, thread);
+      sm90::fence_async();
     }
     if (!fp8 && tiles > 0) {
       float* const slope = shared.slope[turn % kItemSlots];

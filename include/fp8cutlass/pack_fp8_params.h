@@ -8,7 +8,9 @@
 namespace fp8cutlass {
 
 // FP8 operands: what an attention kernel reads of them is copied to where it reads it. Bytes stay as they are, but for
-// the sign of Q.
+// the sign of Q, and where Q and K are lowered: a row of Q or a block of K whose largest |x| exceeds `limit` is divided
+// by the least power of two with which it does not, and its descale is multiplied by it. So e4m3 of any range has
+// scores that f16 holds. Only what becomes subnormal is rounded.
 struct Fp8Operand {
   const uint8_t* x;  // (B, heads, tokens, D), strides in bytes, last dimension contiguous, 16-byte aligned rows
   int64_t stride_batch, stride_head, stride_row;
@@ -16,12 +18,15 @@ struct Fp8Operand {
   int heads, tokens;
   int rows;       // tokens, or what V is padded to
   uint32_t flip;  // XORed onto four bytes
+  int limit;      // a positive e4m3 number, as its byte: Q and K are lowered to it; 0: they are not
+  int block;      // keys that share a descale, of lowered K, and of packed V of a ragged batch, a multiple of 64; or 0
   int blocks,
       ctas;  // what is a CTA's, of a head, and CTAs in all, 0 where the operand is read as it lies; set by the launch
 };
 
 // Descales that are not in memory as an attention kernel reads them: (batch, heads, parts) of one number, or of a
-// tensor with any strides.
+// tensor with any strides. `batch` counts the sequences of a ragged batch. Those of lowered operands are written with
+// their rows.
 struct Fp8Descale {
   const float* x;  // or null: `value`
   float value;
@@ -29,7 +34,7 @@ struct Fp8Descale {
   float* out;  // contiguous
   int heads, parts;
   int given;  // of the parts; the rest become ones
-  int count;  // in all, 0 where they are read as they lie
+  int count;  // in all, 0 where they are read as they lie, or written with their rows
 };
 
 struct Fp8PackParams {
@@ -38,7 +43,6 @@ struct Fp8PackParams {
   int batch;
   int head_dim;   // D, a multiple of 16, at most the kernel's
   int first_cta;  // that looks after descales; set by the launch
-  int key_block;  // of a ragged batch: keys of a block of V, a multiple of 64
 };
 
 }  // namespace fp8cutlass

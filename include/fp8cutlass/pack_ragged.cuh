@@ -11,6 +11,7 @@ namespace fp8cutlass::packing {
 // `begin` of these. Of a block that is no sequence's there are none.
 struct BlockKeys {
   int first, count, begin;
+  int sequence;
 };
 
 // All lanes of a warp come here.
@@ -20,7 +21,7 @@ __device__ __forceinline__ BlockKeys keys_of_block(const RaggedBatch& batch, int
   const Span keys = keys_at(batch, s);
   const int begin = (block - block_at(keys.first, s, key_block)) * key_block;
   const bool there = begin >= 0 && begin < keys.count;
-  return {keys.first, there ? keys.count : 0, there ? begin : 0};
+  return {keys.first, there ? keys.count : 0, there ? begin : 0, s};
 }
 
 // Makes `o`, K or V, the keys of the sequence that block number `block` belongs to, and returns which of them the block
@@ -33,6 +34,27 @@ __device__ __forceinline__ int find_keys(PackOperand& o, const RaggedBatch& batc
   return keys.begin;
 }
 
+// The last from `least` to `most` that begins at `x` or before, if `least` does. Each thread looks for itself.
+template <class Begin>
+__device__ __forceinline__ int last_begun_alone(int least, int most, int x, const Begin& begin) {
+#pragma unroll 1
+  while (least < most) {
+    const int middle = least + (most - least + 1) / 2;
+    if (begin(middle) <= x)
+      least = middle;
+    else
+      most = middle - 1;
+  }
+  return least;
+}
+
+// The sequence of a token of Q, where descales of sequences lie `step` apart; 0 where they share one. Each thread looks
+// for itself.
+__device__ __forceinline__ int sequence_of(const RaggedPack& r, int64_t step, int token) {
+  const auto begin = [&](int s) { return between(r.batch.cu_q[s], 0, r.tokens); };
+  return step == 0 ? 0 : last_begun_alone(0, r.batch.sequences - 1, token, begin);
+}
+
 // Of 32 tokens from `first` on, the rows of O that belong to no sequence become zeros, and their LSE -inf. All others
 // are the attention kernel's. A warp comes together, and each lane looks after a token.
 __device__ __forceinline__ void clear_rows_from(const RaggedPack& r, int first) {
@@ -41,20 +63,12 @@ __device__ __forceinline__ void clear_rows_from(const RaggedPack& r, int first) 
   if (first >= r.tokens) return;
   const auto begin = [&](int s) { return between(batch.cu_q[s], 0, r.tokens); };
   const int least = last_begun(batch.sequences, first, begin);
-  int own = least, token = first + lane;
+  const int token = first + lane;
   // Nearly always the 32 tokens lie in one sequence. Else each lane looks among those between.
   const int last = min(first + 31, r.tokens - 1);
   const Span span = rows_at(batch, r.tokens, least);
   if (first >= span.first && last < span.first + span.count) return;
-  int most = last_begun(batch.sequences, last, begin);
-#pragma unroll 1
-  while (own < most) {
-    const int middle = own + (most - own + 1) / 2;
-    if (begin(middle) <= token)
-      own = middle;
-    else
-      most = middle - 1;
-  }
+  const int own = last_begun_alone(least, last_begun(batch.sequences, last, begin), token, begin);
   const Span rows = rows_at(batch, r.tokens, own);
   const bool is_dead = token < r.tokens && (token < rows.first || token >= rows.first + rows.count);
 #pragma unroll 1

@@ -24,7 +24,7 @@ enum class QueryType { fp8, bf16, fp16 };
 struct QueryScaling {
   QueryType type;
   int columns;             // of a row, a multiple of 8, at most the kernel's head_dim; the rest counts as zeros
-  float limit;             // what the largest |q| of a row becomes
+  float limit;             // what the largest |q| of a row becomes; of FP8 0 where rows are not lowered
   float limit_reciprocal;  // 1 / limit, rounded once
   bool early;              // no kernel before this one in the stream, that has not ended, writes Q
   uint32_t flip;           // XORed onto four e4m3 bytes: 0x80808080 turns their signs

@@ -134,7 +134,7 @@ def test_every_contender_is_run_and_checked(on_the_host: None) -> None:
         of = {row.contender: row for row in rows}
         assert (ragged.DENSE in of) == (mix is SQUARE)
         assert of["fa3_bf16"].error < 0.01 < 0.02 < of[ragged.OURS].error < 0.1
-        assert "_linear_" in of[ragged.OURS].kernel and "_exp2_" in of[ragged.CALLER].kernel
+        assert "_linear_" in of[ragged.OURS].kernel and 0.02 < of[ragged.CALLER].error < 0.1
         assert all(row.tflops == pytest.approx(mix.flops / row.median_us * 1e-6) for row in rows)
     twin = of[ragged.OURS].kernel.removesuffix("_ragged")
     assert of[ragged.DENSE].kernel == twin, "the dense kernel of the same tile"

@@ -105,6 +105,8 @@ FORMS: dict[str, Any] = {
     "the same in two sizes": lambda n: arguments(n, sequences=n // 3) | {"max_seqlen_k": n // 4},
     "fp8": lambda n: quantised(n, (1,), (1,), (1,)),
     "fp8 by head": lambda n: quantised(n, (3, 4), (3, 2), (3, 2)),
+    "fp8, few keys at first": lambda n: quantised(1000 * n - 299700, (1,), (1,), (1,)),
+    "fp8, few keys later": lambda n: quantised(2700 // (n - 299), (1,), (1,), (1,)),
 }
 
 

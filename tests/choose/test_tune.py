@@ -23,7 +23,7 @@ from fp8cutlass.call import memo as eager
 from fp8cutlass.call import supports as answers
 from fp8cutlass.call.request import request_of
 from fp8cutlass.call.settle import settle
-from fp8cutlass.choose import dispatch, tuned
+from fp8cutlass.choose import dispatch, lowering, tuned
 from fp8cutlass.choose.dispatch import decide, serving
 from fp8cutlass.choose.problem import Problem
 from fp8cutlass.choose.target import Target
@@ -158,12 +158,24 @@ def test_every_kernel_of_the_family_that_serves_is_tried(search: Any) -> None:
 
 
 def test_fp8_operands_get_no_kernel_that_could_overflow(search: Any) -> None:
-    """A kernel with f16 scores may be pinned for them, but is never chosen."""
+    """A kernel with f16 scores may be pinned for those with descales of blocks, but is never chosen."""
+    q, k, v = operands()
+    made = [fp8cutlass.quantize(x, granularity=of) for x, of in ((q, "token"), (k, "block"), (v, "block"))]
+    descales = dict(zip(("q_descale", "k_descale", "v_descale"), (d for _, d in made), strict=True))
+    found = search(*(x for x, _ in made), **descales, us=lambda i: 10.0 - i)
+    assert found.problem.quantised and found.problem.precision == "accurate"
+    assert all("_exp2" in candidate.kernel for candidate in found.candidates)
+
+
+def test_fp8_operands_that_are_lowered_get_all_kernels(search: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements of 448 would overflow f16 scores: those of pinned kernels are lowered, too."""
+    monkeypatch.setattr(lowering, "LOWER_FROM", {256: 0})
     made = [fp8cutlass.quantize(x, granularity="head") for x in operands()]
     descales = dict(zip(("q_descale", "k_descale", "v_descale"), (d for _, d in made), strict=True))
     found = search(*(x for x, _ in made), **descales, scaling="head", us=lambda i: 10.0 - i)
-    assert found.problem.quantised and found.problem.precision == "accurate"
-    assert all("_exp2" in candidate.kernel for candidate in found.candidates)
+    assert found.problem.lowered and found.problem.precision == "fast" and found.problem.scaling == "block"
+    assert any("_linear_" in candidate.kernel for candidate in found.candidates)
+    assert not any(candidate.refused for candidate in found.candidates)
 
 
 def test_a_wrong_result_never_wins(search: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +269,14 @@ def test_a_row_speaks_for_its_problem_alone(file: Path) -> None:
     kernel = rivals(PROBLEM)[0]
     assert decide(generated_dir(), PROBLEM)[0].id == kernel
     others = {"seqlen_q": 511, "seqlen_k": 513, "batch": 2, "heads": 16, "kv_heads": 4, "head_dim": 63, "sm_count": 59}
-    others |= {"card": "NVIDIA L40S", "precision": "accurate", "causal": True, "out": "fp16", "quantised": True}
+    others |= {
+        "card": "NVIDIA L40S",
+        "precision": "accurate",
+        "causal": True,
+        "out": "fp16",
+        "quantised": True,
+        "lowered": True,
+    }
     for name, value in others.items():
         decision = decide(generated_dir(), dataclasses.replace(PROBLEM, **{name: value}))[2]
         assert decision.evidence.startswith("model"), name

@@ -101,6 +101,12 @@ def test_dtypes_and_shared_heads(dtype: str, padding: str) -> None:
     assert ("softmax exp2" in output) == (dtype == "e4m3")
 
 
+@pytest.mark.parametrize("keys", [511, 512])
+def test_fp8_operands_with_enough_keys_are_lowered(keys: int) -> None:
+    output = run("--shape", f"2,8,{keys},64", "--dtype", "e4m3", "--arch", "sm90a").output
+    assert ("softmax linear" in output) == ("divided by powers of two to amax 14" in output) == (keys == 512)
+
+
 @pytest.mark.parametrize(
     ("keys", "form"), [(384, ""), (385, "385 to 512"), (512, "385 to 512"), (513, ""), (1000, "961 to 1024")]
 )
@@ -119,10 +125,11 @@ def test_the_precisions_are_those_of_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "dtype", "softmax"), [("sm90a", "bf16", "quadratic"), ("sm90a", "e4m3", "exp2"), ("sm89", "bf16", "exp2")]
+    ("arch", "dtype", "softmax"),
+    [("sm90a", "bf16", "quadratic"), ("sm90a", "e4m3", "quadratic"), ("sm89", "bf16", "exp2")],
 )
 def test_balanced(arch: str, dtype: str, softmax: str) -> None:
-    """FP8 operands may not fit f16 scores, and sm89 has no such kernel: both get what `accurate` gets."""
+    """sm89 has no such kernel: it gets what `accurate` gets."""
     problem = ("--arch", arch, "--shape", "1,8,512,64", "--dtype", dtype)
     said = run(*problem, "--precision", "balanced").output
     assert f"numerics:  softmax {softmax}, " in said

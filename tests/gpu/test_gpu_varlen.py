@@ -288,18 +288,19 @@ def test_fp8_operands(shared: str) -> None:
     assert far(there.cpu(), here) <= 0.02  # the CPU's kernel has other tiles
 
 
-@pytest.mark.parametrize("v", built_variants("ragged", softmax="exp2"), ids=lambda v: v.id)
+@pytest.mark.parametrize("v", built_variants("ragged"), ids=lambda v: v.id)
 def test_one_call_on_fp8_operands_is_that_of_torch_to_the_bit(v: Variant) -> None:
     """V of a sequence in another block, rows of no sequence that keep what was there, a sign, and a narrower head_dim;
-    rows and heads with gaps."""
+    rows and heads with gaps. Elements of 448, which kernels with f16 scores get divided by powers of two."""
     q, k, values, cu_q, cu_k = batch(v)
     cu_q[0], cu_q[-1] = 3, cu_q[-1] - 2
     used = torch.tensor([50, 0, 517, 1, 100, 299, 64, 0], dtype=torch.int32)
     number, dtype = built_manifest().index[v.id], {"bf16": torch.bfloat16, "fp16": torch.float16}[v.out]
     for scale, head_dim in ((0.125, v.head_dim), (-0.125, v.head_dim), (0.125, v.head_dim - 16)):
-        fp8 = [x.to(torch.float8_e4m3fn).view(torch.uint8).cuda() for x in (q, k, values)]
+        large = [(x * 2.0 ** (torch.arange(len(x)) % 9)[:, None, None]).clamp(-448, 448) for x in (q, k, values)]
+        fp8 = [x.to(torch.float8_e4m3fn).view(torch.uint8).cuda() for x in large]
         apart = [torch.cat([x, x], 1)[:, x.shape[1] :, :head_dim].view(torch.float8_e4m3fn) for x in fp8]
-        descales = tuple((torch.rand(8, heads) + 0.5).cuda() for heads in (4, 2, 2))
+        descales = tuple((torch.rand(8, heads) / 100).cuda() for heads in (4, 2, 2))
         call = RaggedCall(
             *apart, *on_card((cu_q, cu_k, used)), None, 0, 0, descales, scale, *WINDOWS[v.mask][0], True, dtype, "fast",
             True, "",

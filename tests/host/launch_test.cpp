@@ -816,9 +816,9 @@ static void check_copies() {
   report(runtime::launches.size() == before + 2, "nothing to copy takes no launch");
 
   Fp8PackParams packed{};
-  packed.batch = 1, packed.head_dim = 64, packed.key_block = 192;
+  packed.batch = 1, packed.head_dim = 64;
   Fp8Operand& v = packed.operand[kPackV];
-  v.x = reinterpret_cast<const uint8_t*>(0x500000), v.heads = 3, v.tokens = 1000, v.rows = 8 * 192;
+  v.x = reinterpret_cast<const uint8_t*>(0x500000), v.heads = 3, v.tokens = 1000, v.rows = 8 * 192, v.block = 192;
   RaggedPack batch{};
   batch.tokens = 700, batch.heads = 4;
   launch_fp8_ragged(kPacks[3], packed, batch, 0, nullptr);
@@ -826,6 +826,13 @@ static void check_copies() {
              last().ragged.first_cta == 48 && last().ragged.tokens == 700 && last().smem_bytes == 8448 &&
              last().kernel->name == "_ZN10fp8cutlass13copies_raggedENS_13Fp8PackParamsENS_10RaggedPackE",
          "a ragged batch in FP8: no CTA has keys of two blocks, and CTAs behind look for rows of no sequence");
+  packed.operand[kPackK] = v, packed.operand[kPackK].limit = 0x56;
+  launch_fp8_ragged(kPacks[3], packed, batch, 0, nullptr);
+  report(last().params<Fp8PackParams>().operand[kPackK].blocks == 8 && last().ragged.first_cta == 48 + 24,
+         "a CTA has all of a block of K that is lowered");
+  packed.operand[kPackV] = {}, packed.operand[kPackK].rows = 1000;
+  launch_fp8(kPacks[3], packed, 0, nullptr);
+  report(last().params<Fp8PackParams>().operand[kPackK].blocks == 6 && last().ctas == 18, "the last one, too");
 }
 
 static void check_refusals() {

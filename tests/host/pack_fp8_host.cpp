@@ -29,6 +29,19 @@ using namespace fp8cutlass;
 extern "C" int params_bytes() { return int(sizeof(Fp8PackParams)); }
 extern "C" int ragged_bytes() { return int(sizeof(RaggedPack)); }
 
+// As the launch has it (csrc/launch_pack.cpp).
+static int count_ctas(Fp8PackParams& p) {
+  int ctas = 0;
+  for (Fp8Operand& o : p.operand) {
+    if (o.x == nullptr) continue;
+    const int whole = o.block > 0 ? o.block : o.rows,
+              parts = o.limit > 0 && o.block > 0 ? 1 : (whole + kRows - 1) / kRows;
+    o.blocks = (o.rows + whole - 1) / whole * parts, o.ctas = p.batch * o.heads * o.blocks;
+    ctas += o.ctas;
+  }
+  return ctas;
+}
+
 // Runs all CTAs in a random order; what went wrong, or null.
 template <class Program>
 static const char* run_grid(int seed, const Program& program) {
@@ -50,13 +63,7 @@ static const char* run_grid(int seed, const Program& program) {
 extern "C" const char* run_ragged(const Fp8PackParams* given, const RaggedPack* batch, int seed) {
   Fp8PackParams p = *given;
   RaggedPack ragged = *batch;
-  int ctas = 0;
-  for (Fp8Operand& o : p.operand) {
-    if (o.x == nullptr) continue;
-    const int whole = &o == &p.operand[kPackV] ? p.key_block : o.rows;
-    o.blocks = o.rows / whole * ((whole + kRows - 1) / kRows), o.ctas = o.heads * o.blocks;
-    ctas += o.ctas;
-  }
+  const int ctas = count_ctas(p);
   ragged.first_cta = ctas;
   grid = unsigned(ctas + ragged.tokens / kThreads + 1);
   return run_grid(seed, [&] { RAGGED_OF(KERNEL)(p, ragged); });
@@ -66,12 +73,7 @@ extern "C" const char* run_ragged(const Fp8PackParams* given, const RaggedPack* 
 // Runs `descale_ctas` CTAs behind those of the operands; what went wrong, or null.
 extern "C" const char* run(const Fp8PackParams* given, int descale_ctas, int seed) {
   Fp8PackParams p = *given;
-  int ctas = 0;
-  for (Fp8Operand& o : p.operand) {
-    if (o.x == nullptr) continue;
-    o.blocks = (o.rows + kRows - 1) / kRows, o.ctas = p.batch * o.heads * o.blocks;
-    ctas += o.ctas;
-  }
+  const int ctas = count_ctas(p);
   p.first_cta = ctas;
   grid = unsigned(ctas + descale_ctas);
   return run_grid(seed, [&] { KERNEL(p); });

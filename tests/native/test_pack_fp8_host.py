@@ -2,7 +2,7 @@
 
 Regressions these catch: V that is packed in another order than ``pack_v`` has, or to whose tails other bytes go; rows
 that are not padded with zeros; a sign that is turned of V or K; a descale of another head; a barrier that is missing;
-keys of another sequence of a ragged batch.
+keys of another sequence of a ragged batch; lowered rows whose largest element is looked for in a part of them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from codegen.pack import Pack, Source
 from codegen.render import environment, render_pack
 from fp8cutlass.call.ragged import RaggedCall, fp8_by_torch
 from fp8cutlass.manifest import Variant
+from fp8cutlass.quant.lower import limit_byte, lowered
 from fp8cutlass.quant.v_layout import pack_v
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
-HEADERS = ("pack_fp8.cuh", "pack_ragged.cuh")  # that edits may change
+HEADERS = ("pack_fp8.cuh", "pack_ragged.cuh", "lower.cuh")  # that edits may change
 POISON = 0xA5
 ORDER = ("v", "k", "q")  # PackOrder
 
@@ -37,7 +38,7 @@ class Operand(ctypes.Structure):
         ("out", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("heads", "tokens", "rows")),
         ("flip", ctypes.c_uint32),
-        *((name, ctypes.c_int) for name in ("blocks", "ctas")),
+        *((name, ctypes.c_int) for name in ("limit", "block", "blocks", "ctas")),
     ]
 
 
@@ -55,7 +56,7 @@ class Params(ctypes.Structure):
     _fields_ = [
         ("operand", Operand * 3),
         ("descale", Descale * 3),
-        *((name, ctypes.c_int) for name in ("batch", "head_dim", "first_cta", "key_block")),
+        *((name, ctypes.c_int) for name in ("batch", "head_dim", "first_cta")),
     ]
 
 
@@ -82,6 +83,9 @@ class Ragged(ctypes.Structure):
         ("lse", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("tokens", "heads", "first_cta")),
     ]
+
+
+KIND = ({"score": "f32", "dtype": "e4m3"}, {"score": "f16", "dtype": "e4m3"})  # whether Q and K are lowered
 
 
 def build(head_dim: int, folder: Path, edit: tuple[str, str] | None = None) -> ctypes.CDLL:
@@ -122,14 +126,16 @@ class Call:
     outs: dict[str, torch.Tensor] = field(default_factory=dict)
     kept: list[torch.Tensor] = field(default_factory=list)
 
-    def operand(self, name: str, x: torch.Tensor, head_dim: int, *, negate: bool = False) -> None:
+    def operand(
+        self, name: str, x: torch.Tensor, head_dim: int, *, negate: bool = False, limit: int = 0, block: int = 0
+    ) -> None:
         batch, heads, tokens, _ = x.shape
         rows = -(-tokens // 128) * 128 if name == "v" else tokens
         shape = (batch, heads, head_dim, rows) if name == "v" else (batch, heads, rows, head_dim)
         out = self.outs[name] = torch.full(shape, POISON, dtype=torch.uint8)
         flip = 0x80808080 if negate else 0
         self.params.operand[ORDER.index(name)] = Operand(
-            x.data_ptr(), *x.stride()[:3], out.data_ptr(), heads, tokens, rows, flip
+            x.data_ptr(), *x.stride()[:3], out.data_ptr(), heads, tokens, rows, flip, limit, block
         )
         self.kept.append(x)
 
@@ -172,6 +178,70 @@ def call_of(head_dim: int, width: int, tokens: int, seed: int) -> tuple[Call, di
     return call, want
 
 
+def numbers_of(seed: int, *shape: int) -> torch.Tensor:
+    """e4m3 bytes of rows and blocks whose largest magnitudes differ, with a NaN and a row of zeros."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=random) * 2.0 ** torch.randint(-7, 7, (*shape[:3], 1), generator=random)
+    x[:, :, shape[2] // 2 :] *= 2.0**-4
+    x[0, 0, -1], x[-1, -1, 0, 3] = 0.0, torch.nan
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def lowering_call(
+    head_dim: int, width: int, block: int, tokens: int, seed: int
+) -> tuple[Call, dict[str, torch.Tensor]]:
+    """Q and K that are lowered to 14, and what they become by the operations of torch that are the specification."""
+    call, want = Call(Params(batch=2, head_dim=width)), {}
+    q, k = numbers_of(seed, 2, 2, tokens, width), numbers_of(seed + 1, 2, tokens, 2, width).transpose(1, 2)
+    descales = {"q": torch.rand(2, 2), "k": torch.rand(2, 2)}
+    limit = limit_byte(14.0)
+    for name, x, granularity in (("q", q, "token"), ("k", k, "block")):
+        call.operand(name, x.view(torch.uint8), head_dim, negate=name == "q", limit=limit, block=block * (name == "k"))
+        made, descale = lowered(x, descales[name], granularity, amax=14.0, block=block)
+        padded = F.pad(made.view(torch.uint8), (0, head_dim - width))
+        want[name], want[f"{name}_descale"] = padded ^ (0x80 if name == "q" else 0), descale
+        parts = descale.shape[2]
+        call.descale(name, descales[name][:, :, None].expand(2, 2, parts), (2, 2, parts), parts)
+        call.params.descale[ORDER.index(name)].count = 0  # not spread
+    return call, want
+
+
+def lowering_differences(library: ctypes.CDLL, head_dim: int, seed: int = 0) -> list[Any]:
+    found = []
+    for width, block, tokens in ((head_dim, 128, 130), (head_dim - 16, 192, 200), (head_dim, 256, 300)):
+        call, want = lowering_call(head_dim, width, block, tokens, seed)
+        failure = library.run(ctypes.byref(call.params), 0, seed)
+        assert failure is None, failure
+        found += [(width, block, name) for name in want if not torch.equal(call.outs[name], want[name])]
+    return found
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_lowered_operands_are_those_of_the_specification(head_dim: int, tmp_path: Path) -> None:
+    library = build(head_dim, tmp_path)
+    assert lowering_differences(library, head_dim, seed=head_dim) == []
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("step < kLanes; step *= 2", "step < kLanes / 2; step *= 2"),
+        ("words[w]);", "words[0]);"),
+        ("= largest;\n  __syncthreads();\n", "= largest;\n"),
+        ("min(max(largest & 0xffff, largest >> 16), kLargest)", "largest & 0xffff"),
+        ("byte - limit + 7", "byte - limit + 6"),
+        ("larger_bytes(x[pass][i], largest);\n  }\n#pragma unroll\n  for (int step = 16",
+         "larger_bytes(x[0][i], largest);\n  }\n#pragma unroll\n  for (int step = 16"),
+        ("of.batch, of.head, part) * power_of_two(octaves)", "of.batch, of.head, part)"),
+        ("given_descale(d, sequence_of(row), of.head, row)", "given_descale(d, 0, of.head, row)"),
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_it_sees_what_is_wrong_of_lowered_operands(edit: tuple[str, str], tmp_path: Path) -> None:
+    library = build(64, tmp_path, edit)
+    assert any(lowering_differences(library, 64, seed) for seed in range(4))
+
+
 def differences(library: ctypes.CDLL, head_dim: int, seed: int = 0) -> list[Any]:
     found = []
     for width, tokens in ((head_dim, 140), (head_dim - 16, 1)):
@@ -192,13 +262,13 @@ def test_what_it_makes_is_what_the_specification_makes(head_dim: int, tmp_path: 
 @pytest.mark.parametrize(
     "edit",
     [
-        ("  __syncthreads();\n", ""),
+        ("(stage, x);\n  __syncthreads();\n", "(stage, x);\n"),
         (": uint4{0, 0, 0, 0};", ": uint4{0, 0, 0, 1};"),
-        ("int(part) >= d.given ? 1.f", "int(part) >= d.given ? 0.f"),
-        ("int64_t(head % unsigned(d.heads)) * d.stride_head", "int64_t(0) * d.stride_head"),
+        ("if (part >= d.given) return 1.f;", "if (part >= d.given) return 0.f;"),
+        ("head * d.stride_head + part", "0 * d.stride_head + part"),
         ("d.x == nullptr ? d.value", "d.x == nullptr ? 1.f"),
         ("c.x ^ flip, c.y ^ flip", "c.x, c.y"),
-        ("+ head * o.stride_head, base", ", base"),
+        ("batch * o.stride_batch + head * o.stride_head;", "batch * o.stride_batch;"),
     ],
     ids=range(7),
 )
@@ -207,45 +277,68 @@ def test_it_sees_what_is_wrong(edit: tuple[str, str], tmp_path: Path) -> None:
     assert any(differences(library, 64, seed) for seed in range(4))
 
 
-def ragged_case(head_dim: int, width: int, variant: dict[str, Any], seed: int) -> tuple[Params, Ragged, list[Any]]:
-    """A ragged call and pairs (name, made, wanted). Sequences use fewer tokens than they have, one has none, one ends
-    in the middle of a block, and tokens lie before the first and behind the last."""
+def ragged_case(
+    head_dim: int, width: int, variant: dict[str, Any], seed: int, descales: Any = ()
+) -> tuple[Params, Ragged, list[Any]]:
+    """A ragged call and pairs (name, made, wanted). With ``descales`` Q and K are lowered. Sequences use fewer tokens
+    than they have, one has none, one ends in the middle of a block, and tokens lie before the first and behind the
+    last."""
     rows, keys = [3, 0, 140, 70], [130, 40, 0, 300]
     cu_q, cu_k = (torch.tensor([2, *rows_], dtype=torch.int32).cumsum(0).to(torch.int32) for rows_ in (rows, keys))
     used_q = torch.tensor([3, 0, 137, 70], dtype=torch.int32)
     used_k = torch.tensor([129, 40, 0, 260], dtype=torch.int32)
     tokens, key_tokens, block = int(cu_q[-1]) + 4, int(cu_k[-1]) + 3, variant["key_block"]
-    q = bytes_of(seed, tokens, 4, width).view(torch.float8_e4m3fn)
-    k, v = (bytes_of(seed + i, key_tokens, 2, width).view(torch.float8_e4m3fn) for i in (1, 2))
-    one = (torch.ones(1),) * 3
+    make = numbers_of if descales else bytes_of
+    q, k, v = (
+        make(seed + i, 1, count, heads, width)[0].view(torch.float8_e4m3fn)
+        for i, (count, heads) in enumerate(((tokens, 4), (key_tokens, 2), (key_tokens, 2)))
+    )
+    one = descales or (torch.ones(1),) * 3
     call = RaggedCall(
         q, k, v, cu_q, cu_k, used_q, used_k, 140, 300, one, -0.5, -1, 0, True, torch.bfloat16, "fast", True, ""
     )  # fmt: skip
-    made = fp8_by_torch(call, cast(Variant, SimpleNamespace(head_dim=head_dim, key_block=block)))
+    made = fp8_by_torch(
+        call, cast(Variant, SimpleNamespace(head_dim=head_dim, key_block=block, **KIND[bool(descales)]))
+    )
     columns = made.v.shape[-1]
     outs = {
         "q": torch.full((4, tokens, head_dim), POISON, dtype=torch.uint8),
-        "k": torch.full((2, key_tokens, head_dim), POISON, dtype=torch.uint8),
+        "k": torch.full((2, columns if descales else key_tokens, head_dim), POISON, dtype=torch.uint8),
         "v": torch.full((2, head_dim, columns), POISON, dtype=torch.uint8),
     }
     out, lse = torch.full((tokens, 4, head_dim), 5.0, dtype=torch.bfloat16), torch.full((4, tokens), 5.0)
     there = torch.zeros(tokens, dtype=torch.bool)
     for begin, count in zip(cu_q.tolist(), used_q.tolist(), strict=False):
         there[begin : begin + count] = True
-    params = Params(batch=1, head_dim=width, key_block=block)
+    params = Params(batch=1, head_dim=width)
     for name, x in (("v", v), ("k", k), ("q", q)):
-        rows_ = columns if name == "v" else x.shape[0]
+        in_blocks = name == "v" or (name == "k" and bool(descales))
+        rows_ = columns if in_blocks else x.shape[0]
         flip = 0x80808080 if name == "q" else 0
+        limit = limit_byte(14.0) if descales and name != "v" else 0
         params.operand[ORDER.index(name)] = Operand(
-            x.data_ptr(), 0, x.stride(1), x.stride(0), outs[name].data_ptr(), x.shape[1], x.shape[0], rows_, flip
-        )
+            x.data_ptr(), 0, x.stride(1), x.stride(0), outs[name].data_ptr(), x.shape[1], x.shape[0], rows_, flip,
+            limit, block if in_blocks else 0,
+        )  # fmt: skip
+        if limit:
+            given, wanted_scale = one[name == "k"], made.descales[name == "k"]
+            scale = outs[f"{name}_descale"] = torch.full((1, x.shape[1], wanted_scale.shape[2]), torch.nan)
+            steps = (given.stride(0), 1) if given.dim() == 2 else (0, 0)
+            params.descale[ORDER.index(name)] = Descale(
+                given.data_ptr(), 0.0, *steps, 0, scale.data_ptr(), x.shape[1], scale.shape[2], scale.shape[2], 0
+            )
     batch = Batch(
         cu_q=cu_q.data_ptr(), cu_k=cu_k.data_ptr(), used_q=used_q.data_ptr(), used_k=used_k.data_ptr(), sequences=4,
         key_tokens=key_tokens,
     )  # fmt: skip
     ragged = Ragged(batch, out.data_ptr(), out[0].nbytes, lse.data_ptr(), tokens, 4)
     wanted = {"q": made.q.transpose(0, 1), "k": made.k.transpose(0, 1), "v": made.v}
-    pairs = [(name, outs[name], wanted[name]) for name in ORDER]
+    if descales:
+        wanted |= {
+            f"{name}_descale": d.expand_as(outs[f"{name}_descale"])
+            for name, d in zip("qk", made.descales, strict=False)
+        }
+    pairs = [(name, outs[name], wanted[name]) for name in wanted]
     pairs += [("out", out, torch.where(there[:, None, None], 5.0, 0.0).to(out.dtype).expand_as(out))]
     pairs += [("lse", lse, torch.where(there, 5.0, -torch.inf).expand_as(lse)), ("kept", (call, cu_q), (call, cu_q))]
     return params, ragged, pairs
@@ -261,6 +354,32 @@ def ragged_differences(library: ctypes.CDLL, head_dim: int, seed: int = 0) -> li
     return found
 
 
+def of_sequences(sequences: int) -> Any:
+    return torch.rand(sequences, 4), torch.rand(sequences, 2), torch.rand(sequences, 2)
+
+
+def ragged_lowering_differences(library: ctypes.CDLL, head_dim: int, seed: int = 0) -> list[Any]:
+    found = []
+    for width, block, descales in (
+        (head_dim, 128, of_sequences(4)),
+        (head_dim - 16, 192, (torch.rand(1),) * 3),
+        (head_dim, 256, of_sequences(4)),
+    ):
+        params, ragged, pairs = ragged_case(head_dim, width, {"key_block": block}, seed, descales)
+        failure = library.run_ragged(ctypes.byref(params), ctypes.byref(ragged), seed)
+        assert failure is None, failure
+        # Of a token or block of no sequence any descale will do, and nothing reads it.
+        alike = {name: (x == want) | (want != want) for name, x, want in pairs[:-1]}
+        found += [(width, block, name) for name, same in alike.items() if not bool(same.all())]
+    return found
+
+
+@pytest.mark.parametrize("head_dim", [d for d in HEAD_DIMS if d != 32])
+def test_a_lowered_ragged_batch_is_what_the_specification_makes(head_dim: int, tmp_path: Path) -> None:
+    library = build(head_dim, tmp_path)
+    assert ragged_lowering_differences(library, head_dim, seed=head_dim) == []
+
+
 @pytest.mark.parametrize("head_dim", [d for d in HEAD_DIMS if d != 32])
 def test_a_ragged_batch_is_what_the_specification_makes(head_dim: int, tmp_path: Path) -> None:
     """V of a sequence in another block, keys past its end that stay, a row of O of no sequence that is not cleared."""
@@ -272,10 +391,10 @@ def test_a_ragged_batch_is_what_the_specification_makes(head_dim: int, tmp_path:
     "edit",
     [
         ("keys.first * o.stride_row,", "0 * o.stride_row,"),
-        ("keys.begin + part, keys.count", "keys.begin + part, keys.count + 1"),
-        ("p.key_block - part};", "64};"),
+        ("keys.begin + part,\n          keys.count", "keys.begin + part,\n          keys.count + 1"),
+        ("o.block - part,\n", "64,\n"),
         ("block.head * o.stride_head + keys", "0 * o.stride_head + keys"),
-        ("there ? begin : 0}", "there ? begin + 16 : 0}"),
+        ("there ? begin : 0,", "there ? begin + 16 : 0,"),
         ("token >= rows.first + rows.count)", "token > rows.first + rows.count)"),
     ],
     ids=range(6),

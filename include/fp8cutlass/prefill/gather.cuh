@@ -32,14 +32,6 @@ constexpr float kLeastDescale = 0x1p-126f, kMostDescale = 0x1p126f;
 
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7fffffff) < 0x7f800000; }
 
-// Of four e4m3 bytes.
-__device__ __forceinline__ uint32_t times(uint32_t bytes, float factor) {
-  uint32_t low, high;
-  decode::to_halves(low, high, bytes);
-  return e4m3x4(__fmul_rn(half_low(low), factor), __fmul_rn(half_high(low), factor), __fmul_rn(half_low(high), factor),
-                __fmul_rn(half_high(high), factor));
-}
-
 // Bits where one of four e4m3 bytes is NaN.
 __device__ __forceinline__ uint32_t nan_bytes(uint32_t bytes) {
   return ((bytes & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
@@ -119,10 +111,7 @@ __device__ __forceinline__ void gather_blocks(const GatherParams& p, uint8_t* st
         const float d = of_row[pass], factor = descale > 0.f ? __fdiv_rn(d, descale) : __fmul_rn(d, 0.f);
         if (factor == 1.f) continue;
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) {
-          uint4& c = x[pass][i];
-          c = uint4{times(c.x, factor), times(c.y, factor), times(c.z, factor), times(c.w, factor)};
-        }
+        for (int i = 0; i < kChunks; ++i) packing::multiply(x[pass][i], factor);
       }
     }
     if (threadIdx.x == 0) (is_v ? p.v_scales : p.k_scales)[source.head * (p.columns / kBlock) + block] = descale;

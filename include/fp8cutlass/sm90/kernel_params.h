@@ -14,13 +14,16 @@ namespace fp8cutlass::sm90 {
 struct KernelParams {
   CUtensorMap q, k, v;
   ForwardParams p;
-  Order order;
   int q_head_step, q_batch_step, k_head_step, k_batch_step;
-  int want_lse;   // of unquantised P: asked for every tile, and one word takes fewer instructions than a pointer
-  int extras;     // p.lse, p.amax or p.sinks is there: what an item's end seldom has to do
+  int want_lse;  // of unquantised P: asked for every tile, and one word takes fewer instructions than a pointer
+  int extras;    // p.lse, p.amax or p.sinks is there: what an item's end seldom has to do
+  Order order;
   TileMask mask;  // of kernels for lists of tiles
   Bias bias;      // of kernels that add one
 };
+
+// What no |q| exceeds of FP8 that a kernel lowers: 14, as an e4m3 byte. safe_slope reckons with it.
+constexpr int kLoweredTo = 0x56;
 
 constexpr int kDelivered = 2;  // operands that are handed over: V and K, the first of PackOrder
 static_assert(kPackV < kDelivered && kPackK < kDelivered);

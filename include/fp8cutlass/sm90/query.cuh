@@ -1,13 +1,16 @@
-// Q as a caller has it, bf16 or fp16, quantised on its way to the tile that wgmma reads. The warps beside the one that
-// drives the copy engine have nothing else to do, and Q is then read once and never written.
+// Q as a caller has it, quantised from bf16 or fp16, or lowered where it is e4m3, on its way to the tile that wgmma
+// reads. The warps beside the one that drives the copy engine have nothing else to do, and Q is then read once and
+// never written.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
+#include "fp8cutlass/lower.cuh"
 #include "fp8cutlass/params.h"
 #include "fp8cutlass/quantise.cuh"
+#include "fp8cutlass/sm90/kernel_params.h"
 
 namespace fp8cutlass::sm90 {
 
@@ -51,6 +54,41 @@ __device__ __forceinline__ float quantise_row(uint8_t* q, const uint8_t* source,
         uint4{a.x ^ s.flip, a.y ^ s.flip, b.x ^ s.flip, b.y ^ s.flip};
   }
   return scale.descale;
+}
+
+// One row of a tile, where it lies. Returns the power of two that it was divided by. All lanes of a warp come here
+// together.
+template <class QTile>
+__device__ __forceinline__ float lower_row(uint8_t* q, int row, uint32_t flip) {
+  constexpr int kChunks = QTile::kRowBytes / 32;  // of half a row
+  const int first = threadIdx.x % 32 / kRowsAtOnce * 16 * kChunks, from = QTile::offset(row, first);
+  const auto chunk = [&](int i) {
+    return reinterpret_cast<uint4*>(q + QTile::template behind<kChunks>(from, row, first, i));
+  };
+  uint32_t largest = 0;
+#pragma unroll 1
+  for (int i = 0; i < kChunks; ++i) largest = packing::larger_bytes(*chunk(i), largest);
+  largest = __vmaxu2(largest, __shfl_xor_sync(~0u, largest, kRowsAtOnce));
+  const int octaves = packing::octaves_above(largest, kLoweredTo);
+#pragma unroll 1
+  for (int i = 0; i < kChunks; ++i) {
+    uint4 x = *chunk(i);
+    packing::multiply(x, packing::power_of_two(-octaves));
+    *chunk(i) = uint4{x.x ^ flip, x.y ^ flip, x.z ^ flip, x.w ^ flip};
+  }
+  return packing::power_of_two(octaves);
+}
+
+// The rows of a tile, `thread` of kRowThreads. slope[row] is multiplied by what the row was divided by.
+template <class QTile>
+__device__ __forceinline__ void lower_tile(uint8_t* q, float* slope, uint32_t flip, int thread) {
+  const int lane = thread % 32;
+#pragma unroll 1
+  for (int base = thread / 32 * kRowsAtOnce; base < QTile::kRows; base += kRowThreads / 32 * kRowsAtOnce) {
+    const int row = base + lane % kRowsAtOnce;
+    const float power = lower_row<QTile>(q, row, flip);
+    if (lane < kRowsAtOnce) slope[row] *= power;
+  }
 }
 
 // The rows of a tile, `thread` of kRowThreads. slope[row] becomes `per_unit` times the row's descale.

@@ -17,13 +17,13 @@ struct Phase {
 
 struct Order {
   static constexpr int kMaxPhases = 4;
-  int items, section;  // `section` heads are finished before the next ones begin
-  int last_section;    // the first head of the last section, which may be narrower
-  int phases;
-  Phase phase[kMaxPhases];
+  int items, section;           // `section` heads are finished before the next ones begin
+  int last_section;             // the first head of the last section, which may be narrower
   Divisor width, last_width;    // heads of a section, of the last one
   Divisor heads, heads_per_kv;  // of Q: in all of a batch element, that share K and V; as items have them
-  bool head_by_head;            // of a ragged batch, see Ragged::find
+  int phases;
+  Phase phase[kMaxPhases];
+  bool head_by_head;  // of a ragged batch, see Ragged::find
 };
 
 // Without a mask there is one phase. With a causal mask items differ in length, and who draws a long one last is still

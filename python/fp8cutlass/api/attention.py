@@ -180,12 +180,13 @@ def attention(
             also 192 or 256, the tile of the kernel); ``token``: each row of query and key, each channel of value.
         precision: ``fast`` lets kernels compute P in the code domain where their conditions hold; ``balanced`` takes
             those that do so as exactly as e4m3 can be, down to 14 octaves below the largest P of a tile; ``accurate``
-            computes no P so, and serves where these have no kernel: FP8 operands, whose scores may not fit f16, and
-            ``token`` scaling; ``balanced`` exists on sm_90 alone. ``high`` multiplies V by P in two terms, so that next
-            to nothing is lost beside the rounding of the operands: e4m3, bf16 and fp16 operands, bf16 and fp16
-            results. Pinning a less precise kernel is excluded. ``int8`` makes 8-bit integers of bf16 and fp16 query and
-            key, ``int8_full`` of value and P, too, in ``block`` scaling; a NaN reaches all rows that see its descale.
-            ``int8_full`` has no kernel on Hopper.
+            computes no P so, and serves where these have no kernel: ``token`` scaling, and FP8 operands whose scores
+            may not fit f16. These are e5m2, and e4m3 with a descale finer than a head's. Other e4m3 query and key are
+            divided by powers of two to fit, each row and each block of keys. ``balanced`` exists on sm_90 alone.
+            ``high`` multiplies V by P in two terms, so that next to nothing is lost beside the rounding of the
+            operands: e4m3, bf16 and fp16 operands, bf16 and fp16 results. Pinning a less precise kernel is excluded.
+            ``int8`` makes 8-bit integers of bf16 and fp16 query and key, ``int8_full`` of value and P, too, in
+            ``block`` scaling; a NaN reaches all rows that see its descale. ``int8_full`` has no kernel on Hopper.
         smooth_k: subtract from every key of a head a mean of some of them before it is quantised, which changes nothing
             but rounding: for keys that share a bias. An LSE is that of the original keys. Not for FP8 operands. By
             default for ``int8`` and ``int8_full``.
@@ -212,8 +213,8 @@ def attention(
             a further call of one form on packed keys writes into it where its rows are aligned to 16 bytes; others
             copy.
         kernel: the id of a variant to run instead of the table's choice; its head_dim may be wider than D. One with
-            ``linear`` or ``quadratic`` softmax takes FP8 operands of magnitude 14 at most (``quantize(..., amax=14)``):
-            larger ones may overflow f16 scores or leave the range of its softmax.
+            ``linear`` or ``quadratic`` softmax takes FP8 operands of magnitude 14 at most (``quantize(..., amax=14)``)
+            where a descale is finer than a head's: larger ones may overflow f16 scores or leave its softmax's range.
         fallback: ``sdpa`` runs torch's attention when the call is well formed but no kernel serves it, and warns once
             for each set of reasons; under torch.compile while the call is traced.
         backward: ``flash`` gives operands with ``requires_grad`` a gradient: torch's flash attention computes it from

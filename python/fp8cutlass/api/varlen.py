@@ -64,7 +64,8 @@ def attention_varlen(
             has it) or ``i`` (``top_left``).
         q_descale, k_descale, v_descale: for FP8 operands, and then all three: float32, (1,) or (sequences, H) and
             (sequences, Hkv); q's may be (sequences, Hkv), too. ``real = fp8 * descale``.
-        precision: ``fast`` or ``accurate``, as in ``attention``; FP8 operands always get ``accurate``.
+        precision: ``fast`` or ``accurate``, as in ``attention``. FP8 operands of short sequences get ``accurate``,
+            which is faster then.
         out_dtype: bf16 or fp16; default the dtype of q, bf16 for FP8.
         return_lse: also return the natural-log sum of exponentials.
         kernel: the id of a variant to run.

@@ -13,6 +13,7 @@ from ..native import extension
 from ..native.attend import PACKED_BEFORE, Attend, Way, faster_way, prepare
 from ..native.fused import readable
 from ..native.masks import NO_MASK, MaskParts, pack_mask
+from ..quant.quantize import LIMITS
 from ..quant.smooth import restore_lse
 from .call import Outputs, Tensors
 from .masks import packed, parts
@@ -49,7 +50,7 @@ def prepared_call(plan: Plan, t: Tensors, *, way: Way | None = None, numbers: Se
         plan.number,
         plan.granularity,
         head_dim=t.q.shape[3],
-        amax=score_amax(variant),
+        amax=LIMITS[torch.float8_e4m3fn] if call.kind == "fp8" and not call.lowered else score_amax(variant),
         seq_major=is_seq_major(t.q),
         scale=call.scale,
         causal_offset=causal_offset,

@@ -13,7 +13,7 @@ from .backward import asked
 from .call import Call, Tensors
 from .masks import packed
 from .options import TRANSFORMS
-from .plan import Plan, resolve, score_amax
+from .plan import Plan, kernel_scaling, lowers, resolve, score_amax
 from .request import Request
 from .settle import settle
 
@@ -99,7 +99,9 @@ def _operands(call: Call, tensors: Tensors, plan: Plan) -> list[str]:
     precision = f"softmax {variant.softmax}, scores {variant.score}, output {call.out_dtype}"
     what = "Q" if call.kind == "packed" else "Q and K"
     quantised = f", {what} quantised to amax {score_amax(variant):g}" if half else ""
-    if half and call.scaling == "block" and variant.key_block != KEY_BLOCK:
+    if lowers(call, variant):
+        quantised = f", Q and K divided by powers of two to amax {score_amax(variant):g}"
+    if (half or lowers(call, variant)) and kernel_scaling(call, variant) == "block" and variant.key_block != KEY_BLOCK:
         quantised += f", a descale per {variant.key_block} keys"
     lines = [f"numerics:  {precision}{quantised}"]
     if plan.resident is not None:

@@ -16,6 +16,8 @@ from ..manifest import Variant
 from ..memory import aligned, as_bytes, empty_rows, is_seq_major
 from ..native import extension
 from ..native.fused import Operands, quantise_and_pack
+from ..quant.descale import to_canonical
+from ..quant.lower import lowered
 from ..quant.prepare import prepared
 from ..quant.quantize import quantize
 from ..quant.sinks import join_lse
@@ -24,7 +26,7 @@ from ..quant.v_layout import pack_v, pad_token_descale, unpack_v, without_zeros
 from .call import Call, Outputs, Tensors
 from .card import run_on_card
 from .masks import for_emulator, packed
-from .plan import Plan, score_amax, value_amax
+from .plan import Plan, kernel_scaling, lowers, score_amax, value_amax
 
 
 def empty_outputs(call: Call, q: torch.Tensor) -> Outputs:
@@ -151,9 +153,23 @@ def fp8_operands(call: Call, variant: Variant, t: Tensors) -> Operands:
     """FP8 operands in the form that a kernel reads: padded to its head_dim, the sign of a negative scale in Q."""
     if t.q_descale is None or t.k_descale is None or t.v_descale is None:
         raise ValueError("FP8 operands need q_descale, k_descale and v_descale")
-    made = _keys(call.scaling, variant, t.k, t.v, t.k_descale, t.v_descale)
+    if lowers(call, variant):
+        t = lowered_operands(variant, t)
+    made = _keys(kernel_scaling(call, variant), variant, t.k, t.v, t.k_descale, t.v_descale)  # type: ignore[arg-type]
     q = aligned(_query(t.q, variant, call.scale)).view(torch.uint8)
     return Operands(q, made.k, made.v, t.q_descale, made.k_descale, made.v_descale)
+
+
+def lowered_operands(variant: Variant, t: Tensors) -> Tensors:
+    """FP8 operands with descales of tensors or heads as ones with descales of rows and blocks, Q and K in the range of
+    the kernel's scores."""
+    if t.q_descale is None or t.k_descale is None or t.v_descale is None:
+        raise ValueError("FP8 operands need q_descale, k_descale and v_descale")
+    amax, block = score_amax(variant), variant.key_block
+    q, q_descale = lowered(t.q, t.q_descale, "token", amax=amax, block=block)
+    k, k_descale = lowered(t.k, t.k_descale, "block", amax=amax, block=block)
+    v_descale = to_canonical(t.v_descale, "block", t.v.shape, t.v.device, block)
+    return t._replace(q=q, k=k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
 
 
 def _query(q: torch.Tensor, variant: Variant, scale: float) -> torch.Tensor:
@@ -223,7 +239,7 @@ def _emulate(plan: Plan, t: Tensors, o: Operands, outputs: Outputs) -> None:
         v_descale,
         variant=variant,
         scale=abs(call.scale),
-        scaling=call.scaling,
+        scaling=kernel_scaling(call, variant),
         causal_offset=causal_offset,
         window_offset=window_offset if banded or call.mask == "window" else None,
         mask=for_emulator(mask),

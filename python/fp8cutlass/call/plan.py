@@ -9,6 +9,7 @@ import torch
 
 from ..choose import resident, tuned
 from ..choose.dispatch import decide
+from ..choose.lowering import stays
 from ..choose.problem import Decision, Problem
 from ..choose.reuse import KVForm
 from ..choose.special import LISTED
@@ -41,6 +42,16 @@ def score_amax(variant: Variant) -> float:
 def value_amax(variant: Variant) -> float:
     """What bf16 and fp16 V are quantised to."""
     return LIMITS[torch.int8] if OPERANDS[variant.dtype].v == torch.int8 else V_AMAX
+
+
+def kernel_scaling(call: Call, variant: Variant) -> str:
+    """The scaling mode in which a kernel runs a call."""
+    return "block" if lowers(call, variant) else call.scaling
+
+
+def lowers(call: Call, variant: Variant) -> bool:
+    """Whether Q and K are lowered for a kernel."""
+    return call.lowered and variant.score == "f16"
 
 
 def resolve(call: Call, q: torch.Tensor, k: torch.Tensor, *, shipped: bool = False) -> Plan:
@@ -93,7 +104,7 @@ def resolve_for(
         raise UnsupportedError(
             f"kernel={call.kernel!r} is built for {', '.join(variant.targets)}, {device} is {at.arch}"
         )
-    mode = load_manifest(at.directory).scaling[call.scaling]
+    mode = load_manifest(at.directory).scaling[kernel_scaling(call, variant)]
     return Plan(call, variant, number, decision, OPERANDS[variant.dtype].granularity(mode))
 
 
@@ -110,6 +121,7 @@ def problem_of(
     listed = call.masked and (on_card or (pinned is not None and pinned.mask == LISTED))
     biased = call.biased and (on_card or (pinned is not None and pinned.kind == "biased"))
     window = call.mask == "window" and on_kernel
+    lowered = call.lowered and (bool(call.kernel) or not stays(head_dim, k_shape[2]))
     return Problem(
         arch=at.arch,
         head_dim=head_dim,
@@ -119,10 +131,11 @@ def problem_of(
         heads=heads,
         dtype=dtype,
         out=OUT_NAMES[call.out_dtype],
-        scaling=call.scaling,
+        scaling="block" if lowered else call.scaling,
         causal=call.mask == "causal",
-        precision=call.precision,
+        precision=call.precision if lowered or not call.lowered else "accurate",
         quantised=call.kind == "fp8",
+        lowered=lowered,
         sm_count=at.sm_count,
         kv_heads=k_shape[1],
         card=at.card,

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ..choose.dispatch import decide, padded_head_dim
+from ..choose.lowering import stays
 from ..choose.problem import Problem
 from ..choose.resident import OfLengths, for_lengths
 from ..choose.special import PRECISE_ENOUGH
@@ -28,14 +29,27 @@ from ..errors import NoKernelError, UnsupportedError
 from ..manifest import KEY_BLOCK, Variant, load_manifest
 from ..memory import as_bytes
 from ..native import extension
-from ..quant.quantize import V_AMAX, quantize
+from ..quant.lower import lowered
+from ..quant.quantize import LIMITS, V_AMAX, quantize
 from ..quant.v_layout import pack_v
 from .call import FAR, Call, Tensors
-from .launch import quantised, score_amax
+from .launch import lowered_operands, quantised, score_amax
+from .options import F16_SCORES
 from .ragged_call import RaggedCall
 from .ragged_launch import launch, leaves_q, with_sinks
 
 SOFTMAXES = {"fast": ("linear", "exp2"), "accurate": ("exp2",)}  # what serves a precision, the preferred one first
+
+
+def precision_of(call: RaggedCall) -> str:
+    """That of the kernel, where none is pinned."""
+    sizes = call.q.shape[2], call.k.shape[0], call.cu_k.shape[0] - 1, call.max_k
+    return precision_for(call.precision, bool(call.descales), bool(call.softcap), *sizes)
+
+
+def precision_for(precision: str, fp8: bool, capped: bool, *sizes: int) -> str:
+    """``precision_of`` a call of these sizes, as :func:`.stays` takes them. Caps have exponentials alone."""
+    return "accurate" if capped or (fp8 and stays(*sizes)) else precision
 
 
 def blocks_of(tokens: int, sequences: int, key_block: int) -> int:
@@ -73,10 +87,10 @@ def to_blocks(x: torch.Tensor, place: torch.Tensor, blocks: int, key_block: int)
     return spread[:-1].transpose(0, 1)[None]
 
 
-def choose(at: Target, call: RaggedCall) -> tuple[Variant, int]:
-    """The one kernel of the class, and its number in the extension; NoKernelError where the target has none."""
-    exact = bool(call.descales or call.softcap)
-    softmaxes = SOFTMAXES["accurate" if exact and not call.kernel else call.precision]
+def choose(at: Target, call: RaggedCall, precision: str = "") -> tuple[Variant, int]:
+    """The one kernel of the class, and its number in the extension; NoKernelError where the target has none.
+    ``precision`` stands in for that of the call's sizes."""
+    softmaxes = SOFTMAXES[call.precision if call.kernel else precision or precision_of(call)]
     of_call = (call.q.shape[2], call.mask, OUT_NAMES[call.out_dtype], bool(call.softcap), softmaxes, call.kernel)
     return _chosen(at.directory, at.arch, *of_call)
 
@@ -169,14 +183,37 @@ def launch_made(call: RaggedCall, made: Made, variant: Variant, number: int, lse
 
 
 def fp8_by_torch(call: RaggedCall, variant: Variant) -> Made:
-    """Of a call with FP8 tensors, on any device: V is packed, Q and K are read as they are."""
+    """Of a call with FP8 tensors, on any device: V is packed. Q and K are lowered where the kernel has f16 scores, else
+    read as they are."""
     block, missing = variant.key_block, variant.head_dim - call.q.shape[2]
     q, k, v = (F.pad(x.view(torch.uint8), (0, missing)) for x in (call.q, call.k, call.v))
-    q = q ^ 0x80 if call.scale < 0 else q
-    blocks = blocks_of(call.k.shape[0], call.cu_k.shape[0] - 1, block)
+    sequences = call.cu_k.shape[0] - 1
+    blocks = blocks_of(call.k.shape[0], sequences, block)
     place = places(call.cu_k, call.used_k, call.k.shape[0], block)
-    packed = pack_v(to_blocks(v, place, blocks, block))
-    return Made(q.contiguous(), k.contiguous(), packed[0], call.descales, False)
+    packed = pack_v(to_blocks(v, place, blocks, block))[0]
+    descales, in_blocks = call.descales, score_amax(variant) < LIMITS[torch.float8_e4m3fn]
+    if in_blocks:
+        amax = score_amax(variant)
+        one = torch.ones(1, device=q.device)
+        q8, q_power = lowered(q.transpose(0, 1)[None].view(call.q.dtype), one, "token", amax=amax, block=block)
+        k_blocks = to_blocks(k, place, blocks, block).view(call.k.dtype)
+        k8, k_power = lowered(k_blocks, one, "block", amax=amax, block=block)
+        q, k = (x.view(torch.uint8)[0].transpose(0, 1) for x in (q8, k8))
+        ends = call.cu_k[1:].long() // block + torch.arange(1, sequences + 1, device=q.device)
+        of_block = torch.searchsorted(ends, torch.arange(blocks, device=q.device), right=True)
+        of_token = torch.searchsorted(call.cu_q[1:].long(), torch.arange(q.shape[0], device=q.device), right=True)
+        descales = (
+            (_each(call.descales[0], of_token.clamp(max=sequences - 1)) * q_power).contiguous(),
+            (_each(call.descales[1], of_block.clamp(max=sequences - 1)) * k_power).contiguous(),
+            call.descales[2],
+        )
+    q = q ^ 0x80 if call.scale < 0 else q
+    return Made(q.contiguous(), k.contiguous(), packed, descales, in_blocks)
+
+
+def _each(descale: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """(1,) or (sequences, heads) for tokens or blocks, whose ``sequence`` is given: (1, heads or 1, their number)."""
+    return descale.reshape(1, 1, 1) if descale.dim() == 1 else descale[sequence].T[None]
 
 
 def by_torch(call: RaggedCall, variant: Variant) -> Made:
@@ -220,6 +257,20 @@ def _emulate(call: RaggedCall, out: torch.Tensor, lse: torch.Tensor) -> None:
             lse[:, of] = log_sum[0]
 
 
+def sequence_kernel(call: RaggedCall, q: torch.Tensor, k: torch.Tensor) -> Variant:
+    """What the emulator takes for one sequence: the kernel that the table has for its sizes."""
+    at, precision, fp8 = target(q.device), precision_of(call), bool(call.descales)
+    scaling = "block"
+    if fp8 and precision not in F16_SCORES:
+        scaling = "head" if call.descales[0].dim() == 2 else "tensor"
+    problem = Problem(
+        arch=at.arch, head_dim=q.shape[3], seqlen_q=q.shape[2], seqlen_k=k.shape[2], batch=1, heads=q.shape[1],
+        dtype="e4m3", out=OUT_NAMES[call.out_dtype], scaling=scaling, causal=call.mask == "causal",
+        precision=precision, quantised=fp8, lowered=fp8 and precision in F16_SCORES, sm_count=at.sm_count,
+    )  # fmt: skip
+    return decide(at.directory, problem)[0]
+
+
 def emulate_sequence(
     call: RaggedCall,
     q: torch.Tensor,
@@ -232,20 +283,15 @@ def emulate_sequence(
     rows, keys, head_dim = q.shape[2], k.shape[2], q.shape[3]
     offset = keys - rows if call.bottom_right else 0
     right, left = (FAR if end < 0 else end for end in (call.right, call.left))
+    variant = variant or sequence_kernel(call, q, k)
+    fits = bool(descales) and variant.score == "f16"
     scaling = "block"
-    if descales:
+    if descales and not fits:
         scaling = "head" if descales[0].dim() == 2 else "tensor"
-    if variant is None:
-        at = target(q.device)
-        problem = Problem(
-            arch=at.arch, head_dim=head_dim, seqlen_q=rows, seqlen_k=keys, batch=1, heads=q.shape[1],
-            dtype="e4m3", out=OUT_NAMES[call.out_dtype], scaling=scaling, causal=call.mask == "causal",
-            precision="accurate" if descales or call.softcap else call.precision, quantised=bool(descales),
-            sm_count=at.sm_count,
-        )  # fmt: skip
-        variant, _, _ = decide(at.directory, problem)
     q_descale, k_descale, v_descale = descales or (None, None, None)
     one = Tensors(q, k, v, q_descale, k_descale, v_descale)
+    if fits:
+        one = lowered_operands(variant, one)
     if not descales:
         half = Call("half", call.out_dtype, call.scale)
         one = quantised(half, variant, {"q": "token", "k": "block", "v": "block"}, one)

@@ -53,7 +53,7 @@ class Launch:
         written. ``leave_q``: the attention kernel quantises Q itself, where it can; the bits are the same."""
         given: tuple[Any, ...]
         if self.fp8:
-            given = (*descales, *lengths, lse, *self.numbers, self.softcap, sinks)
+            given = (*descales, *lengths, lse, self.amaxes[0], *self.numbers, self.softcap, sinks)
         else:
             numbers = (*self.amaxes, *self.numbers, leave_q, None, self.softcap)
             given = (*lengths, lse, *numbers, sinks, self.resident)

@@ -19,7 +19,7 @@ from ..choose.target import target
 from ..memory import ALIGNMENT
 from .kept import Kept, Signature
 from .memo import SINKS
-from .ragged import choose, keeping
+from .ragged import choose, keeping, precision_for, precision_of
 from .ragged_call import RaggedCall
 from .ragged_launch import is_legible, launch_of, leaves_q
 
@@ -138,8 +138,10 @@ def remember(signed: Signature, call: RaggedCall, descales: tuple[Any, ...]) -> 
     if any(made is not given for made, given in zip(call.descales, descales, strict=False)):
         return  # they were spread over heads
     at = target(call.q.device)
-    variant, number = choose(at, call)
-    usual, width = launch_of(call, variant, number), call.q.shape[2]
+    variant, width = choose(at, call)[0], call.q.shape[2]
+    names = {call.precision, "accurate"} if call.descales else {precision_of(call)}
+    ways = {name: launch_of(call, *choose(at, call, name)) for name in names}
+    kind = call.precision, bool(call.descales), bool(call.softcap), width
     whole, wants_lse = variant.head_dim == width, call.return_lse
     short = [(x, launch_of(call, x.variant, x.variant_number, x.number)) for x in keeping(at, call)]
 
@@ -149,6 +151,7 @@ def remember(signed: Signature, call: RaggedCall, descales: tuple[Any, ...]) -> 
         q, k, v = operands
         rows, sequences = q.shape[0], lengths[0].shape[0] - 1
         of = (longest[1], sequences, q.shape[1], k.shape[1], at.sm_count)
+        usual = ways[precision_for(*kind, k.shape[0], sequences, longest[1])]
         launch = next((launch for kept, launch in short if kept.serves(*of)), usual)
         lse = q.new_empty((q.shape[1], rows), dtype=torch.float32) if wants_lse else None
         out = launch(q, k, v, lengths, descales, sinks, lse, leaves_q(rows, sequences))

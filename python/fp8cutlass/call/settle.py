@@ -8,7 +8,7 @@ import torch
 
 from ..choose.dispatch import padded_head_dim
 from ..choose.special import NEW_MASKS
-from ..choose.target import granularities, head_dims, unserved
+from ..choose.target import granularities, has_f16_scores, head_dims, unserved
 from ..dtypes import DTYPE_NAMES, OUT_NAMES, operand_name
 from ..errors import NoKernelError
 from ..manifest import INTEGER, KEY_BLOCK
@@ -42,8 +42,10 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
     out_dtype = options.out_dtype or (q.dtype if half else torch.bfloat16)
     checks.check_out(given, out_dtype, given.query.shape if entered is None else entered[1].shape)
     checks.check_features(request)
-    # FP8 operands may hold anything up to 448, which f16 scores do not: whoever pins a kernel has seen to it.
-    fits = half or options.kernel or options.precision not in F16_SCORES
+    # FP8 operands may hold anything up to 448, which f16 scores do not: they are lowered where no descale is finer than
+    # a head's. Whoever pins a kernel for finer ones has seen to it.
+    lowered = options.precision in F16_SCORES and _can_be_lowered(request, shipped)
+    fits = half or lowered or options.kernel or options.precision not in F16_SCORES
     biased = masks.is_bias(request.attn_mask)
     capped = bool(options.softcap)
     if (biased or capped) and options.precision in INTEGER:  # whose scores are integers
@@ -52,15 +54,19 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
     if biased or (capped and not options.kernel):  # a bias is added to float32 scores, caps have exponentials alone
         fits = options.precision not in F16_SCORES
     precision = options.precision if fits else "accurate"
+    lowered = lowered and precision in F16_SCORES
+    scaling = "head" if lowered and options.scaling == "block" else options.scaling
+    if lowered:
+        granularity = granularities(scaling)
     left, right = visible(options)
     masked = request.attn_mask is not None and not biased
     mask = "blocks" if masked else "bias" if biased else mask_of(left, right)
-    _check_served(options, q, OUT_NAMES[out_dtype], mask, precision, shipped)
+    _check_served(options, q, OUT_NAMES[out_dtype], mask, precision, shipped, "block" if lowered else scaling)
     call = Call(
         kind="packed" if packed is not None else "half" if half else "fp8",
         out_dtype=out_dtype,
         scale=1.0 / math.sqrt(q.shape[3]) if options.scale is None else float(options.scale),
-        scaling=options.scaling,
+        scaling=scaling,
         precision=precision,
         left=left,
         right=right,
@@ -77,6 +83,7 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
         key_block=KEY_BLOCK if packed is None else packed.key_block,
         amax=0.0 if packed is None else packed.amax,
         softcap=float(options.softcap),
+        lowered=lowered,
     )
     out_descale = None
     if request.out_descale is not None:
@@ -93,7 +100,19 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
     return call, Tensors(q, k, v, q_descale, k_descale, v_descale, out_descale, **more)
 
 
-def _check_served(options: Options, q: torch.Tensor, out: str, mask: str, precision: str, shipped: bool) -> None:
+def _can_be_lowered(request: Request, shipped: bool) -> bool:
+    """Whether Q and K are e4m3 with descales of heads, or of more, and no pinned kernel stands against it."""
+    q, kernel = request.query, request.options.kernel
+    descales = (request.q_descale, request.k_descale, request.v_descale)
+    coarse = all(not isinstance(d, torch.Tensor) or d.dim() < 3 for d in descales)
+    if q.dtype != torch.float8_e4m3fn or request.options.scaling == "token" or not coarse:
+        return False
+    return not kernel or has_f16_scores(q.device.type, q.device.index, shipped, kernel)
+
+
+def _check_served(
+    options: Options, q: torch.Tensor, out: str, mask: str, precision: str, shipped: bool, scaling: str
+) -> None:
     """NoKernelError where the device has no kernel for such a call, whatever its lengths."""
     device = (q.device.type, q.device.index, shipped)
     capped = 1 if options.softcap else 0  # a plain number where torch.compile traces
@@ -102,6 +121,6 @@ def _check_served(options: Options, q: torch.Tensor, out: str, mask: str, precis
     if not refusals:
         head_dim = padded_head_dim(q.shape[3], available)
         if options.kernel is None or mask in NEW_MASKS:
-            refusals = unserved(*device, head_dim, dtype, out, options.scaling, mask, precision, capped)
+            refusals = unserved(*device, head_dim, dtype, out, scaling, mask, precision, capped)
     if refusals:
         raise NoKernelError(*refusals)

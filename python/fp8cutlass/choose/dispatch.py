@@ -102,7 +102,8 @@ def unchosen(manifest: Manifest, problem: Problem, chosen: str) -> Iterator[Deci
 
 def _fits_blocks(variant: Variant, problem: Problem) -> bool:
     """False where the operands come with a descale for other groups of keys than the kernel reads."""
-    return variant.key_block == KEY_BLOCK or not (problem.quantised and problem.scaling == "block")
+    by_block = problem.quantised and problem.scaling == "block" and not problem.lowered
+    return variant.key_block == KEY_BLOCK or not by_block
 
 
 @lru_cache(maxsize=4096)

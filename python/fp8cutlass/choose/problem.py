@@ -13,7 +13,7 @@ class Problem:
     """What the choice of a kernel depends on. ``heads`` counts query heads; lengths are in tokens.
 
     ``head_dim`` is the caller's, the kernel's may be wider. ``quantised`` operands come with descales per KEY_BLOCK
-    keys, others are quantised for the kernel that is chosen.
+    keys, or ``lowered`` of heads, which any blocks can share. Others are quantised for the kernel that is chosen.
     """
 
     arch: str
@@ -28,6 +28,7 @@ class Problem:
     causal: bool
     precision: str
     quantised: bool = False
+    lowered: bool = False
     sm_count: int = CPU_SM_COUNT
     kv_heads: int = 0  # this and the name of the card matter only to what `tune` measured; "" asks the table alone
     card: str = ""

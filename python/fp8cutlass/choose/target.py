@@ -113,6 +113,18 @@ def head_dims(
 
 
 @constant
+def has_f16_scores(kind: str, index: int | None, shipped: bool, kernel: str) -> bool:
+    """Whether a kernel that a device can run is one of scaling mode "block" with f16 scores; False where it has none of
+    that id."""
+    try:
+        manifest = load_manifest(target(device_of(kind, index), shipped=shipped).directory)
+    except NoKernelError:
+        return False
+    found = manifest.variants[manifest.index[kernel]] if kernel in manifest.index else None
+    return found is not None and found.score == "f16" and "block" in found.scalings
+
+
+@constant
 def granularities(scaling: str) -> tuple[str, str, str]:
     """What shares a descale in Q, K and V; UnsupportedError lists the scaling modes. The same for every device."""
     modes = load_manifest(generated_dir()).scaling

@@ -1,8 +1,8 @@
 """Calls on a card, from the chosen kernel to its outputs: one operator of the extension each.
 
-``attend`` quantises bf16 and fp16 operands, ``attend_fp8`` packs FP8 ones, ``attend_packed`` quantises Q for packed K
-and V. Each allocates, and attends. The bits are those of :mod:`.fused` and ``forward`` one after the other, or of torch
-operations and ``forward``. docs/design/terms.md defines "Q left" and "handover"."""
+``attend`` quantises bf16 and fp16 operands, ``attend_fp8`` lowers and packs FP8 ones, ``attend_packed`` quantises Q for
+packed K and V. Each allocates, and attends. The bits are those of :mod:`.fused` and ``forward`` one after the other, or
+of torch operations and ``forward``. docs/design/terms.md defines "Q left" and "handover"."""
 
 from __future__ import annotations
 

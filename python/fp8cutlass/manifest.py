@@ -137,16 +137,21 @@ class Manifest:
             return self.head_dims[arch]
         return _head_dims_of(self.directory, arch, dtype) or self.head_dims[arch]
 
+    def known(self, variant_id: str) -> Variant | None:
+        """The variant of that id, if it is there."""
+        return self.variants[self.index[variant_id]] if variant_id in self.index else None
+
     def find(self, variant_id: str) -> Variant:
         """Return the variant of that id; UnsupportedError names the profile and what is near it."""
-        if variant_id not in self.index:
+        found = self.known(variant_id)
+        if found is None:
             near = [v.id for v in self.variants if v.id.split("_")[:3] == variant_id.split("_")[:3]][:4]
             hint = f"; among those it has are {', '.join(near)}" if near else ""
             raise UnsupportedError(
                 f"kernel={variant_id!r} is not in the manifest of profile {self.profile!r} "
                 f"({len(self.variants)} variants in {self.directory}){hint}"
             )
-        return self.variants[self.index[variant_id]]
+        return found
 
 
 @cache

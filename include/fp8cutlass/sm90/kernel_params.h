@@ -10,7 +10,8 @@
 namespace fp8cutlass::sm90 {
 
 // A coordinate is multiplied by its step: 0 where a dimension is expanded (stride 0), for which tensor maps have no
-// word.
+// word. What every item reads lies in front of the order's phases: the first read of each 64 bytes waits
+// (docs/lab/walk.md, row 43).
 struct KernelParams {
   CUtensorMap q, k, v;
   ForwardParams p;

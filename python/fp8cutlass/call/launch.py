@@ -151,24 +151,29 @@ def quantised_keys(
 
 def fp8_operands(call: Call, variant: Variant, t: Tensors) -> Operands:
     """FP8 operands in the form that a kernel reads: padded to its head_dim, the sign of a negative scale in Q."""
-    if t.q_descale is None or t.k_descale is None or t.v_descale is None:
-        raise ValueError("FP8 operands need q_descale, k_descale and v_descale")
     if lowers(call, variant):
         t = lowered_operands(variant, t)
-    made = _keys(kernel_scaling(call, variant), variant, t.k, t.v, t.k_descale, t.v_descale)  # type: ignore[arg-type]
+    q_descale, k_descale, v_descale = _descales(t)
+    made = _keys(kernel_scaling(call, variant), variant, t.k, t.v, k_descale, v_descale)
     q = aligned(_query(t.q, variant, call.scale)).view(torch.uint8)
-    return Operands(q, made.k, made.v, t.q_descale, made.k_descale, made.v_descale)
+    return Operands(q, made.k, made.v, q_descale, made.k_descale, made.v_descale)
+
+
+def _descales(t: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Those of FP8 operands, which have all three."""
+    if t.q_descale is None or t.k_descale is None or t.v_descale is None:
+        raise ValueError("FP8 operands need q_descale, k_descale and v_descale")
+    return t.q_descale, t.k_descale, t.v_descale
 
 
 def lowered_operands(variant: Variant, t: Tensors) -> Tensors:
     """FP8 operands with descales of tensors or heads as ones with descales of rows and blocks, Q and K in the range of
     the kernel's scores."""
-    if t.q_descale is None or t.k_descale is None or t.v_descale is None:
-        raise ValueError("FP8 operands need q_descale, k_descale and v_descale")
     amax, block = score_amax(variant), variant.key_block
-    q, q_descale = lowered(t.q, t.q_descale, "token", amax=amax, block=block)
-    k, k_descale = lowered(t.k, t.k_descale, "block", amax=amax, block=block)
-    v_descale = to_canonical(t.v_descale, "block", t.v.shape, t.v.device, block)
+    q_descale, k_descale, v_descale = _descales(t)
+    q, q_descale = lowered(t.q, q_descale, "token", amax=amax, block=block)
+    k, k_descale = lowered(t.k, k_descale, "block", amax=amax, block=block)
+    v_descale = to_canonical(v_descale, "block", t.v.shape, t.v.device, block)
     return t._replace(q=q, k=k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
 
 

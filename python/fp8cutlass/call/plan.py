@@ -16,7 +16,7 @@ from ..choose.special import LISTED
 from ..choose.target import Target, target
 from ..dtypes import OPERANDS, OUT_NAMES, operand_name
 from ..errors import UnsupportedError
-from ..manifest import INTEGER, SCORE_AMAX, Manifest, Resident, Variant, load_manifest
+from ..manifest import INTEGER, SCORE_AMAX, Resident, Variant, load_manifest
 from ..quant.quantize import LIMITS, V_AMAX
 from .call import Call
 
@@ -117,7 +117,7 @@ def problem_of(
     # pinned one of no mask for a mask or a bias.
     on_card = device.type == "cuda"
     on_kernel = on_card or bool(call.kernel)
-    pinned = None if on_card else _pinned(load_manifest(at.directory), call.kernel)
+    pinned = None if on_card else load_manifest(at.directory).known(call.kernel)
     listed = call.masked and (on_card or (pinned is not None and pinned.mask == LISTED))
     biased = call.biased and (on_card or (pinned is not None and pinned.kind == "biased"))
     window = call.mask == "window" and on_kernel
@@ -145,8 +145,3 @@ def problem_of(
         listed=listed,
         whole=listed and call.whole,
     )
-
-
-def _pinned(manifest: Manifest, kernel: str) -> Variant | None:
-    """The kernel of that id, if it is there."""
-    return manifest.variants[manifest.index[kernel]] if kernel in manifest.index else None

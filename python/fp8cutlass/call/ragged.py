@@ -257,12 +257,15 @@ def _emulate(call: RaggedCall, out: torch.Tensor, lse: torch.Tensor) -> None:
             lse[:, of] = log_sum[0]
 
 
+def _shared_by(descales: tuple[torch.Tensor, ...]) -> str:
+    """The scaling mode of descales as a caller gives them."""
+    return "head" if descales[0].dim() == 2 else "tensor"
+
+
 def sequence_kernel(call: RaggedCall, q: torch.Tensor, k: torch.Tensor) -> Variant:
     """What the emulator takes for one sequence: the kernel that the table has for its sizes."""
     at, precision, fp8 = target(q.device), precision_of(call), bool(call.descales)
-    scaling = "block"
-    if fp8 and precision not in F16_SCORES:
-        scaling = "head" if call.descales[0].dim() == 2 else "tensor"
+    scaling = _shared_by(call.descales) if fp8 and precision not in F16_SCORES else "block"
     problem = Problem(
         arch=at.arch, head_dim=q.shape[3], seqlen_q=q.shape[2], seqlen_k=k.shape[2], batch=1, heads=q.shape[1],
         dtype="e4m3", out=OUT_NAMES[call.out_dtype], scaling=scaling, causal=call.mask == "causal",
@@ -285,9 +288,7 @@ def emulate_sequence(
     right, left = (FAR if end < 0 else end for end in (call.right, call.left))
     variant = variant or sequence_kernel(call, q, k)
     fits = bool(descales) and variant.score == "f16"
-    scaling = "block"
-    if descales and not fits:
-        scaling = "head" if descales[0].dim() == 2 else "tensor"
+    scaling = _shared_by(descales) if descales and not fits else "block"
     q_descale, k_descale, v_descale = descales or (None, None, None)
     one = Tensors(q, k, v, q_descale, k_descale, v_descale)
     if fits:

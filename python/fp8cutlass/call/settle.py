@@ -55,6 +55,7 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
         fits = options.precision not in F16_SCORES
     precision = options.precision if fits else "accurate"
     lowered = lowered and precision in F16_SCORES
+    # Descales that are no finer than heads stay so, as their blocks are the kernel's, not those of 128 keys.
     scaling = "head" if lowered and options.scaling == "block" else options.scaling
     if lowered:
         granularity = granularities(scaling)

@@ -120,7 +120,7 @@ def has_f16_scores(kind: str, index: int | None, shipped: bool, kernel: str) -> 
         manifest = load_manifest(target(device_of(kind, index), shipped=shipped).directory)
     except NoKernelError:
         return False
-    found = manifest.variants[manifest.index[kernel]] if kernel in manifest.index else None
+    found = manifest.known(kernel)
     return found is not None and found.score == "f16" and "block" in found.scalings
 
 

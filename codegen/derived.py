@@ -10,7 +10,7 @@ class Unrolled:
     """A form of a kernel for KV lengths from `least_keys` to `most_keys`, in which the tiles of an item are unrolled.
 
     tiles: of an item. last_keys: of the last one that are multiplied. products: matrix instructions that a warpgroup
-    issues for an item.
+    issues for an item. plain: for calls without LSE, sinks and amax alone.
     """
 
     least_keys: int
@@ -18,14 +18,15 @@ class Unrolled:
     tiles: int
     last_keys: int
     products: int
+    plain: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Derived:
     """registers: an estimate of what a thread of the main loop needs; register_limit: what it may have; spilled: how
     many more it may keep in local memory; quantises_q: takes Q in 16 bits as well; unrolled: what forms it has beside
-    the one for any length; halves: slots of shared memory that a tile of K, or of V, takes; parts: products that share
-    the columns of P V."""
+    the one for any length; plain: whether there is one for calls of any length without LSE, sinks and amax; halves:
+    slots of shared memory that a tile of K, or of V, takes; parts: products that share the columns of P V."""
 
     threads: int
     rows_per_warp: int
@@ -41,6 +42,7 @@ class Derived:
     spilled: int = 0
     quantises_q: bool = False
     unrolled: tuple[Unrolled, ...] = ()
+    plain: bool = False
     halves: int = 1
     parts: int = 1
 

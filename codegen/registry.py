@@ -8,6 +8,7 @@ from jinja2 import Environment
 
 from codegen.arch import TARGETS
 from codegen.decode import Decode
+from codegen.derived import Unrolled
 from codegen.families import derive
 from codegen.legal import served
 from codegen.pack import Pack
@@ -30,6 +31,10 @@ class Row:
 
 def _flag(value: bool) -> str:
     return "true" if value else "false"
+
+
+def _key_range(form: Unrolled) -> str:
+    return f"{{{form.least_keys}, {form.most_keys}, {_flag(form.plain)}}}"
 
 
 def variant_row(v: Variant) -> Row:
@@ -65,7 +70,8 @@ def variant_row(v: Variant) -> Row:
             "draws": _flag(v.schedule.draws and v.cluster.ctas == 1),
             "quantises_q": _flag(d.quantises_q),
             "ragged": _flag(v.walk.tables),
-            "unrolled": "{" + ", ".join(f"{{{u.least_keys}, {u.most_keys}}}" for u in d.unrolled) + "}",
+            "unrolled": "{" + ", ".join(_key_range(u) for u in d.unrolled) + "}",
+            "plain": _flag(d.plain),
             "capped": _flag(v.change.capped),
             "biased": _flag(v.change.biased),
         }

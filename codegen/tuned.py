@@ -6,6 +6,8 @@ what is missing here.
 spilled: so many registers may go through local memory: a few words of a tile, stored behind the scores and read back
 under the products, and of an item.
 unrolled: forms of the kernel with an item's tiles unrolled, two or more, by the most keys of each.
+plain: forms for calls without LSE, sinks and amax, as a jump past the code of these waits for instructions: those of
+`unrolled` by their keys, and 0 one for any number of keys.
 prepares: what a tile's softmax needs beside its scores is made ready before they are there.
 early: P V of a tile is added to O while the next Q K^T runs, not after it.
 middle: tiles in the middle of an item have a loop of their own, which has fewer jumps.
@@ -25,7 +27,7 @@ from codegen.axes import Mask, Out, Schedule, Softmax, Walk
 from codegen.variant import Variant, axis_text
 
 PATH = Path(__file__).resolve().parent.parent / "tuning" / "kernels.csv"
-FINDINGS = ("spills", "spilled", "unrolled", "prepares", "early", "middle")
+FINDINGS = ("spills", "spilled", "unrolled", "plain", "prepares", "early", "middle")
 _WHERE = ("tile", "softmax", "schedule", "out", "mask", "walk")
 _NAMES = {"softmax": Softmax, "schedule": Schedule, "out": Out, "mask": Mask, "walk": Walk}
 COLUMNS = ("family", "what", "head_dim", *_WHERE, "value", "evidence")

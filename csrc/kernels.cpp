@@ -76,7 +76,11 @@ std::string name_of(int source, int form) {
   if (source >= kVariantCount + kPackCount) return spelled(id, "ENS_6decode12DecodeParamsE");
   if (source < kVariantCount) {
     const VariantEntry& variant = kVariants[source];
-    const std::string name = form == 0 ? id : id + "_keys" + std::to_string(variant.unrolled[form - 1].most);
+    std::string name = id;
+    if (form == kPlainForm)
+      name += "_plain";
+    else if (form > 0)
+      name += "_keys" + std::to_string(variant.unrolled[form - 1].most);
     return spelled(name, variant.family == Family::sm90a ? "ENS_4sm9012KernelParamsE" : "ENS_13ForwardParamsEi");
   }
   switch (form) {
@@ -225,8 +229,11 @@ cudaKernel_t kernel_of(Single single, int device) { return find(source_of(single
 
 bool has_kernel(int source, int form) {
   if (source < 0 || form < 0 || form >= kMostForms) return false;
-  if (source < kVariantCount)
-    return form == 0 || (form <= kMostUnrolled && kVariants[source].unrolled[form - 1].most > 0);
+  if (source < kVariantCount) {
+    const VariantEntry& variant = kVariants[source];
+    if (form == kPlainForm) return variant.plain;
+    return form == 0 || (form <= kMostUnrolled && variant.unrolled[form - 1].most > 0);
+  }
   if (source < kVariantCount + kPackCount) {
     const PackEntry& pack = kPacks[source - kVariantCount];
     if (form == kPackRagged) return pack.ragged;

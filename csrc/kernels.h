@@ -11,10 +11,11 @@
 namespace fp8cutlass {
 
 // The functions of a source are its forms; packs of FP8 have the plain one, that of ragged batches and that of pages,
-// which no other has. Of a variant: 0 takes any number of keys, i > 0 is unrolled[i - 1].
+// which no other has. Of a variant: 0 takes any call, i > 0 is unrolled[i - 1], kPlainForm is VariantEntry::plain.
 enum PackForm { kPackPlain, kPackTransform, kPackMaxima, kPackMaximaTransform, kPackDeliver, kPackRagged, kPackGather };
 constexpr int kMostForms = 7;
-static_assert(kMostForms > kMostUnrolled && kMostForms > kPackGather);
+constexpr int kPlainForm = kMostUnrolled + 1;
+static_assert(kMostForms > kPlainForm && kMostForms > kPackGather);
 
 // Of a kernel that keeps K and V: its forms.
 enum ResidentForm { kResidentFull, kResidentCausal, kResidentRaggedFull, kResidentRaggedCausal, kResidentForms };

@@ -13,6 +13,7 @@ enum class Family { sm89, sm90a };
 
 struct KeyRange {
   int least, most;
+  bool plain;  // for calls without LSE, sinks and amax alone
 };
 
 // Of a kernel: the forms for some numbers of keys, in which an item's tiles are unrolled.
@@ -36,6 +37,7 @@ struct VariantEntry {
   bool quantises_q;                  // takes Q in bf16 and fp16, too
   bool ragged;                       // walks a ragged batch, and no other
   KeyRange unrolled[kMostUnrolled];  // those that there are; the rest zeros
+  bool plain;                        // has a form for any number of keys that is plain
   bool capped;                       // bends scores by a tanh
   bool biased;                       // adds a tensor to scaled scores
 };

@@ -12,13 +12,14 @@ namespace fp8cutlass {
 
 namespace {
 
-// The form for so many keys.
-int form_of(const VariantEntry& variant, int keys) {
+// The form for so many keys. plain: without LSE, sinks and amax.
+int form_of(const VariantEntry& variant, int keys, bool plain) {
   for (int i = 0; i < kMostUnrolled; ++i) {
     const KeyRange& served = variant.unrolled[i];
+    if (served.plain && !plain) continue;
     if (served.most > 0 && served.least <= keys && keys <= served.most) return i + 1;
   }
-  return 0;
+  return plain && variant.plain ? kPlainForm : 0;
 }
 
 bool make_maps(sm90::KernelParams& params, const VariantEntry& variant, const ForwardParams& p,
@@ -73,8 +74,9 @@ cudaError_t launch_warpgroup(const VariantEntry& variant, const ForwardParams& p
   const bool clusters = variant.split > 1;  // one an item, not persistent
   const int64_t ctas = clusters ? items * variant.split : std::min(items, int64_t{p.sm_count});
   void* arguments[] = {&params};
-  return start(kernel_of(variant, form_of(variant, p.seqlen_k), device), {ctas, variant.threads, variant.smem_bytes},
-               arguments, stream, context, attributes, clusters ? 2 : 1);
+  const int form = form_of(variant, p.seqlen_k, params.extras == 0);
+  return start(kernel_of(variant, form, device), {ctas, variant.threads, variant.smem_bytes}, arguments, stream,
+               context, attributes, clusters ? 2 : 1);
 }
 
 }  // namespace fp8cutlass

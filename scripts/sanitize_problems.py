@@ -63,6 +63,10 @@ def run_variant(variant: Any) -> Iterator[None]:
             )
             gpu.run_from_host(plan, tensors)
             yield
+        if variant.plain:
+            call = dataclasses.replace(plan.call, return_lse=False, return_amax=False)
+            gpu.run_from_host(dataclasses.replace(plan, call=call), tensors)
+            yield
         if variant.quantises_q:
             shapes = (heads, seqlen_q), (kv_heads, seqlen_k), (kv_heads, seqlen_k)
             halves = [reference.randn(1, *x, variant.head_dim, seed=s, device="cuda") for s, x in enumerate(shapes)]

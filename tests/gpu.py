@@ -114,8 +114,9 @@ def call_of(
     causal_offset: int = 0,
     out_descale: torch.Tensor | None = None,
     return_lse: bool = True,
+    return_amax: bool = True,
 ) -> tuple[Plan, Tensors]:
-    """A call of one kernel, with LSE and amax, on operands in its own blocks."""
+    """A call of one kernel on operands in its own blocks."""
     call = Call(
         "fp8",
         OUT_DTYPES[variant.out],
@@ -124,7 +125,7 @@ def call_of(
         precision={"linear": "fast", "quadratic": "balanced"}.get(variant.softmax, "accurate"),
         right=causal_offset if variant.causal else None,
         return_lse=return_lse,
-        return_amax=True,
+        return_amax=return_amax,
         kernel=variant.id,
     )
     return plan_of(call, variant, built_manifest()), Tensors(*operands.fp8, *operands.descales, out_descale)
@@ -157,9 +158,10 @@ def attend_source(
     out_descale: torch.Tensor | None = None,
     smooth_k: bool = False,
     return_lse: bool = True,
+    return_amax: bool = True,
 ) -> tuple[torch.Tensor, ...]:
     """One kernel on bf16 or fp16 operands on a card; with ``leave_q`` it quantises Q by itself, with ``hand_over`` it
-    runs while K and V are packed, if it can. Out, LSE if asked for, and amax."""
+    runs while K and V are packed, if it can. Out, LSE and amax, where these are asked for."""
     call = Call(
         "half",
         OUT_DTYPES[variant.out],
@@ -167,7 +169,7 @@ def attend_source(
         scaling=scaling or variant.scaling,
         right=causal_offset if variant.causal else None,
         return_lse=return_lse,
-        return_amax=True,
+        return_amax=return_amax,
         kernel=variant.id,
         smooth_k=smooth_k,
     )
@@ -200,11 +202,13 @@ def run_kernel(
     causal_offset: int = 0,
     out_descale: torch.Tensor | None = None,
     return_lse: bool = True,
+    return_amax: bool = True,
 ) -> Outputs:
     """One kernel on operands in its own blocks, which the registered operator takes in blocks of 128 keys only; returns
-    out, LSE and amax."""
+    out, LSE and amax, where these are asked for."""
     options = {"scale": scale, "scaling": scaling, "causal_offset": causal_offset, "out_descale": out_descale}
-    return run(*call_of(operands, variant, return_lse=return_lse, **options))  # type: ignore[arg-type]
+    asked = {"return_lse": return_lse, "return_amax": return_amax}
+    return run(*call_of(operands, variant, **asked, **options))  # type: ignore[arg-type]
 
 
 def diagnose(

@@ -154,7 +154,7 @@ def ahead(name: str, target: str, source: Path, header: str, constant: str) -> K
 
 
 def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kernel]:
-    """A Kernel for each target, variant chosen for it, and form of the variant with unrolled tiles; one more for the
+    """A Kernel for each target, variant chosen for it, and other form of the variant; one more for the
     plan of ragged batches, the packing of masks, and the merging of results. Writes the sources that `folder` does not
     have like that."""
     env = environment()
@@ -165,7 +165,7 @@ def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kern
         d = derive(v)
         family = FAMILIES[v.family]
         for target in (t for t, variants in chosen.items() if v in variants):
-            plain = Kernel(
+            any_call = Kernel(
                 id=v.id,
                 target=target,
                 family=v.family,
@@ -179,18 +179,20 @@ def render(chosen: Mapping[str, tuple[Variant, ...]], folder: Path) -> list[Kern
                 mma_in_loop=d.mma_in_loop,
                 integer_in_loop=d.integer_in_loop,
                 spilled=d.spilled,
-                entry=f"{mangled(v.id)}E" if d.unrolled else "",
+                entry=f"{mangled(v.id)}E" if d.unrolled or d.plain else "",
             )
+            if d.plain:
+                kernels.append(replace(any_call, id=f"{v.id}.plain", entry=mangled(f"{v.id}_plain")))
             forms = (
                 replace(
-                    plain,
+                    any_call,
                     id=f"{v.id}.keys{u.most_keys}",
                     entry=mangled(f"{v.id}_keys{u.most_keys}"),
                     mma_in_loop=u.products,
                 )
                 for u in d.unrolled
             )
-            kernels += [plain, *forms]
+            kernels += [any_call, *forms]
     ragged = [t for t, variants in chosen.items() if any(v.walk.tables for v in variants)]
     if ragged:
         write_source(folder / PLAN_PATH, render_single(PLAN_PATH, env))

@@ -23,7 +23,10 @@
 //   tile j: free V of j - 1, free K | softmax | wait V | add P V of j - 1 to O | turn: P V of j, Q K^T of j + 1
 // A phase: use u of a ring of n slots waits in slot u % n for parity u / n & 1 to read, for the other one to write.
 // `full` comes with the bytes of a copy, or from each thread that wrote, `empty` from each thread that read.
-// For 385 to 512, 577 to 640, 961 to 1024 keys there are forms of the kernel in which an item's tiles are unrolled.
+// Other forms of the kernel:
+//   385 to 512 keys: the tiles of an item unrolled
+//   577 to 640 keys: the tiles of an item unrolled
+//   961 to 1024 keys, no LSE, sinks or amax: the tiles of an item unrolled
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
 #include "fp8cutlass/epilogue.cuh"
@@ -342,7 +345,8 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   };
   if (p.ready == nullptr) sm90::wait_for_operands();  // what this kernel writes, the one before may read
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
-  const bool want_lse = params.want_lse != 0;
+  constexpr bool kPlain = kMostKeys == 1024;  // no LSE, sinks or amax
+  const bool want_lse = !kPlain && params.want_lse != 0;
   const uint32_t q_rows = QTile::descriptor(shared_address(shared.q[0])) + QTile::advance(64 * warpgroup, 0);
   const uint32_t k_tiles = KTile::descriptor(shared_address(shared.k[0]));
   const uint32_t v_tiles = VTile::descriptor(shared_address(shared.v[0]));
@@ -451,15 +455,15 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     const int local = row_in_tile(), row = item.row + local;
     constexpr float* column_descale = nullptr;
     // All that is seldom behind one jump; the vote keeps it uniform.
-    if (__any_sync(~0u, params.extras != 0 || sum[0] == 0.f || sum[1] == 0.f)) {
+    if (__any_sync(~0u, (!kPlain && params.extras != 0) || sum[0] == 0.f || sum[1] == 0.f)) {
       clear_dead_rows(o, sum);
-      if (p.lse != nullptr) {
+      if (!kPlain && p.lse != nullptr) {
         // Each lane of a quad has the whole sum of P, and of the unquantised ones its part.
         const float2 exact = want_lse ? exact_sums().item : make_float2(0.25f * sum[0], 0.25f * sum[1]);
         store_lse(p, Walk::lse(p, item), Walk::rows(p, item), row, {exact.x, exact.y}, ref);
       }
-      if (p.sinks != nullptr) add_sink(sum, ref, p, item.head, kExcess<Code::linear>);
-      if (p.amax != nullptr) store_amax<kSplit>(p, Walk::rows(p, item), row, o, sum, kTruncation, column_descale);
+      if (!kPlain && p.sinks != nullptr) add_sink(sum, ref, p, item.head, kExcess<Code::linear>);
+      if (!kPlain && p.amax != nullptr) store_amax<kSplit>(p, Walk::rows(p, item), row, o, sum, kTruncation, column_descale);
     }
     store_rows<Out, kSplit>(p, item.out + local * p.o_stride_row, Walk::rows(p, item), row, o, sum, kTruncation, column_descale, 1.f);
   };
@@ -539,9 +543,9 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       weigh_tile(kFirst, [&] {
         if (turn > 0) epilogue(control.items[(turn - 1) % kItemSlots]);  // the item before this tile's
       });
-      if (kLast && end == 0) return;  // `stage` is the last tile's
       previous = stage;
       stage = next;
+      if (kLast && end == 0) return;
       prepare(turn, kLast ? 0 : kNumber + 1, stage);
     };
 #pragma unroll 1
@@ -598,20 +602,26 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     weigh_tile(first, [&] {
       if (finishes) epilogue(control.items[(turn - 1 - last) % kItemSlots]);  // the item before this tile's
     });
-    if (!kMiddle && end == 0) return;
     previous = stage;
     stage = next;
     prepare(turn, tile, stage);
   };
 #pragma unroll 1
-  while (kMostKeys == 0 && end > 0) {  // the form for any length
-    step(std::false_type());
+  while (kMostKeys == 0) {  // the form for any length
+    // One jump where the next tile is an item's first or last, too.
+    int ahead;
 #pragma unroll 1
-    while (tile > 0 && tile + 1 < end) step(std::true_type());
+    do {
+      step(std::false_type());
+      ahead = end == 0 ? -1 : tile > 0 ? end - tile - 1 : 0;  // tiles in the middle that come next; nothing comes next
+    } while (ahead == 0);
+    if (ahead < 0) break;
+#pragma unroll 1
+    for (; ahead > 0; --ahead) step(std::true_type());
   }
   cute::warpgroup_wait<0>();
   sm90::fence(t);
-  promote(t, 0, v_descale(stage));
+  promote(t, 0, v_descale(previous));
   epilogue(control.items[(turn - 1) % kItemSlots]);
 }
 

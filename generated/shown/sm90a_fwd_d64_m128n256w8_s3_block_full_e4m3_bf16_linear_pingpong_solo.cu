@@ -23,7 +23,9 @@
 //   tile j: free V of j - 1, free K | softmax | wait V | add P V of j - 1 to O | turn: P V of j, Q K^T of j + 1
 // A phase: use u of a ring of n slots waits in slot u % n for parity u / n & 1 to read, for the other one to write.
 // `full` comes with the bytes of a copy, or from each thread that wrote, `empty` from each thread that read.
-// For 257 to 512, 769 to 1024 keys there are forms of the kernel in which an item's tiles are unrolled.
+// Other forms of the kernel:
+//   257 to 512 keys: the tiles of an item unrolled
+//   769 to 1024 keys: the tiles of an item unrolled
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
 #include "fp8cutlass/epilogue.cuh"
@@ -529,9 +531,9 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
       weigh_tile(kFirst, [&] {
         if (turn > 0) epilogue(control.items[(turn - 1) % kItemSlots]);  // the item before this tile's
       });
-      if (kLast && end == 0) return;  // `stage` is the last tile's
       previous = stage;
       stage = next;
+      if (kLast && end == 0) return;
     };
 #pragma unroll 1
     while (end > 0) {
@@ -588,19 +590,25 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     weigh_tile(first, [&] {
       if (finishes) epilogue(control.items[(turn - 1 - last) % kItemSlots]);  // the item before this tile's
     });
-    if (!kMiddle && end == 0) return;
     previous = stage;
     stage = next;
   };
 #pragma unroll 1
-  while (kMostKeys == 0 && end > 0) {  // the form for any length
-    step(std::false_type());
+  while (kMostKeys == 0) {  // the form for any length
+    // One jump where the next tile is an item's first or last, too.
+    int ahead;
 #pragma unroll 1
-    while (tile > 0 && tile + 1 < end) step(std::true_type());
+    do {
+      step(std::false_type());
+      ahead = end == 0 ? -1 : tile > 0 ? end - tile - 1 : 0;  // tiles in the middle that come next; nothing comes next
+    } while (ahead == 0);
+    if (ahead < 0) break;
+#pragma unroll 1
+    for (; ahead > 0; --ahead) step(std::true_type());
   }
   cute::warpgroup_wait<0>();
   sm90::fence(t);
-  promote(t, 0, v_descale(stage));
+  promote(t, 0, v_descale(previous));
   epilogue(control.items[(turn - 1) % kItemSlots]);
 }
 

@@ -67,13 +67,15 @@ class Variant:
     smem_bytes: int
     quantises_q: bool  # takes Q in bf16 and fp16, too, with a scale for each row
     unrolled: tuple[tuple[int, int], ...]  # the least and the most keys of each form with an item's tiles unrolled
+    plain: tuple[int, ...]  # forms for calls without LSE, sinks and amax, by their most keys; 0 for any number
     targets: tuple[str, ...]  # architectures that it is compiled for
     file: str
     sha256: str
 
-    def unrolled_for(self, seqlen_k: int) -> tuple[int, int] | None:
+    def unrolled_for(self, seqlen_k: int, *, plain: bool = True) -> tuple[int, int] | None:
         """The least and the most keys of the form that runs for so many; None for the one that takes any number."""
-        return next(((least, most) for least, most in self.unrolled if least <= seqlen_k <= most), None)
+        serving = (form for form in self.unrolled if plain or form[1] not in self.plain)
+        return next((form for form in serving if form[0] <= seqlen_k <= form[1]), None)
 
 
 @dataclass(frozen=True)

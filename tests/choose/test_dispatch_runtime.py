@@ -420,3 +420,9 @@ def test_a_broken_list_is_named_with_its_remedy(text: str | None, tmp_path: Path
         for name, load in (("table.txt", load_table), ("times.txt", load_times)):
             with pytest.raises(ValueError, match=rf"{name} .*install the package again, or in a checkout run"):
                 load(tmp_path)
+
+
+def test_a_plain_form_serves_no_call_that_wants_more(manifest: Manifest) -> None:
+    v = manifest.find("sm90a_fwd_d128_m128n192w8_s3_block_full_e4m3_bf16_linear_pingpong_solo")
+    assert v.plain == (1024,) and v.unrolled_for(1000) == (961, 1024) and v.unrolled_for(1000, plain=False) is None
+    assert v.unrolled_for(600) == v.unrolled_for(600, plain=False) == (577, 640)

@@ -262,8 +262,8 @@ def test_the_registry_has_the_manifest_s_order(generated: Path) -> None:
     is the same number in its row."""
     columns, rows = table_of((generated / "registry.cpp").read_text(), "kVariants")
     for v, row in zip(select().emitted, rows, strict=True):
-        cells = row.removeprefix("{").removesuffix("},").split(", ", len(columns) - 3)  # the last but two has commas
-        values = dict(zip(columns, [*cells[:-1], *cells[-1].rsplit(", ", 2)], strict=True))
+        cells = row.removeprefix("{").removesuffix("},").split(", ", len(columns) - 4)  # the last but three has commas
+        values = dict(zip(columns, [*cells[:-1], *cells[-1].rsplit(", ", 3)], strict=True))
         d = derive(v)
         assert (
             values
@@ -285,9 +285,12 @@ def test_the_registry_has_the_manifest_s_order(generated: Path) -> None:
                 "draws": str(v.family == "sm90a" and v.cluster is Cluster.SOLO).lower(),
                 "quantises_q": str(d.quantises_q).lower(),
                 "ragged": str(v.walk is Walk.RAGGED).lower(),
+                "plain": str(d.plain).lower(),
                 "capped": str(v.change is Change.TANH).lower(),
                 "biased": str(v.change is Change.BIAS).lower(),
-                "unrolled": "{" + ", ".join(f"{{{u.least_keys}, {u.most_keys}}}" for u in d.unrolled) + "}",
+                "unrolled": "{"
+                + ", ".join(f"{{{u.least_keys}, {u.most_keys}, {str(u.plain).lower()}}}" for u in d.unrolled)
+                + "}",
             }
             == values
         )
@@ -299,7 +302,8 @@ def test_the_registry_has_the_manifest_s_order(generated: Path) -> None:
             default = values["tile_n"] if column == "slot_keys" else "1"
             assert values[column] == stated.get(constant, default), (v.id, column)
         names = re.findall(r"__global__ void __launch_bounds__\([^)]*\) (\w+)\(const __grid_constant__ ", text)
-        assert names == [v.id, *(f"{v.id}_keys{u.most_keys}" for u in d.unrolled)]
+        plain = [f"{v.id}_plain"] if d.plain else []
+        assert names == [v.id, *plain, *(f"{v.id}_keys{u.most_keys}" for u in d.unrolled)]
         assert text.startswith(f"// {v.id}\n")
 
 

@@ -50,7 +50,7 @@ def assert_same_bits(variant: Variant, operands: list[torch.Tensor], **options: 
         left = attend_source(variant, *operands, leave_q=True, hand_over=hand_over, **options)
         for a, b in zip(left, packed, strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), hand_over
-    alone, _ = attend_source(variant, *operands, hand_over=True, return_lse=False, **options)
+    (alone,) = attend_source(variant, *operands, hand_over=True, return_lse=False, return_amax=False, **options)
     assert torch.equal(alone.view(torch.uint8), packed[0].view(torch.uint8))
 
 

@@ -85,6 +85,8 @@ def check(variant: Variant, shape: Shape, scaling: str) -> None:
     out, lse, amax = run_kernel(operands, variant, **options)
     again, lse_again, _ = run_kernel(operands, variant, **options)
     assert torch.equal(out.view(torch.uint8), again.view(torch.uint8)) and torch.equal(lse, lse_again)
+    plain, _, _ = run_kernel(operands, variant, **options, return_lse=False, return_amax=False)
+    assert torch.equal(out.view(torch.uint8), plain.view(torch.uint8)), "a call without LSE and amax"
 
     emulated = emulate(*operands.fp8, *operands.descales, variant=variant, emulated_mma=is_emulated(variant), **options)
     real, expected = out.float(), emulated.out.float()
@@ -119,13 +121,15 @@ def one_of_each(*axes: str) -> list[Variant]:
 
 
 def differing_of_a_thousand(variant: Variant, shape: Shape, *, lse_every: int = 1) -> int:
-    """How many runs have another output than the first one, or another LSE: it is asked for in each `lse_every`-th."""
+    """How many runs have another output than the first one, or another LSE: it is asked for in each `lse_every`-th,
+    and amax with it."""
     operands, out_descale = random_operands(variant, shape), out_descale_for(variant)
     first, lse, _ = run_kernel(operands, variant, scale=0.1, out_descale=out_descale)
     differ = torch.zeros((), dtype=torch.int64, device="cuda")
     for i in range(1000):
         wants = i % lse_every == 0
-        out, again, _ = run_kernel(operands, variant, scale=0.1, out_descale=out_descale, return_lse=wants)
+        asked = {"return_lse": wants, "return_amax": wants}
+        out, again, _ = run_kernel(operands, variant, scale=0.1, out_descale=out_descale, **asked)
         other = (out.view(torch.uint8) != first.view(torch.uint8)).any()
         differ += other | (again != lse).any() if wants else other
     return int(differ)

@@ -46,6 +46,7 @@ const VariantEntry kVariants[] = {
      false,
      {},
      false,
+     false,
      false},
     {"other",
      Family::sm90a,
@@ -70,6 +71,7 @@ const VariantEntry kVariants[] = {
      false,
      false,
      {},
+     false,
      false,
      false},
     {"wide",
@@ -96,6 +98,7 @@ const VariantEntry kVariants[] = {
      false,
      {},
      false,
+     false,
      false},
     {"unrolled",
      Family::sm90a,
@@ -119,7 +122,8 @@ const VariantEntry kVariants[] = {
      false,
      false,
      false,
-     {{65, 128}, {193, 250}},
+     {{65, 128, false}, {193, 250, true}},
+     true,
      false,
      false},
     {"walks",
@@ -146,6 +150,7 @@ const VariantEntry kVariants[] = {
      true,
      {},
      false,
+     false,
      false},
     {"window",
      Family::sm90a,
@@ -170,6 +175,7 @@ const VariantEntry kVariants[] = {
      true,
      false,
      {},
+     false,
      false,
      false},
     {"window_walks",
@@ -196,6 +202,7 @@ const VariantEntry kVariants[] = {
      true,
      {},
      false,
+     false,
      false},
     {"warp",
      Family::sm89,
@@ -220,6 +227,7 @@ const VariantEntry kVariants[] = {
      false,
      false,
      {},
+     false,
      false,
      false},
     {"warp_large",
@@ -246,6 +254,7 @@ const VariantEntry kVariants[] = {
      false,
      {},
      false,
+     false,
      false},
     {"absent",
      Family::sm89,
@@ -270,6 +279,7 @@ const VariantEntry kVariants[] = {
      false,
      false,
      {},
+     false,
      false,
      false},
     {"warp_late",
@@ -296,6 +306,7 @@ const VariantEntry kVariants[] = {
      false,
      {},
      false,
+     false,
      false},
     {"biased",
      Family::sm90a,
@@ -320,6 +331,7 @@ const VariantEntry kVariants[] = {
      true,
      false,
      {},
+     false,
      false,
      true},
 };
@@ -637,7 +649,7 @@ static void check_shapes() {
   report(steps.k_head_step == 0 && steps.k_batch_step == 1 && steps.q_batch_step == 0 && steps.k.opaque[3] == 1,
          "an expanded dimension has size 1 and step 0");
 
-  const std::string names[] = {"", "_keys128", "_keys128", "", "", "_keys250", "_keys250", ""};
+  const std::string names[] = {"_plain", "_keys128", "_keys128", "_plain", "_plain", "_keys250", "_keys250", "_plain"};
   const int keys[] = {64, 65, 128, 129, 192, 193, 250, 251};
   bool right = true;
   for (int i = 0; i < 8; ++i) {
@@ -649,6 +661,22 @@ static void check_shapes() {
             last().kernel->name == "_ZN10fp8cutlass" + std::to_string(name.size()) + name + "ENS_4sm9012KernelParamsE";
   }
   report(right, "the form for the number of keys");
+
+  right = true;
+  for (int more = 0; more < 3; ++more) {
+    for (int i = 0; i < 8; ++i) {
+      ForwardParams p = base;
+      p.seqlen_k = keys[i], p.seqlen_k_padded = 256;
+      float* const there = reinterpret_cast<float*>(0x900000);
+      if (more == 0) p.lse = there, p.merge_lse = i % 2;
+      if (more == 1) p.amax = there;
+      if (more == 2) p.sinks = there;
+      run(p, "unrolled");
+      const std::string name = names[i] == "_keys128" ? "unrolled_keys128ENS" : "8unrolledENS";
+      right = right && last().kernel->name.find(name) != std::string::npos;
+    }
+  }
+  report(right, "a plain form runs no call that wants an LSE or amax, or has sinks");
 
   ForwardParams ragged = base;
   ragged.batch = 1, ragged.seqlen_q = 500, ragged.ragged.most = 10, ragged.ragged.sequences = 3;
@@ -781,7 +809,7 @@ static void check_loading() {
   for (int i = 0; i < 8; ++i)
     threads.emplace_back([] { load_kernels(variant("unrolled"), 2), load_kernels(variant("walks"), 2); });
   for (std::thread& thread : threads) thread.join();
-  report(runtime::found == found + 5, "threads that come at a time load each form once");
+  report(runtime::found == found + 6, "threads that come at a time load each form once");
   const int before = runtime::found;
   for (const PackEntry& pack : kPacks) load_kernels(pack, 2);
   report(runtime::found == before + 6 + 5 + 4 + 3, "all forms of a pack, and none that it does not have");

@@ -77,7 +77,7 @@ def check_fence(text: str) -> None:
     """The rows of ones are what threads store into operands: then the fence for the asynchronous proxy, then a barrier,
     then everything that reads. Nothing else is stored there by threads but the parts of a cluster, which threads read.
     """
-    text = text.replace("<kMostKeys>(", "(")  # the forms with unrolled tiles have the same text
+    text = re.sub("<(kMostKeys|kPlain)>[(]", "(", text)  # all forms have the same text
     kernel = text[text.index("__forceinline__ void attention(") :]
     order = ["= kOnes;", "sm90::fence_async();", "__syncthreads();", "work(params, shared, warpgroup)"]
     places = [kernel.find(piece) for piece in order]

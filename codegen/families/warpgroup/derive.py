@@ -168,6 +168,7 @@ def _unrolled(v: Variant) -> tuple[Unrolled, ...]:
                 tiles=tiles,
                 last_keys=last,
                 products=tiles * -(-v.head_dim // 32) + (before + last) // 32,
+                plain=most in tuned.numbers(v, "plain"),
             )
         )
     return tuple(forms)
@@ -231,6 +232,7 @@ def derive(v: Variant) -> WarpgroupDerived:
         early=tuned.found(v, "early") is not None,
         middle=v.mask in (Mask.FULL, Mask.CAUSAL) and tuned.found(v, "middle") is not None,  # first tile is number 0
         unrolled=_unrolled(v),
+        plain=0 in tuned.numbers(v, "plain") and v.cluster.ctas == 1 and not (v.special or v.kind.diagnostic),
         merge_bytes=0 if v.cluster.ctas == 1 else 4 * v.tile_m * (v.head_dim + MERGE_STATE),
         stream_bytes=key_slots * v.tile_n // halves(v) * row_pitch(v.head_dim) + value_slots * value_stage,
         consumer_registers=consumer,

@@ -39,6 +39,7 @@ class KernelView(View):
     early: bool
     middle: bool
     unrolled: tuple[Unrolled, ...]
+    plain: bool
     loader_registers: int
     compute_registers: int
     mma_scores: str
@@ -81,6 +82,7 @@ def kernel_view(v: Variant) -> KernelView:
         early=d.early,
         middle=d.middle,
         unrolled=d.unrolled,
+        plain=d.plain,
         loader_registers=d.producer_registers,
         compute_registers=d.consumer_registers,
         mma_scores=mma_scores(v.tile_n // d.halves),

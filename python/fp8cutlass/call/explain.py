@@ -48,7 +48,8 @@ def describe(request: Request) -> str:
     if asked(request.options.backward, tensors):
         lines.append("gradient:  torch's flash attention, from the result and the LSE of this call")
     if variant.schedule != "multistage":
-        form = variant.unrolled_for(keys)
+        more = call.return_lse, call.return_amax, tensors.sinks is not None, asked(request.options.backward, tensors)
+        form = variant.unrolled_for(keys, plain=not any(more))
         tiles = "" if form is None else f"; tiles unrolled for {form[0]} to {form[1]} keys"
         lines.append(f"schedule:  {variant.schedule}, cluster {variant.cluster}{tiles}")
     if variant.head_dim != tensors.q.shape[3]:

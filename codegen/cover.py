@@ -15,7 +15,7 @@ from typing import TypeVar
 Part = TypeVar("Part")
 
 SHOWN = "shown"  # folder of the kernels that a checkout shows
-_NUMBER = re.compile(r"(?<![A-WYZa-wyz\d])\d+")  # not a part of a type: bf16, E4M3, F32; but 64x128
+_NUMBER = re.compile(r"(?<![A-WYZa-wyz\d])\d+(?:,\d{3})*")  # not a part of a type: bf16, E4M3, F32; but 64x128
 
 
 def cover(parts: Mapping[str, frozenset[Part]], given: Sequence[str] = ()) -> tuple[str, ...]:
@@ -43,8 +43,8 @@ def cover(parts: Mapping[str, frozenset[Part]], given: Sequence[str] = ()) -> tu
 
 
 def kinds_of_lines(text: str, name: str) -> frozenset[str]:
-    """The lines of a kernel but for its name, its numbers and its indentation."""
-    return frozenset(_NUMBER.sub("#", line.strip()) for line in text.replace(name, "@").splitlines())
+    """The lines of a kernel but for its name, its numbers, its indentation and the rule behind a heading."""
+    return frozenset(_NUMBER.sub("#", line.strip().rstrip("- ")) for line in text.replace(name, "@").splitlines())
 
 
 def committed(files: Mapping[str, str]) -> dict[str, str]:

@@ -133,6 +133,23 @@ MATRICES = (
         cluster=(Cluster.SOLO,),
         walk=(Walk.DENSE,),
     ),
+    # What few kernels serve: those of 16-bit output, as results of windows are.
+    Matrix(
+        name="sm89 windows",
+        family="sm89",
+        kind=Kind.FWD,
+        head_dim=SM89_HEAD_DIMS,
+        tile=SM89_TILES,
+        stages=(1, 2, 3, 4),
+        scaling=(Scaling.BLOCK,),
+        mask=(Mask.WINDOW,),
+        dtype=(Operand.E4M3,),
+        out=(Out.BF16, Out.FP16),
+        softmax=(Softmax.EXP2, Softmax.LINEAR),
+        schedule=(Schedule.MULTISTAGE,),
+        cluster=(Cluster.SOLO,),
+        walk=(Walk.DENSE,),
+    ),
     # Capped scores: of few models, so that what few kernels serve is enough.
     Matrix(
         name="sm89 capped",
@@ -142,7 +159,7 @@ MATRICES = (
         tile=SM89_TILES,
         stages=(1, 2, 3, 4),
         scaling=(Scaling.BLOCK,),
-        mask=(Mask.FULL, Mask.CAUSAL),
+        mask=BANDS,
         dtype=(Operand.E4M3,),
         out=(Out.BF16, Out.FP16),
         softmax=(Softmax.EXP2,),

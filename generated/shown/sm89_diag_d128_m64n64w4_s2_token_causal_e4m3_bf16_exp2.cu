@@ -122,11 +122,12 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_diag_d128_m64n64w4_
   // Decodes an item into work[turn] and starts the loads of Q and the first tile. Nobody may still use shared memory.
   const auto begin = [&](int item, int turn) {
     WorkItem& work = shared.work[turn];
-    if (threadIdx.x == 0) work = work_item<kTileM, kTileN, true>(p, item);
+    if (threadIdx.x == 0) work = work_item<kTileM, kTileN, Mask::causal>(p, item);
     __syncthreads();
     sm89::load_tile<QTile, kThreads>(shared.q, work.q, p.q_stride_row, p.seqlen_q - work.row);
 #pragma unroll
-    for (int tile = 0; tile < kStages - 1; ++tile) {
+    for (int i = 0; i < kStages - 1; ++i) {
+      const int tile = i;
       if (tile < work.tiles) load_k(work, tile), load_v(work, tile);
       sm89::commit_copies();
     }

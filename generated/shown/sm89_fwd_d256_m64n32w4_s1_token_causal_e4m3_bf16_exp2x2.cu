@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_fwd_d256_m64n32w4_s
   // Decodes an item into work[turn] and starts the loads of Q and the first tile. Nobody may still use shared memory.
   const auto begin = [&](int item, int turn) {
     WorkItem& work = shared.work[turn];
-    if (threadIdx.x == 0) work = work_item<kTileM, kTileN, true>(p, item);
+    if (threadIdx.x == 0) work = work_item<kTileM, kTileN, Mask::causal>(p, item);
     __syncthreads();
     sm89::load_tile<QTile, kThreads>(shared.q, work.q, p.q_stride_row, p.seqlen_q - work.row);
     if (work.tiles > 0) load_k(work, 0);

@@ -23,9 +23,6 @@
 //   tile j: free V of j - 1, free K | softmax | wait V | add P V of j - 1 to O | turn: P V of j, Q K^T of j + 1
 // A phase: use u of a ring of n slots waits in slot u % n for parity u / n & 1 to read, for the other one to write.
 // `full` comes with the bytes of a copy, or from each thread that wrote, `empty` from each thread that read.
-// Other forms of the kernel:
-//   257 to 512 keys: the tiles of an item unrolled
-//   769 to 1024 keys: the tiles of an item unrolled
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
 #include "fp8cutlass/epilogue.cuh"
@@ -680,10 +677,12 @@ __global__ void __launch_bounds__(kThreads, 1) sm90a_fwd_d64_m128n256w8_s3_block
   attention<0>(params);
 }
 
+// 257 to 512 keys: the tiles of an item unrolled.
 __global__ void __launch_bounds__(kThreads, 1) sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo_keys512(const __grid_constant__ sm90::KernelParams params) {
   attention<512>(params);
 }
 
+// 769 to 1024 keys: the tiles of an item unrolled.
 __global__ void __launch_bounds__(kThreads, 1) sm90a_fwd_d64_m128n256w8_s3_block_full_e4m3_bf16_linear_pingpong_solo_keys1024(const __grid_constant__ sm90::KernelParams params) {
   attention<1024>(params);
 }

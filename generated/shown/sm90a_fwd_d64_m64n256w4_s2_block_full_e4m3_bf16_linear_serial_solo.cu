@@ -22,8 +22,6 @@
 //   tile j: wait K, S = Q K^T, free K | softmax | wait V, P V, add to O, free V
 // A phase: use u of a ring of n slots waits in slot u % n for parity u / n & 1 to read, for the other one to write.
 // `full` comes with the bytes of a copy, or from each thread that wrote, `empty` from each thread that read.
-// Other forms of the kernel:
-//   no LSE, sinks or amax: without the code of these
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
 #include "fp8cutlass/epilogue.cuh"
@@ -531,6 +529,7 @@ __global__ void __launch_bounds__(kThreads, 1) sm90a_fwd_d64_m64n256w4_s2_block_
   attention<false>(params);
 }
 
+// Calls without LSE, sinks and amax.
 __global__ void __launch_bounds__(kThreads, 1) sm90a_fwd_d64_m64n256w4_s2_block_full_e4m3_bf16_linear_serial_solo_plain(const __grid_constant__ sm90::KernelParams params) {
   attention<true>(params);
 }

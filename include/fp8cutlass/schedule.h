@@ -9,7 +9,8 @@ struct WorkItem {
   int item;              // its number
   int batch, head;       // head of Q
   int row;               // first query row
-  int tiles;             // KV tiles that any row of the tile can see
+  int tiles;             // one past the last KV tile that any row of the tile can see
+  int first_tile;        // of a window: the first one; else not set, as it is 0
   int64_t kv_head;       // batch * kv_heads + head of K and V
   const uint8_t *q, *k;  // first row of the query tile, first row of K
 };
@@ -23,10 +24,11 @@ CUTE_HOST_DEVICE int unhoisted(int x) {
   return x;
 }
 
-// Causal tiles differ in length, so the longest go first, heads innermost; without a mask the tiles of one head are
-// neighbours, so that its K and V are read from L2 by CTAs that run at the same time.
-template <int kTileM, int kTileN, bool kCausal>
+// Causal tiles differ in length, so the longest go first, heads innermost; without a mask and with a window the tiles
+// of one head are neighbours, so that its K and V are read from L2 by CTAs that run at the same time.
+template <int kTileM, int kTileN, Mask kMask>
 CUTE_HOST_DEVICE WorkItem work_item(const ForwardParams& p, int item) {
+  constexpr bool kCausal = kMask == Mask::causal;
   const int seqlen_q = unhoisted(p.seqlen_q), seqlen_k = unhoisted(p.seqlen_k);
   const int m_tiles = ceil_div(seqlen_q, kTileM);
   const int heads = p.batch * p.heads;
@@ -41,9 +43,14 @@ CUTE_HOST_DEVICE WorkItem work_item(const ForwardParams& p, int item) {
   work.row = m_tile * kTileM;
   work.q = p.q + work.batch * p.q_stride_batch + work.head * p.q_stride_head + work.row * p.q_stride_row;
   work.k = p.k + work.batch * p.k_stride_batch + kv_head * p.k_stride_head;
+  const int rows_end = work.row + kTileM < seqlen_q ? work.row + kTileM : seqlen_q;
+  if (kMask == Mask::window) {
+    const Tiles tiles = tiles_of<kTileN, kMask>(work.row, rows_end, seqlen_k, band_of(p));
+    work.first_tile = tiles.first, work.tiles = tiles.first + tiles.count;
+    return work;
+  }
   int64_t keys = seqlen_k;
   if (kCausal) {
-    const int rows_end = work.row + kTileM < seqlen_q ? work.row + kTileM : seqlen_q;
     const int64_t visible = int64_t(rows_end) + p.causal_offset;  // one past the last key that the last row sees
     keys = visible < 0 ? 0 : visible < keys ? visible : keys;
   }

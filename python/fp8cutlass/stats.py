@@ -67,7 +67,7 @@ REMEDIES = {
     Reason.SINKS: "attention sinks are not served in this form",
     Reason.SOFTCAP: "capped scores have no FP8 kernel",
     Reason.VARLEN: "sequences of unequal lengths are not served in this form: pass cu_seqlens of int32",
-    Reason.WINDOW: "a window is served where it is a band beside the diagonal, on Hopper",
+    Reason.WINDOW: "a window is served where it is a band beside the diagonal",
 }
 
 

@@ -55,10 +55,12 @@ def rendered() -> dict[str, str]:
 
 
 def lines(text: str, name: str) -> set[str]:
-    """A second implementation: what of a line is neither the name nor a number. bf16 and F32E4M3 are no numbers."""
+    """A second implementation: what of a line is neither the name nor a number, nor the rule behind a heading. bf16 and
+    F32E4M3 are no numbers; 65,536 is one."""
     found = set()
     for line in text.split("\n"):
-        words = re.split(r"(\W|_|(?<=\d)x(?=\d))", re.sub(name, "", line, flags=re.I).strip())
+        said = re.sub(r"(?<=\d),(?=\d)", "", re.sub(name, "", line, flags=re.I)).strip().rstrip("- ")
+        words = re.split(r"(\W|_|(?<=\d)x(?=\d))", said)
         found.add("".join("" if word.isdigit() else word for word in words))
     return found
 

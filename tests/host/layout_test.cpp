@@ -228,21 +228,33 @@ void check_bytes_stage() {
          kHeadDim);
 }
 
-template <int kTileM, int kTileN, bool kCausal>
+template <int kTileM, int kTileN, Mask kMask>
 void check_schedule(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k, int offset) {
+  constexpr bool kCausal = kMask == Mask::causal;
   ForwardParams p{};
   p.batch = batch, p.heads = heads, p.kv_heads = kv_heads, p.seqlen_q = seqlen_q, p.seqlen_k = seqlen_k;
-  p.causal_offset = offset;
+  p.causal_offset = offset, p.window_offset = offset - 75;
   std::set<std::vector<int>> seen;
   bool ok = true;
   int before = INT32_MAX;
   const int items = int(work_items(p, kTileM));
   for (int item = 0; item < items; ++item) {
-    const WorkItem w = work_item<kTileM, kTileN, kCausal>(p, item);
+    const WorkItem w = work_item<kTileM, kTileN, kMask>(p, item);
     seen.insert({w.batch, w.head, w.row});
     ok = ok && w.batch < batch && w.head < heads && w.row % kTileM == 0 && w.row < seqlen_q;
     ok = ok && w.kv_head == int64_t(w.batch) * kv_heads + w.head / (heads / kv_heads);
     // the tiles cover every key that some row of the item sees, and no tile is beyond all of them
+    if (kMask == Mask::window) {
+      int64_t begin = INT32_MAX, end = 0;
+      for (int row = w.row; row < w.row + kTileM && row < seqlen_q; ++row) {
+        const int64_t first = std::max<int64_t>(0, int64_t(row) + p.window_offset);
+        const int64_t last = std::min<int64_t>(seqlen_k, int64_t(row) + offset + 1);
+        if (first < last) begin = std::min(begin, first), end = std::max(end, last);
+      }
+      ok = ok && w.first_tile >= 0 && w.first_tile < w.tiles && (w.tiles - 1) * kTileN < seqlen_k;
+      if (end > 0) ok = ok && w.first_tile == begin / kTileN && w.tiles == (end + kTileN - 1) / kTileN;
+      continue;
+    }
     int keys = 0;
     for (int row = w.row; row < w.row + kTileM && row < seqlen_q; ++row) {
       const int64_t last = kCausal ? std::min<int64_t>(seqlen_k, int64_t(row) + offset + 1) : seqlen_k;
@@ -330,9 +342,10 @@ int main() {
   for (int sq : {1, 63, 64, 65, 300})
     for (int sk : {1, 64, 129, 512})
       for (int offset : {0, sk - sq, -5, 1000}) {
-        check_schedule<64, 64, false>(2, 6, 3, sq, sk, offset);
-        check_schedule<64, 64, true>(2, 6, 3, sq, sk, offset);
-        check_schedule<128, 32, true>(1, 4, 4, sq, sk, offset);
+        check_schedule<64, 64, Mask::full>(2, 6, 3, sq, sk, offset);
+        check_schedule<64, 64, Mask::causal>(2, 6, 3, sq, sk, offset);
+        check_schedule<128, 32, Mask::causal>(1, 4, 4, sq, sk, offset);
+        check_schedule<64, 32, Mask::window>(2, 6, 3, sq, sk, offset);
       }
   check_items_of<Mask::full>(), check_items_of<Mask::causal>();
   std::printf("%d failures\n", failures);

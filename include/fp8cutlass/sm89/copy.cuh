@@ -5,37 +5,9 @@
 
 #include "fp8cutlass/delay.cuh"
 #include "fp8cutlass/layout.h"
-#include "fp8cutlass/numeric.cuh"
+#include "fp8cutlass/sm89/instructions.cuh"
 
 namespace fp8cutlass::sm89 {
-
-// Copies 16 bytes to shared memory; or zeros, and reads nothing. (CuTe's header of this and of
-// ldmatrix takes half a second to compile, a third of a kernel.)
-__device__ __forceinline__ void copy16(void* to, const void* from, bool is_there) {
-  const uint32_t place = shared_address(to);
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(place), "l"(from),
-               "r"(is_there ? 16 : 0));
-}
-__device__ __forceinline__ void copy16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
-}
-// What this thread copied since the last call is a group; then waits until `kPending` groups are on their way at most.
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
-template <int kPending>
-__device__ __forceinline__ void wait_copies() {
-  if constexpr (kPending == 0)
-    asm volatile("cp.async.wait_all;");
-  else
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending));
-}
-
-// Four matrices of 8 rows of 16 bytes; lane i has the address of row i % 8 of matrix i / 8. Lane (g, t) gets bytes 4t
-// to 4t + 3 of row g of each.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const uint8_t* row) {
-  asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row)));
-}
 
 // Copies a tile in 16-byte chunks; rows from `valid_rows` on become zeros and are not read (whatever lies behind a
 // tensor, NaN bytes included, stays out). `row_stride` is in bytes. A thread keeps its chunk column and steps down
@@ -47,8 +19,7 @@ __device__ __forceinline__ void load_tile(uint8_t* smem, const uint8_t* gmem, in
   constexpr int kColumns = Tile::kRowChunks % 3 == 0 ? Tile::kRowChunks / 3 * 4 : Tile::kRowChunks;
   constexpr int kRowsPerPass = kThreads / kColumns;
   static_assert(kRowsPerPass % 8 == 0);
-  // As thread_index(): keeps multiples of the stride out of the main loop's registers.
-  asm volatile("" : "+l"(row_stride));
+  hide_stride(row_stride);
   const int thread = thread_index(), row = thread / kColumns, chunk = thread % kColumns;
   if (kColumns != Tile::kRowChunks && chunk >= Tile::kRowChunks) return;
   const uint8_t* from = gmem + row * row_stride + chunk * 16;

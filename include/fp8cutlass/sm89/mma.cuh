@@ -9,46 +9,6 @@
 
 namespace fp8cutlass::sm89 {
 
-// The instructions by their operands, in CuTe's words (its header takes 0.4 s to compile): d += a b, 16 x 8 x 32. Sums
-// are float32, or f16 in pairs.
-#define FP8CUTLASS_MMA(NAME_A, NAME_B, A, B)                                                                           \
-  struct SM89_16x8x32_F32##NAME_A##NAME_B##F32_TN {                                                                    \
-    static __device__ __forceinline__ void fma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {      \
-      asm("mma.sync.aligned.m16n8k32.row.col.f32." #A "." #B                                                           \
-          ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "                                                        \
-          "{%10, %11, %12, %13};"                                                                                      \
-          : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                                             \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3])); \
-    }                                                                                                                  \
-  };                                                                                                                   \
-  struct SM89_16x8x32_F16##NAME_A##NAME_B##F16_TN {                                                                    \
-    static __device__ __forceinline__ void fma(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {   \
-      asm("mma.sync.aligned.m16n8k32.row.col.f16." #A "." #B ".f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%8, %9};"    \
-          : "=r"(d[0]), "=r"(d[1])                                                                                     \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(d[0]), "r"(d[1]));                       \
-    }                                                                                                                  \
-  };
-FP8CUTLASS_MMA(E4M3, E4M3, e4m3, e4m3)
-FP8CUTLASS_MMA(E4M3, E5M2, e4m3, e5m2)
-FP8CUTLASS_MMA(E5M2, E4M3, e5m2, e4m3)
-FP8CUTLASS_MMA(E5M2, E5M2, e5m2, e5m2)
-#undef FP8CUTLASS_MMA
-
-// 8-bit integers: sums are exact, in s32.
-#define FP8CUTLASS_MMA(NAME_A, A)                                                                                      \
-  struct SM80_16x8x32_S32##NAME_A##S8S32_TN {                                                                          \
-    static __device__ __forceinline__ void fma(uint32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {   \
-      asm("mma.sync.aligned.m16n8k32.row.col.s32." #A                                                                  \
-          ".s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "                                                     \
-          "{%10, %11, %12, %13};"                                                                                      \
-          : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                                             \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])); \
-    }                                                                                                                  \
-  };
-FP8CUTLASS_MMA(S8, s8)
-FP8CUTLASS_MMA(U8, u8)
-#undef FP8CUTLASS_MMA
-
 __device__ __forceinline__ float value_of(float sum) { return sum; }
 __device__ __forceinline__ float value_of(uint32_t sum) { return float(int(sum)); }
 

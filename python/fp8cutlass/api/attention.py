@@ -201,11 +201,11 @@ def attention(
         return_amax: also return the largest |result| before ``out_descale``, (1,) float32.
         window_size: (left, right): row i sees ``left`` keys before its own and ``right`` after it; -1 for all.
             ``is_causal`` sets right to 0. Which key is row i's own, ``causal_alignment`` says: key i, or with
-            ``"bottom_right"`` key ``i + Sk - Sq``. A window with a left end has kernels on Hopper, for e4m3, bf16 and
-            fp16 operands, bf16 and fp16 results, and every scaling but "token".
-        softcap: 0, or c > 0: a logit x becomes ``c * tanh(x / c)`` before the mask. It has kernels on Hopper, for e4m3,
-            bf16 and fp16 operands, bf16 and fp16 results, every scaling but "token" and every precision but "high"; on
-            Ada without a window. ``fast`` and ``balanced`` are then ``accurate``.
+            ``"bottom_right"`` key ``i + Sk - Sq``. A window with a left end has kernels for e4m3, bf16 and fp16
+            operands, bf16 and fp16 results, and every scaling but "token".
+        softcap: 0, or c > 0: a logit x becomes ``c * tanh(x / c)`` before the mask. It has kernels for e4m3, bf16 and
+            fp16 operands, bf16 and fp16 results, every scaling but "token" and every precision but "high". ``fast`` and
+            ``balanced`` are then ``accurate``.
         sinks: (H,) bf16, fp16 or float32: a logit for each head without a value, which joins the denominator once, and
             the LSE. A row without keys stays 0, its LSE -inf. Neither softcap nor sinks go with smooth_k.
         out: takes the result: shape and device of query, dtype of the result, any strides with which no two elements

@@ -74,7 +74,7 @@ def special_kernels(manifest: Manifest, arch: str, head_dim: int, asked: Asked) 
 
 def no_special_kernel(asked: Asked) -> str:
     """The reason where there is none."""
-    what, where = ("windows", "sm90a, of int8 for head_dim up to 128")
+    what, where = ("windows", "sm89 and sm90a, of int8 on sm90a up to head_dim 128")
     precisions = "fast, balanced, accurate and int8"
     if asked.mask == BIAS:
         what, where = ("an attn_mask that is added to scores", "sm90a, head_dim up to 128, without softcap")
@@ -82,7 +82,7 @@ def no_special_kernel(asked: Asked) -> str:
     elif asked.mask == LISTED:
         what, where = ("boolean masks and BlockMask", "sm90a, head_dim up to 128, without softcap")
     elif asked.capped:
-        what, where = ("softcap", "sm90a, on sm89 without a window")
+        what, where = ("softcap", "sm89 and sm90a")
         precisions = "fast, balanced and accurate"
     return (
         f"kernels for {what} take e4m3, bf16 and fp16 operands, give bf16 and fp16, and are there for scaling tensor, "

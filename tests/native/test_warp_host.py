@@ -1,0 +1,194 @@
+"""The attention kernels of Ada on the host, from the sources that nvcc compiles: against the emulator, with copies that
+arrive late or at once and threads in any order, and with planted faults. No kernel has run on an Ada card.
+
+Instructions that a whole warp executes are meetings of its threads here. A sum of products is rounded
+once, where tensor cores cut more.
+
+Regressions these catch: a fragment that lies elsewhere, a missing wait or barrier, a slot that is loaded while it is
+read, a descale of another head or block, keys beyond the end, a wrong diagonal, an item that nobody takes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compilers import ROOT, planted
+from reference import Operands, operands_of, randn, relative_l2
+from warp_host import Kernel, Result
+
+from codegen.render import environment, render_kernel
+from codegen.variant import parse_id
+from fp8cutlass.emulator.emulate import Emulation, emulate
+from fp8cutlass.manifest import Variant, generated_dir, load_manifest
+
+ALL = [v for v in load_manifest(generated_dir()).variants if v.family == "sm89" and v.kind != "diag"]
+VARIANTS = [v for v in ALL if v.mask != "window"]
+HEADS, ROWS, KEYS = (2, 1), 70, 140  # of K and V one
+
+
+def one_of_each(*axes: str) -> list[str]:
+    """The first kernel of every combination of values."""
+    return [v.id for v in {tuple(getattr(v, axis) for axis in axes): v for v in reversed(VARIANTS)}.values()]
+
+
+# Of each softmax, scaling, type of operands, output, head_dim and mask.
+KERNELS = sorted(
+    {*one_of_each("softmax", "scaling", "dtype", "kind"), *one_of_each("head_dim", "causal"), *one_of_each("out")}
+)
+
+
+@cache
+def problem(variant: Variant, scaling: str) -> Operands:
+    q = randn(1, HEADS[0], ROWS, variant.head_dim, seed=1)
+    k, v = (randn(1, HEADS[1], KEYS, variant.head_dim, seed=s) for s in (2, 3))
+    return operands_of(variant, q, k, v, scaling)
+
+
+def options_of(variant: Variant) -> dict[str, Any]:
+    given: dict[str, Any] = {"scale": variant.head_dim**-0.5, "softcap": 2.0 if variant.kind == "capped" else 0.0}
+    given["causal_offset"] = KEYS - ROWS - 3 if variant.mask != "full" else 0
+    if variant.mask == "window":
+        given["window_offset"] = 20
+    given["out_descale"] = torch.tensor([0.02]) if variant.out == "e4m3" else None
+    return given
+
+
+def want(variant: Variant, operands: Operands, scaling: str, **more: Any) -> Emulation:
+    return emulate(*operands.fp8, *operands.descales, variant=variant, scaling=scaling, **options_of(variant), **more)
+
+
+def same(got: Result, expected: Emulation) -> bool:
+    """Bits, but where the last one of an exponential or of a sum differs: then P of a key may round the other way."""
+    out, other = got.out.float(), expected.out.float()
+    return (
+        float((out != other).float().mean()) <= 2e-3
+        and relative_l2(out, other) <= 3e-4
+        and float((got.lse - expected.lse)[expected.lse.isfinite()].abs().max()) <= 2e-6
+        and abs(float(got.amax / expected.amax) - 1) <= 1e-6
+    )
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    return Kernel(request.param, tmp_path_factory.mktemp("warp"))
+
+
+def test_a_kernel_is_what_the_emulator_says(kernel: Kernel) -> None:
+    """Grouped heads, tails of rows and keys, rows that do not see the last keys, and more items than CTAs."""
+    scaling = kernel.variant.scaling
+    operands = problem(kernel.variant, scaling)
+    got = kernel.run(operands, **options_of(kernel.variant))
+    assert same(got, want(kernel.variant, operands, scaling))
+
+
+# Of each softmax, with one stage and more, and with a cap.
+WINDOWS = (
+    "sm89_fwd_d64_m64n128w4_s2_block_window_e4m3_bf16_linear",
+    "sm89_fwd_d96_m64n64w4_s2_block_window_e4m3_fp16_exp2",
+    "sm89_fwd_d256_m64n32w4_s1_block_window_e4m3_bf16_linear",
+    "sm89_fwd_d128_m64n64w4_s2_block_window_e4m3_bf16_exp2_capped",
+)
+# Rows, keys, the first key of row 0 and the last: inside a tile, far ends, a first tile that is not the first, rows
+# without keys before others and after them, and no key at all.
+BANDS = (
+    (130, 200, -10, 70),
+    (70, 140, -500, 500),
+    (70, 300, 100, 130),
+    (100, 90, 60, 75),
+    (70, 140, -60, -30),
+    (9, 40, 50, 60),
+)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(name: str, tmp_path: Path) -> None:
+    kernel = Kernel(name, tmp_path)
+    v = kernel.variant
+    for rows, keys, first, last in BANDS:
+        q = randn(1, HEADS[0], rows, v.head_dim, seed=1)
+        k, x = (randn(1, HEADS[1], keys, v.head_dim, seed=s) for s in (2, 3))
+        operands = operands_of(v, q, k, x, "block")
+        options = options_of(v) | {"causal_offset": last, "window_offset": first}
+        got = kernel.run(operands, **options, seed=rows)
+        expected = emulate(*operands.fp8, *operands.descales, variant=v, **options)
+        seen = expected.lse.isfinite()
+        assert torch.equal(got.lse.isfinite(), seen) and not bool(got.out[~seen].any())
+        assert not bool(seen.any()) or same(got, expected), (rows, keys, first, last)
+
+
+PLAIN = "sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear"
+ONE_STAGE = "sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_bf16_exp2x2"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    return Kernel(PLAIN, tmp_path_factory.mktemp("warp"))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_order_of_threads_and_no_arrival_of_copies_changes_a_bit(plain: Kernel, seed: int) -> None:
+    operands, options = problem(plain.variant, "block"), options_of(plain.variant)
+    first = plain.run(operands, **options)
+    got = plain.run(operands, **options, seed=seed + 1, late=seed % 2 == 0, ctas=1 + seed, wants_lse=seed != 3)
+    assert torch.equal(got.out, first.out) and (seed == 3 or torch.equal(got.lse, first.lse))
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "head"])
+def test_coarser_scaling(plain: Kernel, scaling: str) -> None:
+    operands = problem(plain.variant, scaling)
+    got = plain.run(operands, scaling=scaling, **options_of(plain.variant))
+    assert same(got, want(plain.variant, operands, scaling))
+
+
+def test_sinks_and_rows_without_keys(plain: Kernel) -> None:
+    operands, options, sinks = problem(plain.variant, "block"), options_of(plain.variant), torch.tensor([1.5, -0.5])
+    options["causal_offset"] = -5
+    got = plain.run(operands, **options, sinks=sinks)
+    expected = emulate(*operands.fp8, *operands.descales, variant=plain.variant, sinks=sinks, **options)
+    assert torch.equal(got.out, expected.out) and not bool(got.out[:, :, :5].any())
+    assert bool((got.lse[:, :, :5] == -torch.inf).all())
+
+
+# Of a kernel, a text of it or of a header, and what stands there instead.
+SOURCE, PRODUCTS = "kernel.cu", "fp8cutlass/sm89/mma.cuh"
+FAULTS = {
+    "no barrier before a slot is loaded": (PLAIN, SOURCE, "__syncthreads();                     // for", "// for"),
+    "a tile is not waited for": (PLAIN, SOURCE, "wait_copies<kStages - 2>();", "wait_copies<kStages - 1>();"),
+    "V is not waited for": (ONE_STAGE, SOURCE, "sm89::wait_copies<1>();  // V of this tile", "// V of this tile"),
+    "the next K over this one": (ONE_STAGE, SOURCE, "__syncthreads();  // everybody is done with K\n", "\n"),
+    "the diagonal of the row above": (PLAIN, SOURCE, " + p.causal_offset - key);", " + p.causal_offset - 1 - key);"),
+    "keys beyond the end are read": (PLAIN, SOURCE, "stride_row, p.seqlen_k - key);", "stride_row, kTileN);"),
+    "a fragment of other columns": (PLAIN, PRODUCTS, "q[f][step], b[2], b[3]);", "q[f][step], b[3], b[2]);"),
+    "a window begins a key late": (WINDOWS[0], SOURCE, "p.window_offset - key;", "p.window_offset + 1 - key;"),
+    "a window's first tile is left out": (WINDOWS[0], SOURCE, "tile = work.first_tile;", "tile = work.first_tile + 1;"),
+    "a row sum of one step": (PLAIN, PRODUCTS, "step < kSteps; ++step) Mma::fma(t,", "step < 1; ++step) Mma::fma(t,"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_noticed(name: str, tmp_path: Path) -> None:
+    """By a wrong result, or by what the host says, for one of a few orders of threads."""
+    of, file, old, new = FAULTS[name]
+    headers, built = tmp_path / "include", tmp_path / "built"
+    built.mkdir()
+    shutil.copytree(ROOT / "include", headers)
+    source = headers / SOURCE
+    source.write_text(render_kernel(parse_id(of), environment()))
+    planted(headers / file, old, new)
+    kernel = Kernel(of, built, headers, source.read_text())
+    operands = problem(kernel.variant, "block")
+    expected = want(kernel.variant, operands, "block")
+
+    def noticed(seed: int) -> bool:
+        try:
+            got = kernel.run(operands, **options_of(kernel.variant), seed=seed, late=seed % 2 == 0, ctas=2)
+        except RuntimeError:
+            return True
+        return not same(got, expected)
+
+    assert any(noticed(seed) for seed in range(6))

@@ -24,7 +24,7 @@ from fp8cutlass.manifest import generated_dir, load_manifest
 FIELDS = (
     "q* k* v* q_batch q_head q_row k_batch k_head k_row q_descale* k_descale* v_descale* q_descale_head q_descale_row "
     "k_descale_head k_descale_block v_descale_head v_descale_block out_descale* o* o_batch o_head o_row lse* amax* "
-    "batch heads kv_heads seqlen_q seqlen_k padded causal_offset window_offset merge_lse sinks* scale! cap! readable* "
+    "batch heads kv_heads seqlen_q seqlen_k padded causal_offset window_offset sinks* scale! cap! readable* "
     "readable_count items ctas late seed"
 ).split()
 _TYPES = {"*": ctypes.c_void_p, "!": ctypes.c_double}

@@ -8,7 +8,6 @@ static unsigned grid = 0;
 #define __ldg(pointer) (*(pointer))
 
 // Of other kernels of the same headers; nothing here calls them.
-int __float_as_int(float);
 float __fmul_rn(float, float), __frcp_rn(float);
 uint32_t __vmaxu2(uint32_t, uint32_t), __vcmpgeu2(uint32_t, uint32_t), __reduce_max_sync(unsigned, uint32_t);
 int atomicMax(int*, int);

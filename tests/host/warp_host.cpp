@@ -6,8 +6,6 @@
 static unsigned grid = 1;
 #define gridDim (device::Index{grid})
 
-inline int __float_as_int(float x) { return int(__float_as_uint(x)); }
-
 namespace fp8cutlass {
 alignas(128) uint8_t shared_bytes[128 * 1024];
 }
@@ -27,7 +25,7 @@ struct Call {
   int64_t o_batch, o_head, o_row;
   float *lse, *amax;
   int64_t batch, heads, kv_heads, seqlen_q, seqlen_k, padded;
-  int64_t causal_offset, window_offset, merge_lse;
+  int64_t causal_offset, window_offset;
   const float* sinks;
   double scale, cap;
   const uint8_t* const* readable;  // what copies may read: begin, end, begin, ...
@@ -49,7 +47,7 @@ extern "C" const char* run(const Call* call) {
   p.o_stride_batch = c.o_batch, p.o_stride_head = c.o_head, p.o_stride_row = c.o_row;
   p.batch = int(c.batch), p.heads = int(c.heads), p.kv_heads = int(c.kv_heads);
   p.seqlen_q = int(c.seqlen_q), p.seqlen_k = int(c.seqlen_k), p.seqlen_k_padded = int(c.padded);
-  p.causal_offset = int(c.causal_offset), p.window_offset = int(c.window_offset), p.merge_lse = int(c.merge_lse);
+  p.causal_offset = int(c.causal_offset), p.window_offset = int(c.window_offset);
   p.scale = float(c.scale), p.cap = float(c.cap);
   device::Cta cta;
   cta.random.seed(unsigned(c.seed));

@@ -51,6 +51,7 @@ inline uint32_t __float_as_uint(float x) {
   std::memcpy(&y, &x, 4);
   return y;
 }
+inline int __float_as_int(float x) { return int(__float_as_uint(x)); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t order) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
   uint32_t r = 0;

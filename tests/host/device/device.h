@@ -144,11 +144,23 @@ inline void copy(uint8_t* to, const uint8_t* from, int bytes, int size) {
   }
 }
 
+// What this thread copied since the last call is a group.
+inline void commit() {
+  self->groups.push_back(std::move(self->open));
+  self->open.clear();
+}
+
 inline void wait_for(int pending) {
   while (int(self->groups.size()) > pending) {
     for (const Copy& c : self->groups.front()) perform(c);
     self->groups.erase(self->groups.begin());
   }
+}
+
+// Four matrices of 8 rows of 16 bytes, a row an address; a lane's four bytes of each.
+inline void load_matrices(uint32_t (&r)[4], const uint8_t* row) {
+  const auto rows = gathered(row);
+  for (int i = 0; i < 4; ++i) std::memcpy(&r[i], rows[8 * i + lane() / 4] + 4 * (lane() % 4), 4);
 }
 
 inline void enter(unsigned high, unsigned low) {

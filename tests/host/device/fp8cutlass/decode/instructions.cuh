@@ -20,10 +20,7 @@ inline uint4 load16(const uint8_t* from) {
   device::perform({reinterpret_cast<uint8_t*>(&x), from, 16, 16});
   return x;
 }
-inline void commit() {
-  device::self->groups.push_back(std::move(device::self->open));
-  device::self->open.clear();
-}
+inline void commit() { device::commit(); }
 template <int kPending>
 void wait() {
   device::wait_for(kPending);
@@ -39,11 +36,7 @@ class Meeting {
   uint64_t barrier_;
 };
 
-inline void load_matrices(uint32_t (&r)[4], const uint8_t* row) {
-  const auto rows = device::gathered(row);
-  const int lane = device::lane();
-  for (int i = 0; i < 4; ++i) std::memcpy(&r[i], rows[8 * i + lane / 4] + 4 * (lane % 4), 4);
-}
+inline void load_matrices(uint32_t (&r)[4], const uint8_t* row) { device::load_matrices(r, row); }
 inline void load_transposed(uint32_t (&r)[4], const uint8_t* row) {
   const auto rows = device::gathered(row);
   const int g = device::lane() / 4, t = device::lane() % 4;

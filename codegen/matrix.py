@@ -133,7 +133,7 @@ MATRICES = (
         cluster=(Cluster.SOLO,),
         walk=(Walk.DENSE,),
     ),
-    # What few kernels serve: those of 16-bit output, as results of windows are.
+    # What few kernels serve: those of 16-bit output, as results of windows and ragged batches are.
     Matrix(
         name="sm89 windows",
         family="sm89",
@@ -149,6 +149,22 @@ MATRICES = (
         schedule=(Schedule.MULTISTAGE,),
         cluster=(Cluster.SOLO,),
         walk=(Walk.DENSE,),
+    ),
+    Matrix(
+        name="sm89 ragged",
+        family="sm89",
+        kind=Kind.FWD,
+        head_dim=SM89_HEAD_DIMS,
+        tile=SM89_TILES,
+        stages=(1, 2, 3, 4),
+        scaling=(Scaling.BLOCK,),
+        mask=BANDS,
+        dtype=(Operand.E4M3,),
+        out=(Out.BF16, Out.FP16),
+        softmax=(Softmax.EXP2, Softmax.LINEAR),
+        schedule=(Schedule.MULTISTAGE,),
+        cluster=(Cluster.SOLO,),
+        walk=(Walk.RAGGED,),
     ),
     # Capped scores: of few models, so that what few kernels serve is enough.
     Matrix(
@@ -166,6 +182,23 @@ MATRICES = (
         schedule=(Schedule.MULTISTAGE,),
         cluster=(Cluster.SOLO,),
         walk=(Walk.DENSE,),
+        change=(Change.TANH,),
+    ),
+    Matrix(
+        name="sm89 capped ragged",
+        family="sm89",
+        kind=Kind.FWD,
+        head_dim=SM89_HEAD_DIMS,
+        tile=SM89_TILES,
+        stages=(1, 2, 3, 4),
+        scaling=(Scaling.BLOCK,),
+        mask=(Mask.WINDOW,),  # whose ends may be as far as they like
+        dtype=(Operand.E4M3,),
+        out=(Out.BF16, Out.FP16),
+        softmax=(Softmax.EXP2,),
+        schedule=(Schedule.MULTISTAGE,),
+        cluster=(Cluster.SOLO,),
+        walk=(Walk.RAGGED,),
         change=(Change.TANH,),
     ),
     # One kernel for each head_dim, softmax and the two ways of scaling K: enough to test every stage of every code path
@@ -309,7 +342,7 @@ MATRICES = (
         tile=SM90A_FEW_TILES,
         stages=(2, 3, 4),
         scaling=(Scaling.BLOCK,),
-        mask=(Mask.WINDOW,),  # whose ends may be as far as they like
+        mask=(Mask.WINDOW,),
         dtype=(Operand.E4M3,),
         out=(Out.BF16, Out.FP16),
         softmax=(Softmax.EXP2,),

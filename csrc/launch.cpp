@@ -16,10 +16,16 @@ namespace fp8cutlass {
 
 namespace {
 
+// Items of a call; of a ragged batch the most that there can be.
+int64_t most_items(const VariantEntry& variant, const ForwardParams& p) {
+  return p.ragged.most > 0 ? int64_t{p.ragged.most} * p.heads : work_items(p, variant.tile_m);
+}
+
 // A persistent grid that gets pointers.
 cudaError_t launch_warp(const VariantEntry& variant, ForwardParams& params, int device, cudaStream_t stream) {
-  const int64_t items = work_items(params, variant.tile_m);
+  const int64_t items = most_items(variant, params);
   if (items == 0) return cudaSuccess;
+  params.item_rows = variant.tile_m;
   const int64_t resident = int64_t{params.sm_count} * variant.ctas_per_sm;
   if (items + resident > INT32_MAX || params.seqlen_q > INT32_MAX - kTilePastEnd ||
       params.seqlen_k > INT32_MAX - kTilePastEnd)
@@ -33,12 +39,13 @@ cudaError_t launch_warp(const VariantEntry& variant, ForwardParams& params, int 
 // Lists the row tiles of a ragged batch, before the kernel that reads them, and beside the one before where that writes
 // nothing which it reads.
 cudaError_t launch_plan(const VariantEntry& variant, const ForwardParams& p, int device, cudaStream_t stream) {
-  planning::PlanParams params{p.ragged, p.seqlen_q, fewest_item_rows(p, variant.tile_m, variant.mask),
-                              variant.key_block};
+  const bool is_warp = variant.family == Family::sm89;
+  const int rows = is_warp ? variant.tile_m : fewest_item_rows(p, variant.tile_m, variant.mask);
+  planning::PlanParams params{p.ragged, p.seqlen_q, rows, variant.key_block};
   void* arguments[] = {&params};
   cudaLaunchAttribute beside = runs_beside();
   return start(kernel_of(Single::plan, device), {1, planning::kThreads, 0}, arguments, stream, 0, &beside,
-               p.ragged.early ? 1 : 0);
+               p.ragged.early && capability_of(device).major >= 9 ? 1 : 0);
 }
 
 }  // namespace
@@ -49,9 +56,7 @@ void launch(const VariantEntry& variant, ForwardParams& params, int device, cuda
   require(!variant.biased || mask.bias.data != nullptr, "variant ", variant.id, " needs a bias");
   params.sm_count = sm_count(device);
   // Only where there are more items than CTAs at a time is anything left to draw.
-  const int64_t items =
-      params.ragged.most > 0 ? int64_t{params.ragged.most} * params.heads : work_items(params, variant.tile_m);
-  if (params.counters == nullptr && variant.draws && items > params.sm_count)
+  if (params.counters == nullptr && variant.draws && most_items(variant, params) > params.sm_count)
     params.counters = work_counters(device, stream, false).words;
   if (variant.ragged) check_launch(launch_plan(variant, params, device, stream), "plan", device);
   const cudaError_t status = variant.family == Family::sm90a ? launch_warpgroup(variant, params, mask, device, stream)

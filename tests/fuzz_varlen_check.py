@@ -9,9 +9,10 @@ from fuzz_cases import SOURCES
 from fuzz_check import lowered_for
 from fuzz_judge import Expected, Verdict, judge, raised
 from fuzz_varlen import RaggedCase, RaggedInputs, descale_of, ragged_inputs, ragged_sinks, unpoisoned
+from gpu import is_emulated
 from layouts import on_card
 from reference import Operands, masked64, operands_of
-from tensor_core import cut_products
+from tensor_core import cut_products, emulated_products
 
 import fp8cutlass
 from fp8cutlass.call.ragged import RaggedCall, choose, emulate_sequence, kept, sequence_kernel
@@ -121,7 +122,7 @@ def judge_sequence(
     reference = masked64(*(x.to(device) for x in operands.real), *how)
     emulated = None
     if device == "cuda":
-        with cut_products(two_terms=False):
+        with emulated_products() if is_emulated(variant) else cut_products(two_terms=False):
             given = [d.to(device) for d in _own(case, inputs, s)]
             one, log_sum = emulate_sequence(
                 _ragged_call(case, inputs, device), q.to(device), k.to(device), v.to(device), tuple(given), variant

@@ -48,13 +48,16 @@ def card_arch() -> str | None:
 
 
 def built_variants(kind: str, **axes: object) -> list[Variant]:
-    """The compiled variants of a kind ("fwd" or "diag") that the card runs, with these values, e.g. ``head_dim=64``."""
-    arch = card_arch()
+    """The compiled variants of a kind ("fwd" or "diag") that the card runs, with these values, e.g. ``head_dim=64``. Of
+    those for ragged batches, which only a call reaches, the ones of head_dims that calls on the card have."""
+    arch, manifest = card_arch(), built_manifest()
     wanted = axes | {"kind": kind}
     return [
         variant
-        for variant in built_manifest().variants
-        if (arch is None or arch in variant.targets) and all(getattr(variant, a) == x for a, x in wanted.items())
+        for variant in manifest.variants
+        if (arch is None or arch in variant.targets)
+        and all(getattr(variant, a) == x for a, x in wanted.items())
+        and (arch is None or variant.walk == "dense" or variant.head_dim in manifest.head_dims[arch])
     ]
 
 

@@ -71,3 +71,10 @@ def cut_products(*, two_terms: bool) -> Iterator[None]:
     with patch.object(emulator, "scores_of", scores):
         with patch.object(tile, "values_of", values) if two_terms else nullcontext():
             yield
+
+
+@contextmanager
+def emulated_products() -> Iterator[None]:
+    """Within it the emulator computes its scores as kernels do whose instructions the compiler emulates."""
+    with patch.object(emulator, "scores_of", lambda q, k, accumulator, _: tile.scores_of(q, k, accumulator, True)):
+        yield

@@ -15,8 +15,10 @@ from reference import Operands
 
 from codegen.render import environment, render_kernel
 from codegen.variant import parse_id
-from fp8cutlass.call.call import Call, Tensors
+from fp8cutlass.call.call import FAR, Call, Tensors
 from fp8cutlass.call.launch import fp8_operands
+from fp8cutlass.call.ragged import Made
+from fp8cutlass.call.ragged_call import RaggedCall
 from fp8cutlass.dtypes import OUT_DTYPES
 from fp8cutlass.manifest import generated_dir, load_manifest
 
@@ -24,8 +26,9 @@ from fp8cutlass.manifest import generated_dir, load_manifest
 FIELDS = (
     "q* k* v* q_batch q_head q_row k_batch k_head k_row q_descale* k_descale* v_descale* q_descale_head q_descale_row "
     "k_descale_head k_descale_block v_descale_head v_descale_block out_descale* o* o_batch o_head o_row lse* amax* "
-    "batch heads kv_heads seqlen_q seqlen_k padded causal_offset window_offset sinks* scale! cap! readable* "
-    "readable_count items ctas late seed"
+    "batch heads kv_heads seqlen_q seqlen_k padded causal_offset window_offset sinks* scale! cap! tiles* count* "
+    "bottom_right q_descale_sequence k_descale_sequence v_descale_sequence readable* readable_count items ctas late "
+    "seed"
 ).split()
 _TYPES = {"*": ctypes.c_void_p, "!": ctypes.c_double}
 _LOG2E = 1.4426950408889634
@@ -52,6 +55,28 @@ def _steps(descale: torch.Tensor, heads: int) -> tuple[int, int]:
 
 def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
+
+
+def spans(call: RaggedCall) -> list[tuple[slice, slice]]:
+    """The tokens of Q and of K that count of each sequence."""
+    found = []
+    for s in range(len(call.cu_q) - 1):
+        of = []
+        for cu, used in ((call.cu_q, call.used_q), (call.cu_k, call.used_k)):
+            begin, end = int(cu[s]), int(cu[s + 1])
+            of.append(slice(begin, end if used is None else min(end, begin + int(used[s]))))
+        found.append((of[0], of[1]))
+    return found
+
+
+def _row_tiles(call: RaggedCall, tile_m: int, key_block: int, in_blocks: bool) -> torch.Tensor:
+    """What the plan lists (include/fp8cutlass/params.h, RowTile), in some order."""
+    entries = []
+    for s, (q, k) in enumerate(spans(call)):
+        rows, block = q.stop - q.start, k.start // key_block + s
+        key = block * key_block if in_blocks else k.start
+        entries += [(s, row, rows, k.stop - k.start, q.start, key, block, 0) for row in range(0, rows, tile_m)]
+    return torch.tensor(entries, dtype=torch.int32)
 
 
 class Kernel:
@@ -92,9 +117,6 @@ class Kernel:
         (batch, heads, rows, head_dim), (kv_heads, keys) = made.q.shape, made.k.shape[1:3]
         out = torch.full((batch, heads, rows, head_dim), torch.nan).to(OUT_DTYPES[v.out])
         lse, amax = torch.full((batch, heads, rows), torch.nan), torch.zeros(1)
-        read = [made.q, made.k, made.v, *descales]
-        ends = [end for x in read for end in (x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes())]
-        readable = (ctypes.c_uint64 * len(ends))(*ends)
         items = -(-rows // v.tile_m) * batch * heads
         given: dict[str, Any] = {
             "v": made.v.data_ptr(), "padded": made.v.shape[3], "out_descale": _address(out_descale),
@@ -102,7 +124,6 @@ class Kernel:
             "batch": batch, "heads": heads, "kv_heads": kv_heads, "seqlen_q": rows, "seqlen_k": keys,
             "causal_offset": causal_offset, "window_offset": window_offset, "sinks": _address(sinks),
             "scale": scale / softcap if softcap else scale, "cap": softcap * _LOG2E,
-            "readable": ctypes.addressof(readable), "readable_count": len(ends) // 2,
             "items": items, "ctas": min(ctas, items), "late": late, "seed": seed,
         }  # fmt: skip
         for name, x in (("q", made.q), ("k", made.k), ("o", out)):
@@ -112,7 +133,43 @@ class Kernel:
             head, part = _steps(d, batch * of)
             given[f"{name}_descale"], given[f"{name}_descale_head"] = d.data_ptr(), head
             given["q_descale_row" if name == "q" else f"{name}_descale_block"] = part
-        failed = self._library.run(ctypes.byref(_Call(**given)))
+        self._launch(given, [made.q, made.k, made.v, *descales])
+        return Result(out, lse, amax)
+
+    def run_ragged(self, call: RaggedCall, made: Made, *, ctas: int = 3, late: bool = True, seed: int = 0) -> Result:
+        """The same of a ragged batch. Rows of no sequence stay NaN, which the kernel that packs would make zeros."""
+        v = self.variant
+        descales = [d.contiguous() for d in made.descales]
+        (rows, heads, head_dim), (keys, kv_heads) = made.q.shape, made.k.shape[:2]
+        out = torch.full((rows, heads, head_dim), torch.nan).to(OUT_DTYPES[v.out])
+        lse = torch.full((heads, rows), torch.nan)
+        tiles = _row_tiles(call, v.tile_m, v.key_block, made.in_blocks)
+        count = torch.tensor([len(tiles)], dtype=torch.int32)
+        none = torch.tensor([[0, 0, 1, 1, rows - 1, 0, 0, 0]] * 3, dtype=torch.int32)
+        room = torch.cat((tiles, none))  # there are fewer than the launch is for
+        given: dict[str, Any] = {
+            "v": made.v.data_ptr(), "padded": made.v.shape[2], "lse": _address(lse),
+            "batch": 1, "heads": heads, "kv_heads": kv_heads, "seqlen_q": rows, "seqlen_k": keys,
+            "causal_offset": FAR if call.right < 0 else call.right,
+            "window_offset": -(FAR if call.left < 0 else call.left), "sinks": _address(call.sinks),
+            "scale": call.scale / call.softcap if call.softcap else call.scale, "cap": call.softcap * _LOG2E,
+            "tiles": room.data_ptr(), "count": count.data_ptr(), "bottom_right": call.bottom_right,
+            "items": len(room) * heads, "ctas": ctas, "late": late, "seed": seed,
+        }  # fmt: skip
+        for name, x in (("q", made.q), ("k", made.k), ("o", out)):
+            given |= {name: x.data_ptr(), f"{name}_row": x.stride(0), f"{name}_head": x.stride(1)}
+        for name, d in zip("qkv", descales, strict=True):
+            sequence, head, part = {1: (0, 0, 0), 2: (d.shape[-1], 1, 0), 3: (0, d.shape[-1], 1)}[d.dim()]
+            given |= {f"{name}_descale": d.data_ptr(), f"{name}_descale_sequence": sequence}
+            given |= {f"{name}_descale_head": head, "q_descale_row" if name == "q" else f"{name}_descale_block": part}
+        self._launch(given, [made.q, made.k, made.v, *descales])
+        return Result(out, lse, torch.zeros(1))
+
+    def _launch(self, given: dict[str, Any], read: list[torch.Tensor]) -> None:
+        """read: what copies may read."""
+        ends = [end for x in read for end in (x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes())]
+        readable = (ctypes.c_uint64 * len(ends))(*ends)
+        of = {"readable": ctypes.addressof(readable), "readable_count": len(ends) // 2}
+        failed = self._library.run(ctypes.byref(_Call(**given, **of)))
         if failed is not None:
             raise RuntimeError(failed.decode())
-        return Result(out, lse, amax)

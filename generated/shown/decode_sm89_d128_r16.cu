@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) decode_sm89_d128_r16(con
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   auto& slots = shared.slots[threadIdx.x / 32];
   auto& places = shared.places[threadIdx.x / 32];
-  decode::begin_after_cuts();
+  wait_for_operands();
   const decode::Cut from = p.cuts[blockIdx.x], to = p.cuts[blockIdx.x + 1];
 
   decode::clear_others<kHeadDim, kThreads>(p, from.begin, from.end);

@@ -118,7 +118,7 @@ __device__ __forceinline__ void multiply_keys(const decode::DecodeParams& p, Sha
 __global__ void __launch_bounds__(kThreads, kCtasPerSm) decode_sm90a_d128_r64(const __grid_constant__ decode::DecodeParams p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
-  decode::begin_after_cuts();
+  wait_for_operands();
   const decode::Cut from = p.cuts[blockIdx.x], to = p.cuts[blockIdx.x + 1];
   decode::clear_others<kHeadDim, kThreads>(p, from.begin, from.end);
   if (threadIdx.x < kWarps / 4) shared.handoffs[threadIdx.x].begin();

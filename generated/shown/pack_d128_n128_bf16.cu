@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : kPlain
   __shared__ uint32_t of_warp[kThreads / 32];
   const Maxima maxima{of_warp};
   __shared__ __align__(16) float inverse[kThreads];
-  packing::allow_dependents();
+  dependents_may_begin();
   const Block block = packing::find_block(p);
   uint4 x[kPasses][kChunks];
   packing::load<kLanes>(x, p.operand[block.operand], block, block.index * kRows, p.head_dim);
@@ -234,15 +234,14 @@ __global__ void __launch_bounds__(Delivery::kThreads, Delivery::kCtas)
   sm90::deliver<Delivery, Source>(params);
 }
 
-// For sm_90: no other target walks a ragged batch.
+// Of a ragged batch. The last CTAs look for rows of O that belong to no sequence.
 __global__ void __launch_bounds__(kThreads, kPlainCtas)
     pack_d128_n128_bf16_ragged(const __grid_constant__ PackParams p, const __grid_constant__ RaggedPack ragged) {
-#if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(16) uint8_t stage[];  // Stage
   __shared__ uint32_t of_warp[kThreads / 32];  // before the others, as above
   const Maxima maxima{of_warp};
   __shared__ __align__(16) float inverse[kThreads];
-  packing::allow_dependents();
+  dependents_may_begin();
   if (int(blockIdx.x) >= ragged.first_cta) {
     packing::clear_rows(ragged, int(blockIdx.x) - ragged.first_cta);
     return;
@@ -255,7 +254,6 @@ __global__ void __launch_bounds__(kThreads, kPlainCtas)
   uint4 x[kPasses][kChunks];
   packing::load<kLanes>(x, source, block, base, p.head_dim);
   quantise<Source, false>(p, block, x, inverse, stage, maxima);
-#endif
 }
 
 template __global__ void pack_d128_n128_bf16<false>(const __grid_constant__ PackParams);

@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : kPlain
   __shared__ uint32_t of_warp[kThreads / 32];
   const Maxima maxima{of_warp};
   __shared__ __align__(16) float inverse[kThreads];
-  packing::allow_dependents();
+  dependents_may_begin();
   const Block block = packing::find_block(p);
   uint4 x[kPasses][kChunks];
   packing::load<kLanes>(x, p.operand[block.operand], block, block.index * kRows, p.head_dim);

@@ -53,7 +53,7 @@ __device__ __forceinline__ void copy_rows(const Fp8PackParams& p, const Block& b
 __global__ void __launch_bounds__(kThreads, 3)
     pack_d128_n128_fp8(const __grid_constant__ Fp8PackParams p) {
   extern __shared__ __align__(16) uint8_t stage[];  // Stage
-  packing::allow_dependents();
+  dependents_may_begin();
   if (int(blockIdx.x) >= p.first_cta) {
     packing::spread_descales(p, int(blockIdx.x) - p.first_cta, int(gridDim.x) - p.first_cta);
     return;
@@ -66,9 +66,8 @@ __global__ void __launch_bounds__(kThreads, 3)
 // The same of a ragged batch. The last CTAs look for rows of O that belong to no sequence.
 __global__ void __launch_bounds__(kThreads, 3)
     pack_d128_n128_fp8_ragged(const __grid_constant__ Fp8PackParams p, const __grid_constant__ RaggedPack ragged) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // no other target walks a ragged batch
   extern __shared__ __align__(16) uint8_t stage[];  // Stage
-  packing::allow_dependents();
+  dependents_may_begin();
   if (int(blockIdx.x) >= ragged.first_cta) {
     packing::clear_rows(ragged, int(blockIdx.x) - ragged.first_cta);
     return;
@@ -76,17 +75,14 @@ __global__ void __launch_bounds__(kThreads, 3)
   const Block block = packing::find_block(p);
   copy_rows(p, block, packing::rows_of(p, ragged.batch, block, kRows), stage,
             [&](int row) { return packing::sequence_of(ragged, p.descale[kPackQ].stride_batch, row); });
-#endif
 }
 
 // Keys of a paged cache, for a ragged batch.
 __global__ void __launch_bounds__(kThreads, 5)
     pack_d128_n128_fp8_gather(const __grid_constant__ prefill::GatherParams p) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   extern __shared__ __align__(16) uint8_t stage[];  // Stage
   static_assert(kRows == prefill::kBlock);
   prefill::gather_blocks<Stage, kHeadDim, kLanes, kPasses, kChunks>(p, stage);
-#endif
 }
 
 }  // namespace fp8cutlass

@@ -179,7 +179,7 @@ __global__ void __cluster_dims__(kCtas) __launch_bounds__(kThreads, kTransform ?
   __shared__ uint32_t of_cta;
   const Maxima maxima{of_warp, of_cta};
   __shared__ __align__(16) float inverse[kThreads];
-  packing::allow_dependents();
+  dependents_may_begin();
   const Block block = packing::find_block(p);
   uint4 x[kPasses][kChunks];
   packing::load<kLanes>(x, p.operand[block.operand], block, block.index * kRows, p.head_dim);
@@ -227,16 +227,15 @@ __global__ void __launch_bounds__(kThreads, kTransform ? kTransformCtas : 0)
     packing::raise(o.amax + int64_t{block.head} * kHeadDim + threadIdx.x, Source::low(of_column[threadIdx.x]));
 }
 
-// For sm_90: no other target walks a ragged batch.
+// Of a ragged batch. The last CTAs look for rows of O that belong to no sequence.
 __global__ void __cluster_dims__(kCtas) __launch_bounds__(kThreads, kPlainCtas)
     pack_d192_n256_fp16_ragged(const __grid_constant__ PackParams p, const __grid_constant__ RaggedPack ragged) {
-#if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(16) uint8_t stage[];  // Stage
   __shared__ uint32_t of_warp[kThreads / 32];  // before the others, as above
   __shared__ uint32_t of_cta;
   const Maxima maxima{of_warp, of_cta};
   __shared__ __align__(16) float inverse[kThreads];
-  packing::allow_dependents();
+  dependents_may_begin();
   if (int(blockIdx.x) >= ragged.first_cta) {
     packing::clear_rows(ragged, int(blockIdx.x) - ragged.first_cta);
     return;
@@ -249,7 +248,6 @@ __global__ void __cluster_dims__(kCtas) __launch_bounds__(kThreads, kPlainCtas)
   uint4 x[kPasses][kChunks];
   packing::load<kLanes>(x, source, block, base, p.head_dim);
   quantise<Source, false>(p, block, x, inverse, stage, maxima);
-#endif
 }
 
 template __global__ void pack_d192_n256_fp16<false>(const __grid_constant__ PackParams);

@@ -9,7 +9,6 @@
 //   warpgroup 2          block: largest value, e4m3 | to one of 4 slots: K, V^T | there
 //   warpgroups 0 to 1    Q to e4m3 | each tile of keys: Q K^T, softmax, P V, add to O | O | free, behind a head's last rows
 
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
 #include "fp8cutlass/sm90/resident.cuh"
 
 namespace fp8cutlass {

@@ -61,6 +61,8 @@ using Score = float;  // one float32 score
 constexpr Score kNoScore{};  // what products are added to
 constexpr int kScoreRegs = 4;  // per n8 block
 using Out = OutBf16;
+constexpr Mask kMask = Mask::causal;
+using Walk = DenseWork<kTileM, kTileN, kMask>;
 
 // ---- shared memory: Q 8,192 + 2 x K 16,384 + 2 x V 16,384 + 2 x K descales 512 + work items 128 = 41,600 bytes --------------------------------------------------
 
@@ -80,7 +82,7 @@ struct SharedStorage {
   alignas(128) uint8_t k[kStages][KTile::kBytes];
   alignas(128) uint8_t v[kStages][VTile::kBytes];
   alignas(128) float k_descale[kStages][kTileN];
-  alignas(128) WorkItem work[2];  // this item and the next; here because registers are what the kernel lacks
+  alignas(128) Walk::Item work[2];  // this item and the next; here because registers are what the kernel lacks
 };
 
 static_assert(sizeof(SharedStorage) == 41600, "the generator's sum of the tiles");
@@ -108,26 +110,26 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_diag_d128_m64n64w4_
   const bool want_lse = p.lse != nullptr && !p.merge_lse;
 
   // Loads of one KV tile. Rows of K past the end become zeros; packed V is padded with zeros already.
-  const auto load_k = [&](const WorkItem& work, int tile) {
+  const auto load_k = [&](const Walk::Item& work, int tile) {
     const int key = tile * kTileN, slot = tile % kStages;
-    sm89::load_tile<KTile, kThreads>(shared.k[slot], work.k + key * p.k_stride_row, p.k_stride_row, p.seqlen_k - key);
+    sm89::load_tile<KTile, kThreads>(shared.k[slot], work.k + key * p.k_stride_row, p.k_stride_row, Walk::keys(p, work) - key);
     const int64_t padded = unhoisted(p.seqlen_k_padded);
     sm89::load_floats<kTileN>(shared.k_descale[tile % 2], p.k_descale + work.kv_head * padded + key);
   };
-  const auto load_v = [&](const WorkItem& work, int tile) {
+  const auto load_v = [&](const Walk::Item& work, int tile) {
     const int64_t row_stride = unhoisted(p.seqlen_k_padded);
     const uint8_t* v = p.v + work.kv_head * kHeadDim * row_stride + tile * kTileN;
     sm89::load_tile<VTile, kThreads>(shared.v[tile % kStages], v, row_stride, kHeadDim);
   };
   // Decodes an item into work[turn] and starts the loads of Q and the first tile. Nobody may still use shared memory.
   const auto begin = [&](int item, int turn) {
-    WorkItem& work = shared.work[turn];
-    if (threadIdx.x == 0) work = work_item<kTileM, kTileN, Mask::causal>(p, item);
+    Walk::Item& work = shared.work[turn];
+    if (threadIdx.x == 0) Walk::find(p, item, work);
     __syncthreads();
-    sm89::load_tile<QTile, kThreads>(shared.q, work.q, p.q_stride_row, p.seqlen_q - work.row);
+    sm89::load_tile<QTile, kThreads>(shared.q, work.q, p.q_stride_row, Walk::rows(p, work) - work.row);
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
-      const int tile = i;
+      const int tile = Walk::first_tile(work) + i;
       if (tile < work.tiles) load_k(work, tile), load_v(work, tile);
       sm89::commit_copies();
     }
@@ -136,25 +138,25 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_diag_d128_m64n64w4_
   begin(blockIdx.x, 0);  // the grid is no larger than the number of items
 #pragma unroll 1
   for (int turn = 0;; turn ^= 1) {
-    const WorkItem& work = shared.work[turn];
+    const Walk::Item& work = shared.work[turn];
 
     float o[kFrags][kDimBlocks][4] = {};
     RowState rows[kFrags] = {};
     uint32_t q[kFrags][kDimSteps][4];
 
     // slope: softmax scale times the descales that a whole row shares (Q's), as octaves a score unit
-    const float* q_descales = p.q_descale + (int64_t(work.batch) * p.heads + work.head) * p.q_descale_head;
+    const float* q_descales = p.q_descale + Walk::query_descale(p, work);
 #pragma unroll
     for (int f = 0; f < kFrags; ++f)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = work.row + warp_row + 16 * f + 8 * r + group;
-        const float q_descale = row < p.seqlen_q ? q_descales[int64_t(row) * p.q_descale_row] : 1.f;
+        const float q_descale = row < Walk::rows(p, work) ? q_descales[int64_t(row) * p.q_descale_row] : 1.f;
         rows[f].slope[r] = q_descale * (p.scale * kLog2e);
       }
 
 #pragma unroll 1
-    for (int tile = 0; tile < work.tiles; ++tile) {
+    for (int tile = Walk::first_tile(work); tile < work.tiles; ++tile) {
       const int key = tile * kTileN, slot = tile % kStages;  // first key, and where the tile lies
 
       sm89::wait_copies<kStages - 2>();  // this tile is here
@@ -164,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_diag_d128_m64n64w4_
 
       // S = Q K^T
       Score s[kFrags][kKeyBlocks][kScoreRegs];
-      if (tile == 0) {
+      if (tile == Walk::first_tile(work)) {
         const int lane = sm89::lane_offset_a<QTile>(warp_row);
 #pragma unroll
         for (int f = 0; f < kFrags; ++f)
@@ -184,11 +186,11 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_diag_d128_m64n64w4_
         int last[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          last[r] = p.seqlen_k - 1 - key;
-          last[r] = min(last[r], work.row + warp_row + 16 * f + 8 * r + group + p.causal_offset - key);
+          last[r] = Walk::keys(p, work) - 1 - key;
+          last[r] = min(last[r], work.row + warp_row + 16 * f + 8 * r + group + Walk::band(p, work).last - key);
         }
-        const int first_row_last = work.row + warp_row + 16 * f + p.causal_offset - key;  // same for the whole warp
-        const bool masked = min(p.seqlen_k - 1 - key, first_row_last) < kTileN - 1;
+        const int first_row_last = work.row + warp_row + 16 * f + Walk::band(p, work).last - key;  // same for the whole warp
+        const bool masked = min(Walk::keys(p, work) - 1 - key, first_row_last) < kTileN - 1;
         if (masked) mask_columns(s[f], last);
 #pragma unroll
         for (int n = 0; n < kKeyBlocks; ++n) {
@@ -243,16 +245,16 @@ __global__ void __launch_bounds__(kThreads, kBoundCtas) sm89_diag_d128_m64n64w4_
     for (int f = 0; f < kFrags; ++f) {
       const int row = work.row + thread / 32 * kWarpRows + 16 * f + thread % 32 / 4;
       clear_dead_rows(o[f], rows[f].sum);
-      const int64_t first = work.batch * p.o_stride_batch + work.head * p.o_stride_head + row * p.o_stride_row;
+      const int64_t first = Walk::out(p, work, row);
       if (p.lse != nullptr) {
         float exact[2];  // each lane of a quad has the whole sum of P, and of the unquantised ones its part
 #pragma unroll
         for (int r = 0; r < 2; ++r) exact[r] = want_lse ? rows[f].exact[r] : 0.25f * rows[f].sum[r];
-        store_lse(p, [&](int row) { return (int64_t(work.batch) * p.heads + work.head) * p.seqlen_q + row; }, p.seqlen_q, row, exact, rows[f].ref);
+        store_lse(p, [&](int row) { return Walk::lse(p, work, row); }, Walk::rows(p, work), row, exact, rows[f].ref);
       }
       if (p.sinks != nullptr) add_sink(rows[f].sum, rows[f].ref, p, work.head, 1.f);
-      store_rows<Out>(p, first, p.seqlen_q, row, o[f], rows[f].sum, v_descale, column_descale, 1.f);
-      if (p.amax != nullptr) store_amax(p, p.seqlen_q, row, o[f], rows[f].sum, v_descale, column_descale);
+      store_rows<Out>(p, first, Walk::rows(p, work), row, o[f], rows[f].sum, v_descale, column_descale, 1.f);
+      if (p.amax != nullptr) store_amax(p, Walk::rows(p, work), row, o[f], rows[f].sum, v_descale, column_descale);
     }
     if (next >= items) return;
   }

@@ -23,7 +23,6 @@
 // A phase: use u of a ring of n slots waits in slot u % n for parity u / n & 1 to read, for the other one to write.
 // `full` comes with the bytes of a copy, or from each thread that wrote, `empty` from each thread that read.
 
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
 #include "fp8cutlass/epilogue.cuh"
 #include "fp8cutlass/params.h"
 #include "fp8cutlass/sm90/barrier.cuh"
@@ -66,7 +65,7 @@ constexpr int kLoaderRegisters = 40, kComputeRegisters = 232;
 
 // 8 of these a warpgroup and KV tile
 using Gmma = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>;  // S = Q K^T
-using GmmaValues = cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>;  // P V and, by 8 rows of ones in V^T, the row sums of P
+using GmmaValues = sm90::ValuesWithOnes<kPartColumns, sm90::ValueType::E4M3>;  // P V and, by 8 rows of ones in V^T, the row sums of P
 constexpr uint32_t kOnes = 0x38383838;  // four times 1.0 in e4m3
 constexpr float kTruncation = 1.f;  // given back to O: the tensor core cuts P V more than the row sums (docs/lab/sm90a.md, the bias)
 using Score = float;  // one float32 score
@@ -171,7 +170,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
   Stage stage;
   const Item first = item_of(params, blockIdx.x);  // the grid is no larger than the number of items
   if (lane == 0) publish(control, first, 0);
-  sm90::wait_for_operands();
+  wait_for_operands();
   Ahead ahead = look_ahead(params, first);
   {
     constexpr int turn = 0;
@@ -227,7 +226,7 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
   auto& control = shared.control;
   const int thread = threadIdx.x - 32;
   constexpr bool fp8 = true;
-  sm90::wait_for_operands();
+  wait_for_operands();
   {
     constexpr int turn = 0, slot = 0;
     sm90::wait(control.next_full[turn % 2], turn / 2 & 1);
@@ -266,7 +265,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     const unsigned thread = thread_index() - 128;
     return int(thread / 32 * 16 + thread % 32 / 4);
   };
-  sm90::wait_for_operands();  // what this kernel writes, the one before may read
+  wait_for_operands();  // what this kernel writes, the one before may read
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
   const bool want_lse = params.want_lse != 0;
   const uint32_t q_rows = QTile::descriptor(shared_address(shared.q[0])) + QTile::advance(64 * warpgroup, 0);

@@ -24,7 +24,6 @@
 // A phase: use u of a ring of n slots waits in slot u % n for parity u / n & 1 to read, for the other one to write.
 // `full` comes with the bytes of a copy, or from each thread that wrote, `empty` from each thread that read.
 
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
 #include "fp8cutlass/epilogue.cuh"
 #include "fp8cutlass/params.h"
 #include "fp8cutlass/sm90/barrier.cuh"
@@ -67,7 +66,7 @@ constexpr int kLoaderRegisters = 40, kComputeRegisters = 232;
 
 // 10 of these a warpgroup and KV tile
 using Gmma = cute::SM90::GMMA::MMA_64x192x32_F16E4M3E4M3_SS_TN<>;  // S = Q K^T
-using GmmaValues = cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>;  // P V and, by 8 rows of ones in V^T, the row sums of P
+using GmmaValues = sm90::ValuesWithOnes<kPartColumns, sm90::ValueType::E4M3>;  // P V and, by 8 rows of ones in V^T, the row sums of P
 constexpr uint32_t kOnes = 0x38383838;  // four times 1.0 in e4m3
 constexpr float kTruncation = 1.0006f;  // given back to O: the tensor core cuts P V more than the row sums (docs/lab/sm90a.md, the bias)
 using Score = uint32_t;  // two packed f16 scores
@@ -196,7 +195,7 @@ __device__ __forceinline__ void load(const sm90::KernelParams& params, SharedSto
     for (const CUtensorMap* map : {&params.q, &params.k, &params.v}) sm90::prefetch_map(map);
   Stage stage;
   int number = blockIdx.x;
-  sm90::wait_for_operands();  // the plan is one of them
+  wait_for_operands();  // the plan is one of them
   if (lane == 0) control.item_count = Walk::items(p, params.order);  // not in a register, of which there are few
   const int& items = control.item_count;
   __syncwarp();
@@ -266,7 +265,7 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
   const int thread = threadIdx.x - 32;
   const bool fp8 = p.query.type == QueryType::fp8;
   const bool lowers = fp8 && p.query.limit > 0.f;
-  if (!p.query.early) sm90::wait_for_operands();  // Q may be there before K and V
+  if (!p.query.early) wait_for_operands();  // Q may be there before K and V
   for (unsigned turn = 0;; ++turn) {
     const unsigned slot = turn % kQBuffers;
     sm90::wait(control.next_full[turn % 2], turn / 2 & 1);
@@ -335,7 +334,7 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
   const int first_row = 64 * warpgroup & (p.item_rows - 1);
   const auto seen_row = [&] { return row_in_tile() & (p.item_rows - 1); };
   const int second = 64 * warpgroup >= p.item_rows;
-  if (p.ready == nullptr) sm90::wait_for_operands();  // what this kernel writes, the one before may read
+  if (p.ready == nullptr) wait_for_operands();  // what this kernel writes, the one before may read
   const auto exact_sums = [&]() -> ExactSums& { return shared.exact[thread_index() - 128]; };
   const bool want_lse = params.want_lse != 0;
   const uint32_t q_rows = QTile::descriptor(shared_address(shared.q[0])) + QTile::advance(64 * warpgroup, 0);

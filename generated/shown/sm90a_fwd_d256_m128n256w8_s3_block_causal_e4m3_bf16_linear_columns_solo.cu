@@ -21,7 +21,6 @@
 // A phase: use u of a ring of n slots waits in slot u % n for parity u / n & 1 to read, for the other one to write.
 // `full` comes with the bytes of a copy or from each thread that wrote, `empty` from each thread that read.
 
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // products of any width that is a multiple of 8
 #include "fp8cutlass/epilogue.cuh"
 #include "fp8cutlass/params.h"
 #include "fp8cutlass/sm90/barrier.cuh"
@@ -63,7 +62,7 @@ constexpr int kLoaderRegisters = 24, kComputeRegisters = 240;
 
 // 48 of these a warpgroup and KV tile
 using Gmma = cute::SM90::GMMA::MMA_64x128x32_F16E4M3E4M3_SS_TN<>;  // S = Q K^T
-using GmmaValues = cute::SM90::GMMA::MMA_64x72x32_F32E4M3E4M3_RS_TN<>;  // P V, first part and, by 8 rows of ones in V^T, the row sums of P
+using GmmaValues = sm90::ValuesWithOnes<kPartColumns, sm90::ValueType::E4M3>;  // P V, first part and, by 8 rows of ones in V^T, the row sums of P
 using GmmaRest = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_RS_TN<>;  // P V, the other parts
 constexpr uint32_t kOnes = 0x38383838;  // four times 1.0 in e4m3
 constexpr float kTruncation = 1.0006f;  // given back to O: the tensor core cuts P V more than the row sums (docs/lab/sm90a.md, the bias)
@@ -509,7 +508,7 @@ __device__ __forceinline__ void attention(const sm90::KernelParams& params) {
   }
   sm90::fence_async();
   __syncthreads();
-  sm90::wait_for_operands();
+  wait_for_operands();
   work(params, shared, warpgroup);
 #endif
 }

@@ -23,6 +23,20 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// Kernels of a stream that run beside each other, which sm_90 was the first to do. The next one may begin, which waits
+// for this one.
+__device__ __forceinline__ void dependents_may_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// What the one before wrote is there from here on, and it reads no more.
+__device__ __forceinline__ void wait_for_operands() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // `for (int turn = unpredicated(condition); turn > 0; --turn)` is an if that stays a branch: the assembler cannot know
 // that the loop turns once at most. As an if, it would predicate the block, and a hundred instructions would be issued
 // for nothing.

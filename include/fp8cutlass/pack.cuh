@@ -19,14 +19,6 @@ namespace fp8cutlass::packing {
 
 constexpr int kThreads = kPackThreads;
 
-// The next kernel of the stream may be launched as soon as every CTA of this one has started. It waits for the results
-// by itself (griddepcontrol.wait) or was launched to begin after the end, as this one was.
-__device__ __forceinline__ void allow_dependents() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 // ---- which block ----------------------------------------------------------------------------------------------------
 
 struct Block {

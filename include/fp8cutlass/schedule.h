@@ -58,4 +58,41 @@ CUTE_HOST_DEVICE WorkItem work_item(const ForwardParams& p, int item) {
   return work;
 }
 
+// The walk of these kernels over sequences of one length: what is asked of an item's sequence, the launch's parameters
+// answer. schedule_ragged.h has the other one.
+template <int kTileM, int kTileN, Mask kMask>
+struct DenseWork {
+  using Item = WorkItem;
+
+  // Item number n.
+  CUTE_HOST_DEVICE static void find(const ForwardParams& p, int n, Item& work) {
+    work = work_item<kTileM, kTileN, kMask>(p, n);
+  }
+  CUTE_HOST_DEVICE static int first_tile(const Item& work) { return kMask == Mask::window ? work.first_tile : 0; }
+
+  // Of the sequence that an item belongs to.
+  CUTE_HOST_DEVICE static int rows(const ForwardParams& p, const Item&) { return p.seqlen_q; }
+  CUTE_HOST_DEVICE static int keys(const ForwardParams& p, const Item&) { return p.seqlen_k; }
+  CUTE_HOST_DEVICE static Band band(const ForwardParams& p, const Item&) { return band_of(p); }
+
+  // The element of O where a row begins, and the place of a row's LSE.
+  CUTE_HOST_DEVICE static int64_t out(const ForwardParams& p, const Item& work, int row) {
+    return work.batch * p.o_stride_batch + work.head * p.o_stride_head + row * p.o_stride_row;
+  }
+  CUTE_HOST_DEVICE static int64_t lse(const ForwardParams& p, const Item& work, int row) {
+    return (int64_t(work.batch) * p.heads + work.head) * p.seqlen_q + row;
+  }
+
+  // Where its descales begin: Q's of the sequence's first row, K's and V's of its first block.
+  CUTE_HOST_DEVICE static int64_t query_descale(const ForwardParams& p, const Item& work) {
+    return (int64_t(work.batch) * p.heads + work.head) * p.q_descale_head;
+  }
+  CUTE_HOST_DEVICE static int64_t key_descale(const ForwardParams& p, const Item& work) {
+    return work.kv_head * p.k_descale_head;
+  }
+  CUTE_HOST_DEVICE static int64_t value_descale(const ForwardParams& p, const Item& work) {
+    return work.kv_head * p.v_descale_head;
+  }
+};
+
 }  // namespace fp8cutlass

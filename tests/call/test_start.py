@@ -44,16 +44,20 @@ print((first - begun) - (process_time() - first))
 
 
 def test_the_import_loads_no_tracer_and_is_short(tmp_path: Path) -> None:
-    """Seconds of the processor, not of the clock, which other programs stretch; the best of three."""
+    """Seconds of the processor, not of the clock, which other programs stretch; one of three."""
     run(IMPORT, tmp_path)
-    found = [run(IMPORT, tmp_path) for _ in range(3)]
-    assert [modules for _, *modules in found] == [[]] * 3
-    assert min(float(seconds) for seconds, *_ in found) < 0.2
+
+    def is_short() -> bool:
+        seconds, *modules = run(IMPORT, tmp_path)
+        assert modules == []
+        return float(seconds) < 0.2
+
+    assert any(is_short() for _ in range(3))
 
 
 def test_the_first_call_reads_its_tables_quickly(tmp_path: Path) -> None:
     """Beyond what every call takes."""
-    assert min(float(*run(CALL, tmp_path)) for _ in range(3)) < 0.1
+    assert any(float(*run(CALL, tmp_path)) < 0.1 for _ in range(3))
 
 
 def test_a_constant_is_marked_as_torch_marks_it() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import built_variants
+from gpu import built_decodes, built_variants
 from kernel_gates import emulator_limit
 from paged_cases import Batch, make
 from test_gpu_kvcache import on_card, run
@@ -31,7 +31,8 @@ WINDOWS = {"full": [(-1, -1)], "causal": [(-1, 0)], "window": [(200, 3), (64, 0)
 FORMATS: list[dict[str, Any]] = [
     {}, {"v_scale": "pow2", "page_size": 16}, {"format": "nhd", "page_size": 16}, {"format": "hnd", "page_size": 48},
 ]  # fmt: skip
-EXP2 = [v for v in built_variants("ragged", softmax="exp2") if v.key_block == 128]
+DECODED = {d.head_dim for d in built_decodes()}
+EXP2 = [v for v in built_variants("ragged", softmax="exp2") if v.key_block == 128 and v.head_dim in DECODED]
 
 
 def batch_for(v: Variant, **arguments: Any) -> Batch:

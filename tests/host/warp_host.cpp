@@ -28,6 +28,9 @@ struct Call {
   int64_t causal_offset, window_offset;
   const float* sinks;
   double scale, cap;
+  RowTile* tiles;  // of a ragged batch
+  int* count;
+  int64_t bottom_right, q_descale_sequence, k_descale_sequence, v_descale_sequence;
   const uint8_t* const* readable;  // what copies may read: begin, end, begin, ...
   int64_t readable_count, items, ctas, late, seed;
 };
@@ -49,6 +52,10 @@ extern "C" const char* run(const Call* call) {
   p.seqlen_q = int(c.seqlen_q), p.seqlen_k = int(c.seqlen_k), p.seqlen_k_padded = int(c.padded);
   p.causal_offset = int(c.causal_offset), p.window_offset = int(c.window_offset);
   p.scale = float(c.scale), p.cap = float(c.cap);
+  p.item_rows = kTileM;
+  p.ragged.tiles = c.tiles, p.ragged.count = c.count, p.ragged.bottom_right = int(c.bottom_right);
+  p.ragged.q_descale_sequence = int(c.q_descale_sequence), p.ragged.k_descale_sequence = int(c.k_descale_sequence);
+  p.ragged.v_descale_sequence = int(c.v_descale_sequence);
   device::Cta cta;
   cta.random.seed(unsigned(c.seed));
   cta.late = c.late != 0;

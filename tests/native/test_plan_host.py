@@ -20,13 +20,6 @@ from compilers import ROOT, host_library
 _P, _I = ctypes.c_void_p, ctypes.c_int32
 THREADS, BUCKET_KEYS = 1024, 64
 TILE_M, KEY_BLOCK = 128, 192
-# What the host has no word for.
-DEVICE_ONLY = (
-    ('  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // they wait for the list\n', ""),
-    ("    sm90::wait_for_operands();\n    return;\n", "    return;\n"),
-    ("  sm90::wait_for_operands();\n}", "}"),
-    ('#include "fp8cutlass/sm90/barrier.cuh"\n', ""),
-)
 
 
 class _Params(ctypes.Structure):
@@ -48,7 +41,7 @@ class Plan:
             path = folder / "include" / "fp8cutlass" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             text = (ROOT / "include" / "fp8cutlass" / name).read_text()
-            for old, new in (*DEVICE_ONLY, *edits) if name == "walk/plan.cuh" else ():
+            for old, new in edits if name == "walk/plan.cuh" else ():
                 assert text.count(old) == 1, old
                 text = text.replace(old, new)
             path.write_text(text)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shutil
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,18 @@ import pytest
 import torch
 from compilers import ROOT, planted
 from reference import Operands, operands_of, randn, relative_l2
-from warp_host import Kernel, Result
+from warp_host import Kernel, Result, spans
 
 from codegen.render import environment, render_kernel
 from codegen.variant import parse_id
+from fp8cutlass.call.ragged import by_torch, emulate_sequence, fp8_by_torch
+from fp8cutlass.call.ragged_call import RaggedCall
+from fp8cutlass.dtypes import OUT_DTYPES
 from fp8cutlass.emulator.emulate import Emulation, emulate
 from fp8cutlass.manifest import Variant, generated_dir, load_manifest
 
 ALL = [v for v in load_manifest(generated_dir()).variants if v.family == "sm89" and v.kind != "diag"]
-VARIANTS = [v for v in ALL if v.mask != "window"]
+VARIANTS = [v for v in ALL if v.mask != "window" and v.walk == "dense"]
 HEADS, ROWS, KEYS = (2, 1), 70, 140  # of K and V one
 
 
@@ -121,6 +125,69 @@ def test_windows(name: str, tmp_path: Path) -> None:
         assert not bool(seen.any()) or same(got, expected), (rows, keys, first, last)
 
 
+# Of each mask, softmax and head_dim with other tiles, one stage and more, and with a cap.
+RAGGED = (
+    "sm89_fwd_d32_m64n128w4_s4_block_full_e4m3_fp16_exp2_ragged",
+    "sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear_ragged",
+    "sm89_fwd_d96_m64n64w4_s2_block_window_e4m3_bf16_linear_ragged",
+    "sm89_fwd_d128_m64n64w4_s2_block_window_e4m3_bf16_exp2_ragged_capped",
+    "sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_bf16_linear_ragged",
+    "sm89_fwd_d256_m64n64w4_s2_block_full_e4m3_bf16_exp2_ragged",
+)
+BAND = {"full": (-1, -1), "causal": (-1, 0), "window": (40, 20)}
+
+
+def ragged_call(v: Variant, fp8: bool) -> RaggedCall:
+    """Six sequences: a tail of rows and keys, no row, no key, a row, more rows than keys, and tokens that do not
+    count; behind the last one are tokens of none."""
+    rows, keys = (70, 0, 5, 1, 90, 64), (140, 30, 0, 129, 40, 200)
+    cu_q, cu_k = (torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in (rows, keys))
+    q = randn(sum(rows) + 3, 4, v.head_dim, seed=1)
+    k, x = (randn(sum(keys) + 2, 2, v.head_dim, seed=s) for s in (2, 3))
+    descales: tuple[torch.Tensor, ...] = ()
+    if fp8:
+        q, k, x = (y.to(torch.float8_e4m3fn) for y in (q, k, x))
+        steps = (torch.arange(6 * h).reshape(6, h) for h in (4, 2, 2))
+        descales = tuple(1 + 0.25 * s for s in steps)
+    left, right = BAND[v.mask]
+    return RaggedCall(
+        q, k, x, cu_q, cu_k, torch.tensor([70, 0, 5, 1, 81, 64], dtype=torch.int32),
+        torch.tensor([133, 30, 0, 129, 40, 200], dtype=torch.int32), max(rows), max(keys), descales,
+        v.head_dim**-0.5, left, right, True, OUT_DTYPES[v.out], "fast", True, "",
+        softcap=2.0 if v.kind == "capped" else 0.0,
+    )  # fmt: skip
+
+
+def wrong_sequences(kernel: Kernel, call: RaggedCall, **how: Any) -> list[int]:
+    """The sequences whose rows are not what the emulator says; -1 where a row is written that belongs to none."""
+    make = fp8_by_torch if call.descales else by_torch
+    got, found, rest = kernel.run_ragged(call, make(call, kernel.variant), **how), [], set(range(len(call.q)))
+    for s, (rows, keys) in enumerate(spans(call)):
+        rest -= set(range(rows.start, rows.stop))
+        q, k, v = (x[of].transpose(0, 1)[None] for x, of in ((call.q, rows), (call.k, keys), (call.v, keys)))
+        own, lse = got.out[rows].float(), got.lse[:, rows]
+        if not q.shape[2] or not k.shape[2]:
+            right = not bool(own.any()) and bool((lse == -torch.inf).all())
+        else:
+            descales = tuple(d[s : s + 1] for d in call.descales)
+            expected, log_sum = emulate_sequence(call, q, k, v, descales, kernel.variant)
+            other, seen = expected[0].transpose(0, 1).float(), log_sum[0].isfinite()
+            # One P of a row that rounds the other way is 4e-4 of a sequence that has no other row.
+            right = relative_l2(own, other) <= 1e-3 and torch.equal(lse.isfinite(), seen)
+            right = right and torch.allclose(lse[seen], log_sum[0][seen], rtol=3e-7, atol=2e-6)
+        found += [] if right else [s]
+    return found if bool(got.out[sorted(rest)].isnan().all()) else [*found, -1]
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_batches(name: str, tmp_path: Path) -> None:
+    """From 16 bits, and from FP8 with a descale of each sequence and head."""
+    kernel = Kernel(name, tmp_path)
+    for fp8 in (False, True):
+        call = ragged_call(kernel.variant, fp8)
+        assert wrong_sequences(kernel, call, seed=3, late=not fp8) == []
+
+
 PLAIN = "sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_linear"
 ONE_STAGE = "sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_bf16_exp2x2"
 
@@ -152,6 +219,32 @@ def test_sinks_and_rows_without_keys(plain: Kernel) -> None:
     expected = emulate(*operands.fp8, *operands.descales, variant=plain.variant, sinks=sinks, **options)
     assert torch.equal(got.out, expected.out) and not bool(got.out[:, :, :5].any())
     assert bool((got.lse[:, :, :5] == -torch.inf).all())
+
+
+# Of the walk over ragged batches, and of the kernel.
+RAGGED_FAULTS = {
+    "keys of the next sequence": ("fp8cutlass/walk/ragged.h", "return item.of.keys;", "return item.of.keys + 1;"),
+    "rows of the next sequence": ("fp8cutlass/walk/ragged.h", "return item.of.rows;", "return item.of.rows + 1;"),
+    "the first sequence's descales": ("fp8cutlass/walk/ragged.h", "of.sequence * p.ragged.k_descale_sequence", "0"),
+    "another head's V": ("fp8cutlass/schedule_ragged.h", "int64_t(work.kv_head) * kHeadDim", "int64_t(0)"),
+    "an item beyond the last": ("fp8cutlass/schedule_ragged.h", "< *p.ragged.count", "<= *p.ragged.count"),
+    "the batch's first K": ("fp8cutlass/schedule_ragged.h", "work.of.key * p.k_stride_row", "0"),
+    "O of the tile's first row": ("fp8cutlass/schedule_ragged.h", "(row - work.row) * p.o_stride_row", "0"),
+}
+
+
+@pytest.mark.parametrize("name", RAGGED_FAULTS)
+def test_faults_of_the_ragged_walk_are_noticed(name: str, tmp_path: Path) -> None:
+    headers, built = tmp_path / "include", tmp_path / "built"
+    built.mkdir()
+    shutil.copytree(ROOT / "include", headers)
+    planted(headers / RAGGED_FAULTS[name][0], *RAGGED_FAULTS[name][1:])
+    kernel = Kernel(RAGGED[0], built, headers)
+    try:
+        noticed = any(wrong_sequences(kernel, ragged_call(kernel.variant, fp8)) for fp8 in (False, True))
+    except RuntimeError:
+        noticed = True
+    assert noticed
 
 
 # Of a kernel, a text of it or of a header, and what stands there instead.

@@ -12,7 +12,7 @@ from codegen.variant import Variant
 SMEM_PER_BLOCK, SMEM_PER_SM = 101_376, 102_400
 MAX_CTAS_PER_SM = 3  # a fourth adds no overlap that three do not have, and takes registers from all
 STEPS_AT_ONCE = 4  # k steps of Q K^T unrolled where Q comes from shared memory
-WORK_ITEM_BYTES = 128  # two decoded work items
+WORK_ITEM_BYTES, RAGGED_ITEM_BYTES = 128, 256  # two decoded work items
 ROW_STATE_BYTES = 32  # RowState in softmax.cuh
 ROWS_OUTPUT_REGISTERS = 128  # from this many registers of O on, the state of the rows lives in shared memory
 Q_FRAGMENT_REGISTERS = 32  # beyond this many, Q fragments are read from shared memory for every tile instead
@@ -72,7 +72,7 @@ def derive(v: Variant) -> WarpDerived:
             parts.append((f"{descale_slots(v)} x {operand} descales", descale_slots(v) * max(128, 4 * v.tile_n)))
     if not rows_in_registers:
         parts.append(("row state", threads * fragments * ROW_STATE_BYTES))
-    parts.append(("work items", WORK_ITEM_BYTES))
+    parts.append(("work items", RAGGED_ITEM_BYTES if v.walk.tables else WORK_ITEM_BYTES))
     smem = sum(size for _, size in parts)
 
     registers = estimate_registers(v, fragments, q_in_registers, rows_in_registers)

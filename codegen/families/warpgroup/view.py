@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from codegen.derived import Unrolled
 from codegen.families.view import View, common
-from codegen.families.warpgroup.derive import ITEM_SLOTS, ONES, derive
+from codegen.families.warpgroup.derive import ITEM_SLOTS, derive
 from codegen.variant import Variant
 
 # The tensor core cuts every product toward zero at 13 bits below the sum so far. One of P and 1 has four bits, one of P
@@ -44,7 +44,6 @@ class KernelView(View):
     compute_registers: int
     mma_scores: str
     mma_widths: tuple[tuple[int, str], ...]
-    mma_values: str
     mma_rest: str
     mma_comment: str
     ones: str
@@ -54,7 +53,6 @@ class KernelView(View):
 def kernel_view(v: Variant) -> KernelView:
     d = derive(v)
     qk, score = v.dtype.qk.mma, v.score.upper()
-    values = f"{v.dtype.v.sums.upper()}{v.dtype.p.mma}{v.dtype.v.mma}"
 
     def mma_scores(keys: int) -> str:
         form = "" if v.dtype.qk.integer else "<>"  # of floating point: signs that an operand may have
@@ -87,8 +85,7 @@ def kernel_view(v: Variant) -> KernelView:
         compute_registers=d.consumer_registers,
         mma_scores=mma_scores(v.tile_n // d.halves),
         mma_widths=tuple((n, mma_scores(n)) for n in sorted({v.tile_n, *(u.last_keys for u in d.unrolled)})),
-        mma_values=f"MMA_64x{d.part_columns + ONES}x32_{values}_RS_TN",
-        mma_rest=f"MMA_64x{d.part_columns}x32_{values}_RS_TN",
+        mma_rest=f"MMA_64x{d.part_columns}x32_{v.dtype.v.sums.upper()}{v.dtype.p.mma}{v.dtype.v.mma}_RS_TN",
         mma_comment=f"{d.mma_per_tile} of these a warpgroup and KV tile",
         ones=f"0x{v.dtype.v.ones:08X}",
         truncation=f"{TRUNCATION}f" if v.tile_n > MANY_KEYS and v.out.corrected else "1.f",

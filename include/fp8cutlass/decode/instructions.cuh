@@ -99,20 +99,6 @@ __device__ __forceinline__ void to_halves(uint32_t& low, uint32_t& high, uint32_
       : "r"(bytes));
 }
 
-// The next kernel in the stream may begin, which waits for this one.
-__device__ __forceinline__ void dependents_may_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// What the kernel before this one wrote is there from here on.
-__device__ __forceinline__ void begin_after_cuts() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // Counts an arrival; returns those before. What was written before is there for those who arrive later.
 __device__ __forceinline__ unsigned arrive(unsigned* counter) {
   unsigned before;

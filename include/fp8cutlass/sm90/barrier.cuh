@@ -1,6 +1,5 @@
 // Where a pipeline stands, and synchronisation that C++ has no name for: mbarriers (with memory clobbers, which CuTe's
-// wrappers lack), named barriers of two warpgroups, registers moved between warpgroups, and the wait for the grid
-// before this one.
+// wrappers lack), named barriers of two warpgroups, and registers moved between warpgroups.
 #pragma once
 
 #include <cstdint>
@@ -130,8 +129,5 @@ template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-
-// Programmatic dependent launch: until here the kernel may run beside the one that writes its operands.
-__device__ __forceinline__ void wait_for_operands() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 }  // namespace fp8cutlass::sm90

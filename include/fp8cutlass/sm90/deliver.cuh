@@ -170,7 +170,7 @@ __device__ __forceinline__ void deliver(const DeliverParams& params) {
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   if (shared_address(shared_bytes) % 1024 != 0) __trap();
   auto& shared = *reinterpret_cast<typename D::Storage*>(shared_bytes);
-  packing::allow_dependents();
+  dependents_may_begin();
   if (threadIdx.x == 0) {
     for (int i = 0; i < D::kBuffers; ++i) {
       init(shared.full[i], 1), init(shared.empty[i], D::kWorkers);

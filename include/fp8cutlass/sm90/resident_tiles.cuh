@@ -100,12 +100,12 @@ template <int kColumns>
 struct ValuesOf;
 template <>
 struct ValuesOf<64> {
-  using Ones = cute::SM90::GMMA::MMA_64x72x32_F32E4M3E4M3_RS_TN<>;
+  using Ones = ValuesWithOnes<64, ValueType::E4M3>;
   using Rest = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_RS_TN<>;
 };
 template <>
 struct ValuesOf<128> {
-  using Ones = cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>;
+  using Ones = ValuesWithOnes<128, ValueType::E4M3>;
 };
 
 }  // namespace fp8cutlass::sm90

@@ -10,6 +10,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "fp8cutlass/sm90/values.cuh"
+
 namespace fp8cutlass::sm90 {
 
 using cute::SM90::GMMA::ScaleOut;
@@ -22,8 +24,13 @@ __device__ __forceinline__ void fma(std::index_sequence<kIndex...>, ScaleOut sca
 // d = A B for the first product of a chain, d += A B for the others.
 template <class Atom, class Reg, class... Operand>
 __device__ __forceinline__ void multiply(Reg* d, bool first, const Operand&... operand) {
-  constexpr size_t kRegs = std::extent<typename Atom::CRegisters>::value;
-  fma<Atom>(std::make_index_sequence<kRegs>(), first ? ScaleOut::Zero : ScaleOut::One, d, operand...);
+  const ScaleOut scale = first ? ScaleOut::Zero : ScaleOut::One;
+  if constexpr (std::is_invocable_v<decltype(Atom::fma), Operand..., Reg*, ScaleOut>) {
+    Atom::fma(operand..., d, scale);
+  } else {
+    constexpr size_t kRegs = std::extent<typename Atom::CRegisters>::value;
+    fma<Atom>(std::make_index_sequence<kRegs>(), scale, d, operand...);
+  }
 }
 
 // S = Q K^T from shared memory, from n8 block `first` on; S += Q K^T with kAdds. `q` is the descriptor of this

@@ -6,7 +6,7 @@
 #include <cuda_runtime.h>
 
 #include "fp8cutlass/delay.cuh"
-#include "fp8cutlass/sm90/barrier.cuh"
+#include "fp8cutlass/numeric.cuh"
 #include "fp8cutlass/walk/lengths.cuh"
 #include "fp8cutlass/walk/plan_params.h"
 
@@ -98,11 +98,11 @@ __global__ void __launch_bounds__(kThreads) plan(const __grid_constant__ PlanPar
   __shared__ Count place[kBuckets];  // tiles of a bucket, then where its next one goes
   __shared__ int64_t of_warp[kThreads / 32];
   __shared__ Sequence sequences[kThreads];
-  __shared__ int first[kThreads];                                  // of a sequence's tiles, its place in the list
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // they wait for the list
+  __shared__ int first[kThreads];  // of a sequence's tiles, its place in the list
+  dependents_may_begin();          // they wait for the list
   if (p.batch.sequences <= 32) {
     plan_few(p);
-    sm90::wait_for_operands();
+    wait_for_operands();
     return;
   }
   Sequence own{};
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) plan(const __grid_constant__ PlanPar
     const int end = min(kThreads, p.batch.sequences - base);
     for (int i = warp; i < end; i += kThreads / 32) list_tiles(p, base + i, sequences[i], first[i]);
   }
-  sm90::wait_for_operands();
+  wait_for_operands();
 }
 
 }  // namespace fp8cutlass::planning

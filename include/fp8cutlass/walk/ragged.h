@@ -61,9 +61,9 @@ struct Ragged {
     tile = section * kTogether + row;
     head += group * order.heads_per_kv.divisor;
   }
-  // All of an item but `of`, which is there.
-  template <int kTileM, int kTileN>
-  CUTE_HOST_DEVICE static void complete(const ForwardParams& p, const Order& order, int head, Item& item) {
+  // All of an item but `of`, which is there. Of the order only heads_per_kv is asked.
+  template <int kTileM, int kTileN, class Of>
+  CUTE_HOST_DEVICE static void complete(const ForwardParams& p, const Of& order, int head, Item& item) {
     const RowTile& of = item.of;
     item.batch = of.sequence, item.kv_head = order.heads_per_kv.div(head);
     item.head = head * item_heads<kTileM, kMask>(p);

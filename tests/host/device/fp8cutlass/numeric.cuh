@@ -33,6 +33,9 @@ inline float exp2_approx(float x) { return std::exp2(x); }
 inline float reciprocal_approx(float x) { return 1.f / x; }
 inline float tanh_fast(float x) { return std::tanh(x); }
 
+inline void dependents_may_begin() {}
+inline void wait_for_operands() {}
+
 inline int thread_index() { return int(device::self->thread.x); }
 inline int unpredicated(bool condition) { return condition; }
 inline uint32_t hidden(uint32_t x) { return x; }

@@ -5,9 +5,6 @@
 
 namespace fp8cutlass::decode {
 
-inline void dependents_may_begin() {}
-inline void begin_after_cuts() {}
-
 inline void copy16(uint8_t* to, const uint8_t* from, int bytes) { device::copy(to, from, bytes, 16); }
 inline void copy8(void* to, const void* from, int bytes) {
   device::copy(static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), bytes, 8);

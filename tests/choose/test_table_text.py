@@ -7,6 +7,7 @@ evidence that no longer is the generator's, a text that needs a file nobody ship
 from __future__ import annotations
 
 import os
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from codegen.arch import TARGETS
 from codegen.keys import SEQLEN_BOUNDS
 from codegen.profiles import PROFILES, of_profile
 from codegen.select import Timing, select
-from codegen.table import Table, keys, whole
+from codegen.table import CLASS, NAMES, Table, cells_of, whole
 from codegen.table_text import table_text, time_text, times_text
 from fp8cutlass.choose import table as reader
 from fp8cutlass.choose.why import load_times
@@ -23,6 +24,7 @@ from fp8cutlass.manifest import TABLES, generated_dir, load_manifest
 from scripts import build_extension
 
 ARCHS = tuple(TARGETS)
+TEXTS = ("dtype", "out", "scaling")
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -33,11 +35,14 @@ def test_the_package_reads_what_the_generator_decided(profile: str, tmp_path: Pa
     (tmp_path / "times.txt").write_text(times_text(made))
     table, times, manifest = reader.Table(tmp_path), load_times(tmp_path), load_manifest(generated_dir())
     alike = set()  # cells that are read alike have one decision
-    for key, at in zip(keys(ARCHS), made.cells, strict=True):
-        seqlen = SEQLEN_BOUNDS[key.seqlen] if key.seqlen < len(SEQLEN_BOUNDS) else SEQLEN_BOUNDS[-1] + 1
-        values = {axis: getattr(key, axis) for axis in ("arch", "head_dim", "causal", "precision", "load")}
-        texts = {axis: str(getattr(key, axis)) for axis in ("dtype", "out", "scaling")}
-        cell = table.cell(seqlen=seqlen, **values, **texts)
+    sizes = (*SEQLEN_BOUNDS, SEQLEN_BOUNDS[-1] + 1)
+    of_class, (seqlen, load) = itemgetter(*map(NAMES.index, CLASS)), map(NAMES.index, ("seqlen", "load"))
+    asked: dict[tuple[object, ...], dict[str, object]] = {}  # a class as the reader has it
+    for values, at in zip(cells_of(ARCHS), made.cells, strict=True):
+        key = of_class(values)
+        if (words := asked.get(key)) is None:
+            words = asked[key] = {n: str(x) if n in TEXTS else x for n, x in zip(CLASS, key, strict=True)}
+        cell = table.cell(seqlen=sizes[values[seqlen]], load=values[load], **words)
         if (cell, at) in alike:
             continue
         alike.add((cell, at))

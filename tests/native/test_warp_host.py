@@ -132,27 +132,26 @@ RAGGED = (
     "sm89_fwd_d96_m64n64w4_s2_block_window_e4m3_bf16_linear_ragged",
     "sm89_fwd_d128_m64n64w4_s2_block_window_e4m3_bf16_exp2_ragged_capped",
     "sm89_fwd_d256_m64n32w4_s1_block_causal_e4m3_bf16_linear_ragged",
-    "sm89_fwd_d256_m64n64w4_s2_block_full_e4m3_bf16_exp2_ragged",
 )
 BAND = {"full": (-1, -1), "causal": (-1, 0), "window": (40, 20)}
 
 
 def ragged_call(v: Variant, fp8: bool) -> RaggedCall:
-    """Six sequences: a tail of rows and keys, no row, no key, a row, more rows than keys, and tokens that do not
+    """Five sequences: a tail of rows and keys, no row, no key, a row, more rows than keys, and tokens that do not
     count; behind the last one are tokens of none."""
-    rows, keys = (70, 0, 5, 1, 90, 64), (140, 30, 0, 129, 40, 200)
+    rows, keys = (70, 0, 5, 1, 40), (140, 30, 0, 129, 20)
     cu_q, cu_k = (torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in (rows, keys))
     q = randn(sum(rows) + 3, 4, v.head_dim, seed=1)
     k, x = (randn(sum(keys) + 2, 2, v.head_dim, seed=s) for s in (2, 3))
     descales: tuple[torch.Tensor, ...] = ()
     if fp8:
         q, k, x = (y.to(torch.float8_e4m3fn) for y in (q, k, x))
-        steps = (torch.arange(6 * h).reshape(6, h) for h in (4, 2, 2))
+        steps = (torch.arange(5 * h).reshape(5, h) for h in (4, 2, 2))
         descales = tuple(1 + 0.25 * s for s in steps)
     left, right = BAND[v.mask]
     return RaggedCall(
-        q, k, x, cu_q, cu_k, torch.tensor([70, 0, 5, 1, 81, 64], dtype=torch.int32),
-        torch.tensor([133, 30, 0, 129, 40, 200], dtype=torch.int32), max(rows), max(keys), descales,
+        q, k, x, cu_q, cu_k, torch.tensor([70, 0, 5, 1, 31], dtype=torch.int32),
+        torch.tensor([133, 30, 0, 129, 20], dtype=torch.int32), max(rows), max(keys), descales,
         v.head_dim**-0.5, left, right, True, OUT_DTYPES[v.out], "fast", True, "",
         softcap=2.0 if v.kind == "capped" else 0.0,
     )  # fmt: skip
@@ -254,11 +253,11 @@ FAULTS = {
     "a tile is not waited for": (PLAIN, SOURCE, "wait_copies<kStages - 2>();", "wait_copies<kStages - 1>();"),
     "V is not waited for": (ONE_STAGE, SOURCE, "sm89::wait_copies<1>();  // V of this tile", "// V of this tile"),
     "the next K over this one": (ONE_STAGE, SOURCE, "__syncthreads();  // everybody is done with K\n", "\n"),
-    "the diagonal of the row above": (PLAIN, SOURCE, " + p.causal_offset - key);", " + p.causal_offset - 1 - key);"),
-    "keys beyond the end are read": (PLAIN, SOURCE, "stride_row, p.seqlen_k - key);", "stride_row, kTileN);"),
+    "the diagonal of the row above": (PLAIN, SOURCE, "work).last - key);", "work).last - 1 - key);"),
+    "keys beyond the end are read": (PLAIN, SOURCE, "stride_row, Walk::keys(p, work) - key);", "stride_row, kTileN);"),
     "a fragment of other columns": (PLAIN, PRODUCTS, "q[f][step], b[2], b[3]);", "q[f][step], b[3], b[2]);"),
-    "a window begins a key late": (WINDOWS[0], SOURCE, "p.window_offset - key;", "p.window_offset + 1 - key;"),
-    "a window's first tile is left out": (WINDOWS[0], SOURCE, "tile = work.first_tile;", "tile = work.first_tile + 1;"),
+    "a window begins a key late": (WINDOWS[0], SOURCE, "band(p, work).first - key;", "band(p, work).first + 1 - key;"),
+    "a window's first tile is left out": (WINDOWS[0], SOURCE, "first_tile(work); tile", "first_tile(work) + 1; tile"),
     "a row sum of one step": (PLAIN, PRODUCTS, "step < kSteps; ++step) Mma::fma(t,", "step < 1; ++step) Mma::fma(t,"),
 }  # fmt: skip
 

@@ -167,7 +167,9 @@ def test_which_calls_are_routed() -> None:
         part, why = prefill_for(AT, replace(given, **changes))
         assert part is None and word in why
     ada = Target(generated_dir(), "sm89", 3)
-    assert "sm89 has no kernel for ragged batches" in prefill_for(ada, given)[1]
+    part, why = prefill_for(ada, given)
+    assert part is not None and not why and part.kernel.family == "sm89"
+    assert "sm89 has no kernel for ragged batches of head_dim 192" in prefill_for(ada, replace(given, head_dim=192))[1]
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])

@@ -198,7 +198,7 @@ Tensor run_decode(const DecodeEntry& entry, const DecodeNumbers& n, const Decode
   p.ctas = work.ctas, p.cuts = work.cuts, p.arrived = work.arrived, p.parts = work.parts;
   void* arguments[] = {&p};
   cudaLaunchAttribute beside = runs_beside();
-  const int attributes = capability_of(device).major >= 9 ? 1 : 0;
+  const int attributes = runs_kernels_beside(device) ? 1 : 0;
   check_launch(start(kernel_of(entry, device), {work.ctas, entry.threads, entry.smem_bytes}, arguments,
                      current_stream(device), context_id(), &beside, attributes),
                entry.id, device);

@@ -40,6 +40,9 @@ struct Capability {
 
 Capability capability_of(int device);
 
+// Whether a kernel may begin while the one before it in the stream runs.
+inline bool runs_kernels_beside(int device) { return capability_of(device).major >= 9; }
+
 // Multiprocessors of `device`, asked of the driver once per device. Safe to call from several threads.
 int sm_count(int device);
 

@@ -45,7 +45,7 @@ cudaError_t launch_plan(const VariantEntry& variant, const ForwardParams& p, int
   void* arguments[] = {&params};
   cudaLaunchAttribute beside = runs_beside();
   return start(kernel_of(Single::plan, device), {1, planning::kThreads, 0}, arguments, stream, 0, &beside,
-               p.ragged.early && capability_of(device).major >= 9 ? 1 : 0);
+               p.ragged.early && runs_kernels_beside(device) ? 1 : 0);
 }
 
 }  // namespace

@@ -41,9 +41,8 @@ def test_against_float64(batches: bool, causal: bool, alignment: str) -> None:
     own = keys - rows if alignment == "bottom_right" else 0
     out, lse = attention(q, k, v, mask, is_causal=causal, enable_gqa=True, precision="high", return_lse=True, **how)
     expected, log_sum = exact(q, k, v, slopes, own, causal)
-    assert (
-        relative_l2(out.double(), expected) < 0.06
-    )  # the rounding of e4m3: near keys alone count, and little averages out
+    # The rounding of e4m3: near keys alone count, and little averages out.
+    assert relative_l2(out.double(), expected) < 0.06
     if causal:
         lse = lse + slopes.reshape(-1, 6, 1) * (keys - 1 - own - torch.arange(rows))
     assert float((lse - log_sum).square().mean().sqrt()) < 0.03  # what e4m3 makes of queries and keys

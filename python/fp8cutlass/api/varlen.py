@@ -48,7 +48,7 @@ def attention_varlen(
     """Attention of sequences of unequal lengths whose tokens lie one after the other.
 
     Args:
-        q: (T, H, D), tokens of all sequences, bf16, fp16 or float8_e4m3fn, on the CPU (emulated) or a Hopper card.
+        q: (T, H, D), tokens of all sequences, bf16, fp16 or float8_e4m3fn, on the CPU (emulated) or a card.
         k, v: (Tk, Hkv, D), dtype and device of q. H is a multiple of Hkv; heads of key and value are then shared.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on q's device: where each sequence's tokens begin, and the
             last one's end. On a card nobody waits for them. Values that are out of order or out of range are clamped

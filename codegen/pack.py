@@ -18,6 +18,8 @@ LOAD = 16  # bytes of a load
 THREADS = 256  # packing::kThreads
 MOST_ELEMENTS = 128 * THREADS  # of a CTA: 64 registers a thread, 8 KB in flight a warp
 STAGE_PAD = 32  # bytes between groups of 16 keys of V in shared memory, see TransposeStage
+MOST_PIECES, PIECES_BYTES = 2, 192  # kMostPieces, kPiecesBytes
+PIECE_ROOM = {"sm89": (48 * 1024, 128), "sm90a": (72 * 1024, 256)}  # kRoomOnAda, kRoomOnHopper
 SAMPLES = 32  # packing::kSamples, keys that a mean is taken over
 DELIVERY_UNIT, DELIVERY_BARRIERS = 32, 12  # of sm90::Delivery: bytes of a unit, mbarriers
 
@@ -122,6 +124,18 @@ class Pack:
     def ragged(self) -> bool:
         """Whether there is a form for ragged batches: kernels that walk them have this head_dim."""
         return not self.integer and any(self.head_dim in m.head_dim for m in MATRICES if Walk.RAGGED in m.walk)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a piece that a lane asks for in one turn of a loop: pieces have a multiple of 64 rows."""
+        return max(64 * self.lanes // THREADS, 1)
+
+    def pieces_bytes(self, target: str) -> int:
+        """The most shared memory of a CTA for its pieces of a ragged batch: two blocks of keys, or a larger one."""
+        memory, most = PIECE_ROOM[target]
+        blocks = [self.stage_bytes // self.rows * n for n in range(128, most + 1, 64)]
+        two = [MOST_PIECES * b for b in blocks if PIECES_BYTES + MOST_PIECES * b <= memory]
+        return PIECES_BYTES + max([*two, *blocks])
 
     @property
     def gather_ctas_per_sm(self) -> int:

@@ -12,9 +12,10 @@ from functools import cache
 
 from codegen.axes import Operand, Out, Scaling
 from codegen.cover import cover, kinds_of_lines
+from codegen.kept import kept
 from codegen.pack import Pack, served_by
 from codegen.render import environment, render_kernel
-from codegen.select import Selection, select
+from codegen.select import select
 from codegen.variant import AXES, Variant
 
 PROFILES = ("dev", "ci", "release")  # each contains the one before
@@ -46,18 +47,22 @@ def _code(line: str) -> str:
 
 
 @cache
-def _smallest(selection: Selection) -> dict[Variant, str]:
-    """The smallest profile of each emitted variant that is in one below release."""
+def _smallest() -> dict[str, str]:
+    """The smallest profile of each emitted variant that is in one below release, by id."""
+    return kept("profiles", _covers)
+
+
+def _covers() -> dict[str, str]:
     env = environment()
-    by_id = {v.id: v for v in selection.emitted}
+    by_id = {v.id: v for v in select().emitted}
     dev = cover({i: _dev_parts(v) for i, v in by_id.items()})
     ci = cover({i: _ci_parts(v, render_kernel(v, env)) for i, v in by_id.items()}, given=dev)
-    return {by_id[i]: "ci" for i in ci} | {by_id[i]: "dev" for i in dev}
+    return dict.fromkeys(ci, "ci") | dict.fromkeys(dev, "dev")
 
 
 def profile_of(v: Variant) -> str:
     """The smallest profile that contains a variant."""
-    return _smallest(select()).get(v, PROFILES[-1])
+    return _smallest().get(v.id, PROFILES[-1])
 
 
 def in_profile(v: Variant, profile: str) -> bool:

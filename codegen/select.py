@@ -11,6 +11,7 @@ from functools import cache
 from codegen.axes import Change, Mask, Operand, Out, Scaling, Walk
 from codegen.evidence import Measurement, evidence, measured, measured_of
 from codegen.families import FAMILIES, derive
+from codegen.kept import kept
 from codegen.keys import LOADS, MOST, SEQLEN_BOUNDS, representative
 from codegen.legal import Rejection, check
 from codegen.matrix import MATRICES, Matrix
@@ -231,6 +232,10 @@ def _judged(matrices: tuple[Matrix, ...]) -> tuple[list[Variant], list[Rejection
 def select(matrices: tuple[Matrix, ...] = MATRICES) -> Selection:
     """The release profile: every point of the matrices, emitted or rejected. Raises EvidenceError, before it begins."""
     evidence()
+    return kept("selection", lambda: _select(matrices)) if matrices is MATRICES else _select(matrices)
+
+
+def _select(matrices: tuple[Matrix, ...]) -> Selection:
     points, verdicts = _judged(matrices)
     classes: dict[tuple[object, ...], list[Variant]] = {}
     for v, broken in zip(points, verdicts, strict=True):

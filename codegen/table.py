@@ -14,10 +14,11 @@ from codegen.arch import TARGETS
 from codegen.axes import Change, Cluster, Kind, Operand, Out, Scaling, Walk
 from codegen.evidence import digest
 from codegen.families import FAMILIES, Family, derive, families_of
+from codegen.kept import kept
 from codegen.keys import SOFTMAXES, Key, axes
 from codegen.legal import served
 from codegen.matrix import head_dims, matrix_of
-from codegen.select import Order, Timing, order, timing
+from codegen.select import Order, Timing, order, select, timing
 from codegen.variant import Variant
 
 CRITERIA = (
@@ -218,11 +219,11 @@ def built(variants: tuple[Variant, ...], archs: tuple[str, ...], emulated: bool)
     And of families that are emulated on one of them, what its table chooses, or with `emulated` everything.
     """
     families = {f.name for a in archs for f in families_of(a) if emulated or a not in f.emulated}
-    kept = {v.id for v in variants if v.family in families}
-    if len(kept) == len(variants):
+    held = {v.id for v in variants if v.family in families}
+    if len(held) == len(variants):
         return variants
-    kept = kept.union(*chosen_by(variants, archs).values())
-    return tuple(v for v in variants if v.id in kept)
+    held = held.union(*chosen_by(variants, archs).values())
+    return tuple(v for v in variants if v.id in held)
 
 
 def whole(variants: tuple[Variant, ...]) -> Table:
@@ -233,7 +234,9 @@ def whole(variants: tuple[Variant, ...]) -> Table:
 @cache
 def _whole(variants: tuple[Variant, ...], archs: tuple[str, ...], measured: str) -> Table:
     """measured: digest of the measurements, which decide with the variants."""
-    return build(variants, archs)
+    if variants != select().emitted:
+        return build(variants, archs)
+    return kept("-".join(("table", *archs)), lambda: build(variants, archs))
 
 
 def chosen_by(variants: tuple[Variant, ...], archs: tuple[str, ...]) -> dict[str, frozenset[str]]:

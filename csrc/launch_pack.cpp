@@ -70,15 +70,15 @@ cudaError_t launch_batch(const PackEntry& pack, PackParams& params, RaggedPack& 
                context_id());
 }
 
-// How many CTAs each operand has, and all together: more than 32 bits count where there are too many. Where keys are in
-// blocks a CTA takes none of two, and all of one where K is lowered.
+// How many pieces each operand has, and all together: more than 32 bits count where there are too many. A piece is a
+// block where keys are in blocks, else `pack.rows`.
 int64_t count_copies(const PackEntry& pack, Fp8PackParams& params) {
   int64_t ctas = 0;
   for (Fp8Operand& o : params.operand) {
     if (o.x == nullptr || o.rows == 0) continue;
     if (o.rows > INT32_MAX - pack.rows) return INT64_MAX / 2;  // the rows of a block past the end are 32-bit
-    const int whole = o.block > 0 ? o.block : o.rows, parts = (whole + pack.rows - 1) / pack.rows;
-    o.blocks = (o.rows + whole - 1) / whole * (o.limit > 0 && o.block > 0 ? 1 : parts);
+    const int rows = o.block > 0 ? o.block : pack.rows;
+    o.blocks = (o.rows + rows - 1) / rows;
     const int64_t own = int64_t{params.batch} * o.heads * o.blocks;
     if (own > INT32_MAX) return INT64_MAX / 2;
     o.ctas = static_cast<int>(own);
@@ -90,12 +90,16 @@ int64_t count_copies(const PackEntry& pack, Fp8PackParams& params) {
 // The last CTAs look for rows of O that belong to no sequence.
 cudaError_t launch_ragged_copies(const PackEntry& pack, Fp8PackParams& params, RaggedPack& ragged, int device,
                                  cudaStream_t stream) {
-  const int64_t copies = count_copies(pack, params), ctas = copies + ragged.tokens / kPackThreads + 1;
-  if (ctas > INT32_MAX) return cudaErrorInvalidValue;
+  const int64_t pieces = count_copies(pack, params);
+  const int rows = std::max(pack.rows, params.operand[kPackV].block), row_bytes = pack.stage_bytes / pack.rows;
+  const PieceRoom room = runs_kernels_beside(device) ? kRoomOnHopper : kRoomOnAda;
+  params.pieces = pieces_of(room, row_bytes, rows);
+  const int64_t copies = (pieces + params.pieces - 1) / params.pieces, ctas = copies + ragged.tokens / kPackThreads + 1;
+  if (pieces > INT32_MAX - kMostPieces || ctas > INT32_MAX) return cudaErrorInvalidValue;
   ragged.first_cta = static_cast<int>(copies);
   void* arguments[] = {&params, &ragged};
-  return start(kernel_of(pack, kPackRagged, device), {ctas, kPackThreads, pack.stage_bytes}, arguments, stream,
-               context_id());
+  const LaunchShape shape{ctas, kPackThreads, pieces_bytes(room, row_bytes, rows), most_pieces_bytes(room, row_bytes)};
+  return start(kernel_of(pack, kPackRagged, device), shape, arguments, stream, context_id());
 }
 
 cudaError_t launch_copies(const PackEntry& pack, Fp8PackParams& params, int device, cudaStream_t stream) {

@@ -15,6 +15,7 @@ constexpr int kTilePastEnd = 256;
 struct LaunchShape {
   int64_t ctas;
   int threads, smem_bytes;
+  int most_smem_bytes = 0;  // of any launch of the kernel, where they differ
 };
 
 // The kernel may begin while the one before it in the stream runs.
@@ -29,8 +30,9 @@ inline cudaLaunchAttribute runs_beside() {
 inline cudaError_t start(cudaKernel_t kernel, const LaunchShape& shape, void** arguments, cudaStream_t stream,
                          unsigned long long context, cudaLaunchAttribute* attributes = nullptr, int count = 0) {
   constexpr int kWithoutOptIn = 48 * 1024;
-  if (shape.smem_bytes > kWithoutOptIn) {
-    const cudaError_t status = opt_in(reinterpret_cast<const void*>(kernel), shape.smem_bytes, context);
+  const int most = shape.most_smem_bytes > 0 ? shape.most_smem_bytes : shape.smem_bytes;
+  if (most > kWithoutOptIn) {
+    const cudaError_t status = opt_in(reinterpret_cast<const void*>(kernel), most, context);
     if (status != cudaSuccess) return status;
   }
   cudaLaunchConfig_t config{};

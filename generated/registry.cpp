@@ -1088,6 +1088,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "31e372f9406a8dadec4fddc212dcd82a01bd0508d29c0a0280b39ef86e139384";
+const char kManifest[] = "7a7362705a20c5fef87cec53f0e01ea85ca60dfecbf18e14ae9a5f4803d13677";
 
 }  // namespace fp8cutlass

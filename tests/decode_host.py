@@ -124,6 +124,7 @@ class Kernel:
         shutil.copytree(ROOT / "include" / "fp8cutlass" / "decode", headers / "fp8cutlass" / "decode")
         for replaced in ("instructions.cuh", "warpgroup.cuh"):
             (headers / "fp8cutlass" / "decode" / replaced).unlink()
+        shutil.copy(ROOT / "include" / "fp8cutlass" / "host_device.h", headers / "fp8cutlass")
         source, cut = folder / "kernel.cu", folder / "cut.cu"
         source.write_text(render_decode(self.spec, env))
         cut.write_text(render_single("cut.cu", env))

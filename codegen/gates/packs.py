@@ -1,5 +1,5 @@
 """The kernels that quantise and pack, as the gates look at them, and what their code must keep. A 16-bit source has
-four, to which most have two more for sm90a; an FP8 source has one, and for sm90a two more."""
+four, and those of e4m3 one more for ragged batches and, for sm90a, one that hands over; an FP8 source has three."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ LENGTH_READS = 13
 # Of the form that reads pages, beside the page and the descale of each row: members and their keys, one to find a
 # block's member, 5 of it, a descale of the head.
 GATHER_READS = 8
+PIECES = {  # how a source calls the shared memory of its form for ragged batches of FP8
+    target: f"most_pieces_bytes(kRoomOn{card}, Stage::kBytes / kRows)"
+    for target, card in (("sm89", "Ada"), ("sm90a", "Hopper"))
+}
 DESCALE_READS = 1  # of a descale that is given
 MAXIMUM_READS = 2  # of a float32 maximum: that of a head or a tensor, that of a column
 
@@ -71,10 +75,9 @@ GATHER = Form(name="pack_gather", copies=True, gathers=True)
 
 def forms(pack: Pack, target: str) -> tuple[Form, ...]:
     """Those of a source that are kernels on a target."""
-    ragged = pack.ragged and target == "sm90a"
     if not pack.quantises:
-        return (COPY, RAGGED_COPY, GATHER) if ragged else (COPY,)
-    return (*FORMS, RAGGED) if ragged else FORMS
+        return (COPY, RAGGED_COPY, GATHER) if pack.ragged else (COPY,)
+    return (*FORMS, RAGGED) if pack.ragged else FORMS
 
 
 def static_smem(pack: Pack, form: Form) -> int:
@@ -87,7 +90,16 @@ def static_smem(pack: Pack, form: Form) -> int:
     return warps + own + shared + (4 * pack.head_dim if form.transforms else 0)
 
 
-def ctas_per_sm(pack: Pack, form: Form) -> int:
+def smem_bytes(pack: Pack, form: Form, target: str) -> int:
+    """Bytes that a launch asks for, the most of any."""
+    if form.maxima and not form.transforms:
+        return 0
+    return pack.pieces_bytes(target) if form.copies and form.ragged else pack.stage_bytes
+
+
+def ctas_per_sm(pack: Pack, form: Form, target: str) -> int:
+    if form.copies and form.ragged:
+        return 3 if target == "sm90a" else 2
     if form.gathers:
         return pack.gather_ctas_per_sm
     return pack.transform_ctas_per_sm if form.transforms else pack.ctas_per_sm
@@ -96,6 +108,8 @@ def ctas_per_sm(pack: Pack, form: Form) -> int:
 def wide_loads(pack: Pack, form: Form) -> int:
     """Loads of 16 bytes in the code: every element once, the samples of K's mean, and those of K that is lowered, which
     is read twice."""
+    if form.copies and form.ragged:
+        return pack.rows_at_once * pack.chunks
     samples = -(-SAMPLES * pack.lanes // THREADS) * pack.chunks
     twice = 2 * pack.lowered_passes * pack.chunks if form.lowers else 0
     return pack.passes * pack.chunks + (samples if form.transforms else 0) + twice
@@ -126,8 +140,8 @@ def render(chosen: Mapping[str, tuple[Pack, ...]], folder: Path) -> list[Kernel]
             emulated=False,
             head_dim=pack.head_dim,
             threads=THREADS,
-            ctas_per_sm=ctas_per_sm(pack, form),
-            smem_bytes=0 if form.maxima and not form.transforms else pack.stage_bytes,
+            ctas_per_sm=ctas_per_sm(pack, form, target),
+            smem_bytes=smem_bytes(pack, form, target),
             smem_limit=TARGETS[target].smem_per_block,
             mma_in_loop=0,
             spilled=SPILLED if form.transforms else 0,
@@ -135,6 +149,7 @@ def render(chosen: Mapping[str, tuple[Pack, ...]], folder: Path) -> list[Kernel]
             static_smem=static_smem(pack, form),
             wide_loads=wide_loads(pack, form),
             narrow_loads=narrow_loads(pack, form),
+            storage=PIECES[target] if form.copies and form.ragged else "",
         )
         for target, packs in chosen.items()
         for pack in packs

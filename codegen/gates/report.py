@@ -129,10 +129,11 @@ SM90A_LEGEND = """\
 
 PACK_LEGEND = """\
 # Four kernels a 16-bit source: amax raises the maxima of groups larger than a block, pack quantises and packs;
-# _transform are those for calls that smooth keys or rotate rows. On sm90a pack_ragged packs a ragged batch, and deliver
-# hands K and V over. One kernel for FP8: pack copies. regs: registers a thread. spill, stack: bytes a thread. smem:
-# bytes a block. ctas: blocks an SM by registers, shared memory and warps; asked: those that must fit. code: bytes;
-# machine: digest of the code. The rest are instructions in the kernel: ldg.128 among ldg; all: of any kind.
+# _transform are those for calls that smooth keys or rotate rows. pack_ragged packs a ragged batch; on sm90a deliver
+# hands K and V over. For FP8 pack copies, and pack_gather reads pages. regs: registers a thread. spill, stack: bytes a
+# thread. smem: bytes a block, the most of any launch. ctas: blocks an SM by registers, shared memory and warps; asked:
+# those that must fit. code: bytes; machine: digest of the code. The rest are instructions in the kernel: ldg.128, with
+# LDGSTS, and ldg; all: of any kind.
 """
 
 

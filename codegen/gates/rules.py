@@ -92,7 +92,8 @@ def _pack_occupancy(kernel: Kernel, m: Measured) -> str | None:
 
 
 def _loads(kernel: Kernel, m: Measured) -> str | None:
-    wide, narrow = m.listing.wide_loads, m.listing.counts.get("LDG", 0) - m.listing.wide_loads
+    wide, counts = m.listing.wide_loads, m.listing.counts
+    narrow = counts.get("LDG", 0) + counts.get("LDGSTS", 0) - wide
     if (wide, narrow) != (kernel.wide_loads, kernel.narrow_loads):
         return (
             f"{wide} loads of 16 bytes and {narrow} others; the elements take {kernel.wide_loads}, "

@@ -34,7 +34,7 @@ class Function:
     """One function's code. Everything is by position, counted from its first instruction.
 
     targets: position of a branch -> where it leads. no_fall: positions that control never leaves downwards.
-    wide_loads: LDG of 16 bytes.
+    wide_loads: LDG and LDGSTS of 16 bytes.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Function:
         """begin: the address of the first instruction."""
         here = len(self.opcodes)
         self.opcodes.append(opcode)
-        if opcode == "LDG" and ".128" in rest.split()[0]:
+        if opcode in ("LDG", "LDGSTS") and ".128" in rest.split()[0]:
             self.wide_loads += 1
         if opcode == "BRA" and (target := _TARGET.match(rest)):
             self.targets[here] = (int(target["address"], 16) - begin) // INSTRUCTION_BYTES

@@ -7,6 +7,7 @@
 // the range of f16 scores: then each row of Q is divided by a power of two, and each block of K, which one CTA reads twice.
 
 #include "fp8cutlass/pack_fp8.cuh"
+#include "fp8cutlass/pack_fp8_ragged.cuh"
 #include "fp8cutlass/prefill/gather.cuh"
 
 namespace fp8cutlass {
@@ -24,10 +25,11 @@ static_assert(16 * kLanes * kChunks == kHeadDim && kThreads / kLanes * kPasses =
 
 using Stage = TransposeStage<kRows, kHeadDim, kLanes>;
 static_assert(Stage::kBytes == 16640);  // of shared memory
+static_assert(most_pieces_bytes(kRoomOnAda, Stage::kBytes / kRows) == 33472);
+static_assert(most_pieces_bytes(kRoomOnHopper, Stage::kBytes / kRows) == 66752);
 
-template <class SequenceOf>
 __device__ __forceinline__ void copy_rows(const Fp8PackParams& p, const Block& block, const packing::Fp8Rows& of,
-                                          uint8_t* stage, const SequenceOf& sequence_of) {
+                                          uint8_t* stage) {
   const Fp8Operand& o = p.operand[block.operand];
   if (block.operand == kPackK && o.limit > 0) {
     packing::lower_block<kHeadDim, kLanes, 4, kChunks>(o, p.descale[kPackK], of, p.head_dim, block.head,
@@ -37,7 +39,8 @@ __device__ __forceinline__ void copy_rows(const Fp8PackParams& p, const Block& b
   uint4 x[kPasses][kChunks];
   packing::load_bytes<kLanes>(x, of.rows, o.stride_row, of.base, of.tokens, p.head_dim);
   if (block.operand != kPackV) {
-    if (o.limit > 0) packing::lower_rows<kLanes>(x, o, p.descale[kPackQ], of, block.head, sequence_of);
+    if (o.limit > 0)
+      packing::lower_rows<kLanes>(x, o, p.descale[kPackQ], of, block.head, [&](int) { return of.batch; });
     packing::store_bytes<kHeadDim, kLanes>(o.out + int64_t{block.head} * o.rows * kHeadDim, x, of.base, of.tokens,
                                            o.flip);
     return;
@@ -60,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
   const Block block = packing::find_block(p);
   const packing::Fp8Rows of = packing::rows_of(p.operand[block.operand], block, kRows);
-  copy_rows(p, block, of, stage, [&](int) { return of.batch; });
+  copy_rows(p, block, of, stage);
 }
 
 // The same of a ragged batch. The last CTAs look for rows of O that belong to no sequence.
@@ -72,9 +75,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     packing::clear_rows(ragged, int(blockIdx.x) - ragged.first_cta);
     return;
   }
-  const Block block = packing::find_block(p);
-  copy_rows(p, block, packing::rows_of(p, ragged.batch, block, kRows), stage,
-            [&](int row) { return packing::sequence_of(ragged, p.descale[kPackQ].stride_batch, row); });
+  packing::pack_pieces<Stage, kHeadDim, kLanes, kPasses, kChunks>(p, ragged, stage);
 }
 
 // Keys of a paged cache, for a ragged batch.

@@ -3,7 +3,7 @@
 // conflicts.
 #pragma once
 
-#include <cute/config.hpp>
+#include "fp8cutlass/host_device.h"
 
 namespace fp8cutlass {
 
@@ -24,17 +24,17 @@ struct SmemTile {
   static constexpr int kShift = kRowBytes == 256 ? 4 : 3;
 
   // By reference, as CuTe's: by value the compiler would add in another order, and the machine code of sm89 change.
-  CUTE_HOST_DEVICE static constexpr int swizzled(const int& byte) {
+  FP8_HOST_DEVICE static constexpr int swizzled(const int& byte) {
     return byte ^ ((byte & (((1 << kBits) - 1) << (4 + kShift))) >> kShift);
   }
 
   // Byte offset of 16-byte chunk `chunk` of row `row`.
-  CUTE_HOST_DEVICE static constexpr int offset(int row, int chunk) { return swizzled(row * kPitch + chunk * 16); }
+  FP8_HOST_DEVICE static constexpr int offset(int row, int chunk) { return swizzled(row * kPitch + chunk * 16); }
 
   // offset(row + rows, chunk + 2 * step) from from = offset(row, chunk), for rows a multiple of 8 and chunk 0 or 1. The
   // XOR pattern repeats every 8 rows and chunk pairs only flip bits, so a lane keeps one offset and the rest are
   // immediates.
-  CUTE_HOST_DEVICE static constexpr int advance(int from, int rows, int step) {
+  FP8_HOST_DEVICE static constexpr int advance(int from, int rows, int step) {
     return (kSwizzled ? from ^ (step * 32) : from + step * 32) + rows * kPitch;
   }
 };
@@ -42,13 +42,13 @@ struct SmemTile {
 // Packed V: position of key `key` inside its group of 16. A thread of the m16n8 accumulator owns columns 2t, 2t+1 of
 // each 8-column block; the m16n8k32 A operand wants 4 consecutive positions 4t..4t+3. So positions 4t..4t+3 hold 2t,
 // 2t+1, 8+2t, 9+2t.
-CUTE_HOST_DEVICE constexpr int packed_key(int key) {
+FP8_HOST_DEVICE constexpr int packed_key(int key) {
   return (key & ~15) | (((key >> 1) & 3) << 2) | (((key >> 3) & 1) << 1) | (key & 1);
 }
 
 // Packed V: row of V^T that holds column `d`. Inside 32 columns, thread t of a quad then owns the neighbours
 // 8t..8t+7.
-CUTE_HOST_DEVICE constexpr int packed_column(int d) {
+FP8_HOST_DEVICE constexpr int packed_column(int d) {
   return (d & ~31) | (((d >> 1) & 3) << 3) | (((d >> 3) & 3) << 1) | (d & 1);
 }
 
@@ -63,7 +63,7 @@ struct TransposeStage {
   static constexpr int kRowsPerLine = 128 % kHeadDim == 0 ? 128 / kHeadDim : 0;
 
   // Byte offset of column `column` in row `row` of the group that begins at row `group`.
-  CUTE_HOST_DEVICE static constexpr int offset(int group, int row, int column) {
+  FP8_HOST_DEVICE static constexpr int offset(int group, int row, int column) {
     int flip = 0;
     if constexpr (kRowsPerLine > 0) flip = row / kRowsPerLine % 2 * (8 * kLanes);
     return group / 16 * kGroupBytes + row * kHeadDim + (column ^ flip);

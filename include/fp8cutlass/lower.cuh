@@ -22,6 +22,19 @@ __device__ __forceinline__ void multiply(uint4& x, float factor) {
   x = uint4{times(x.x, factor), times(x.y, factor), times(x.z, factor), times(x.w, factor)};
 }
 
+// Over 2^octaves, at most 16, rounded to nearest even. Quotients that do not become 0 are f16 numbers, which take half
+// of the instructions of float32.
+__device__ __forceinline__ uint32_t divided(uint32_t bytes, uint32_t factor) {
+  uint32_t low, high;
+  decode::to_halves(low, high, bytes);
+  return e4m3x4(half2_multiply(low, factor), half2_multiply(high, factor));
+}
+
+__device__ __forceinline__ void divide(uint4& x, int octaves) {
+  const uint32_t half = octaves < 15 ? uint32_t(15 - octaves) << 10 : 1u << (24 - octaves), factor = half * 0x10001u;
+  x = uint4{divided(x.x, factor), divided(x.y, factor), divided(x.z, factor), divided(x.w, factor)};
+}
+
 // The largest |x| of 16 e4m3 bytes and of `largest`, two bytes side by side in halves of a word.
 __device__ __forceinline__ uint32_t larger_bytes(const uint4& x, uint32_t largest) {
   constexpr uint32_t kEven = 0x007f007f;  // without signs

@@ -108,6 +108,12 @@ __device__ __forceinline__ uint32_t half2_add(uint32_t a, uint32_t b) {
   return d;
 }
 
+__device__ __forceinline__ uint32_t half2_multiply(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
 __device__ __forceinline__ uint32_t half2_max(uint32_t a, uint32_t b) {
   uint32_t d;
   asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -141,6 +147,18 @@ __device__ __forceinline__ uint32_t e4m3x4(float a, float b, float c, float d) {
       "mov.b32 %0, {lo, hi};\n}"
       : "=r"(r)
       : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
+
+// The same of four halves.
+__device__ __forceinline__ uint32_t e4m3x4(uint32_t ab, uint32_t cd) {
+  uint32_t r;
+  asm("{\n.reg .b16 lo, hi;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 lo, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 hi, %2;\n"
+      "mov.b32 %0, {lo, hi};\n}"
+      : "=r"(r)
+      : "r"(ab), "r"(cd));
   return r;
 }
 

@@ -78,24 +78,6 @@ __device__ __forceinline__ Fp8Rows rows_of(const Fp8Operand& o, const Block& blo
   return {from, base, o.tokens, base, whole ? min(room, o.block) : room, batch, head};
 }
 
-// Of a ragged one: V's blocks of keys are cut into CTAs, those of lowered K are whole. Q stays as it is, and so does K
-// that is not lowered. All lanes of a warp come here.
-__device__ __forceinline__ Fp8Rows rows_of(const Fp8PackParams& p, const RaggedBatch& batch, const Block& block,
-                                           int rows) {
-  const Fp8Operand& o = p.operand[block.operand];
-  if (o.block == 0) return rows_of(o, block, rows);
-  const int parts = o.limit > 0 ? 1 : (o.block + rows - 1) / rows;
-  const int number = block.index / parts, part = block.index % parts * rows;
-  const BlockKeys keys = keys_of_block(batch, number, o.block);
-  return {o.x + block.head * o.stride_head + keys.first * o.stride_row,
-          keys.begin + part,
-          keys.count,
-          number * o.block + part,
-          o.block - part,
-          keys.sequence,
-          block.head};
-}
-
 // As it was given, of a batch element or sequence, a head and a part.
 __device__ __forceinline__ float given_descale(const Fp8Descale& d, int batch, int head, int part) {
   if (part >= d.given) return 1.f;
@@ -120,7 +102,7 @@ __device__ __forceinline__ void lower_rows(uint4 (&x)[kPasses][kChunks], const F
     octaves |= uint32_t(own) << kBits * pass;
     if (own == 0) continue;
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) multiply(x[pass][i], power_of_two(-own));
+    for (int i = 0; i < kChunks; ++i) divide(x[pass][i], own);
   }
   if (threadIdx.x % kLanes != 0) return;
 #pragma unroll 1
@@ -166,7 +148,7 @@ __device__ __forceinline__ void lower_block(const Fp8Operand& o, const Fp8Descal
     for (int pass = 0; pass < kPasses; ++pass)
 #pragma unroll
       for (int i = 0; i < kChunks; ++i)
-        if (octaves > 0) multiply(x[pass][i], power_of_two(-octaves));
+        if (octaves > 0) divide(x[pass][i], octaves);
     store_bytes<kHeadDim, kLanes>(out, x, of.to + at, of.to + of.room, 0);
   }
 }

@@ -37,12 +37,41 @@ struct Fp8Descale {
   int count;  // in all, 0 where they are read as they lie, or written with their rows
 };
 
+// Of a ragged batch: a CTA has two pieces, blocks or rows of an operand, or one where two would leave room for few
+// CTAs.
+constexpr int kMostPieces = 2, kPiecesBytes = 192;  // and what they have in shared memory beside their rows
+
+struct PieceRoom {
+  int memory;  // shared memory of a CTA with two
+  int rows;    // of a block at most
+};
+constexpr PieceRoom kRoomOnHopper{72 * 1024, 256}, kRoomOnAda{48 * 1024, 128};
+
+// `rows` is the most of any piece of a launch.
+constexpr int pieces_of(PieceRoom room, int row_bytes, int rows) {
+  return kPiecesBytes + kMostPieces * row_bytes * rows <= room.memory ? kMostPieces : 1;
+}
+constexpr int pieces_bytes(PieceRoom room, int row_bytes, int rows) {
+  return kPiecesBytes + pieces_of(room, row_bytes, rows) * row_bytes * rows;
+}
+
+// Of any launch.
+constexpr int most_pieces_bytes(PieceRoom room, int row_bytes) {
+  int most = 0;
+  for (int rows = 128; rows <= room.rows; rows += 64) {
+    const int bytes = pieces_bytes(room, row_bytes, rows);
+    most = bytes > most ? bytes : most;
+  }
+  return most;
+}
+
 struct Fp8PackParams {
   Fp8Operand operand[kPackOperands];
   Fp8Descale descale[kPackOperands];
   int batch;
   int head_dim;   // D, a multiple of 16, at most the kernel's
   int first_cta;  // that looks after descales; set by the launch
+  int pieces;     // of a CTA of a ragged batch; set by the launch
 };
 
 }  // namespace fp8cutlass

@@ -17,7 +17,7 @@ struct WorkItem {
 
 // The value, hidden from the optimiser: what follows from it is computed where it is used instead of being hoisted out
 // of the persistent loop into registers that the main loop needs.
-CUTE_HOST_DEVICE int unhoisted(int x) {
+FP8_HOST_DEVICE int unhoisted(int x) {
 #ifdef __CUDA_ARCH__
   asm volatile("" : "+r"(x));
 #endif
@@ -27,7 +27,7 @@ CUTE_HOST_DEVICE int unhoisted(int x) {
 // Causal tiles differ in length, so the longest go first, heads innermost; without a mask and with a window the tiles
 // of one head are neighbours, so that its K and V are read from L2 by CTAs that run at the same time.
 template <int kTileM, int kTileN, Mask kMask>
-CUTE_HOST_DEVICE WorkItem work_item(const ForwardParams& p, int item) {
+FP8_HOST_DEVICE WorkItem work_item(const ForwardParams& p, int item) {
   constexpr bool kCausal = kMask == Mask::causal;
   const int seqlen_q = unhoisted(p.seqlen_q), seqlen_k = unhoisted(p.seqlen_k);
   const int m_tiles = ceil_div(seqlen_q, kTileM);
@@ -65,32 +65,32 @@ struct DenseWork {
   using Item = WorkItem;
 
   // Item number n.
-  CUTE_HOST_DEVICE static void find(const ForwardParams& p, int n, Item& work) {
+  FP8_HOST_DEVICE static void find(const ForwardParams& p, int n, Item& work) {
     work = work_item<kTileM, kTileN, kMask>(p, n);
   }
-  CUTE_HOST_DEVICE static int first_tile(const Item& work) { return kMask == Mask::window ? work.first_tile : 0; }
+  FP8_HOST_DEVICE static int first_tile(const Item& work) { return kMask == Mask::window ? work.first_tile : 0; }
 
   // Of the sequence that an item belongs to.
-  CUTE_HOST_DEVICE static int rows(const ForwardParams& p, const Item&) { return p.seqlen_q; }
-  CUTE_HOST_DEVICE static int keys(const ForwardParams& p, const Item&) { return p.seqlen_k; }
-  CUTE_HOST_DEVICE static Band band(const ForwardParams& p, const Item&) { return band_of(p); }
+  FP8_HOST_DEVICE static int rows(const ForwardParams& p, const Item&) { return p.seqlen_q; }
+  FP8_HOST_DEVICE static int keys(const ForwardParams& p, const Item&) { return p.seqlen_k; }
+  FP8_HOST_DEVICE static Band band(const ForwardParams& p, const Item&) { return band_of(p); }
 
   // The element of O where a row begins, and the place of a row's LSE.
-  CUTE_HOST_DEVICE static int64_t out(const ForwardParams& p, const Item& work, int row) {
+  FP8_HOST_DEVICE static int64_t out(const ForwardParams& p, const Item& work, int row) {
     return work.batch * p.o_stride_batch + work.head * p.o_stride_head + row * p.o_stride_row;
   }
-  CUTE_HOST_DEVICE static int64_t lse(const ForwardParams& p, const Item& work, int row) {
+  FP8_HOST_DEVICE static int64_t lse(const ForwardParams& p, const Item& work, int row) {
     return (int64_t(work.batch) * p.heads + work.head) * p.seqlen_q + row;
   }
 
   // Where its descales begin: Q's of the sequence's first row, K's and V's of its first block.
-  CUTE_HOST_DEVICE static int64_t query_descale(const ForwardParams& p, const Item& work) {
+  FP8_HOST_DEVICE static int64_t query_descale(const ForwardParams& p, const Item& work) {
     return (int64_t(work.batch) * p.heads + work.head) * p.q_descale_head;
   }
-  CUTE_HOST_DEVICE static int64_t key_descale(const ForwardParams& p, const Item& work) {
+  FP8_HOST_DEVICE static int64_t key_descale(const ForwardParams& p, const Item& work) {
     return work.kv_head * p.k_descale_head;
   }
-  CUTE_HOST_DEVICE static int64_t value_descale(const ForwardParams& p, const Item& work) {
+  FP8_HOST_DEVICE static int64_t value_descale(const ForwardParams& p, const Item& work) {
     return work.kv_head * p.v_descale_head;
   }
 };

@@ -17,7 +17,7 @@ struct RaggedWorkItem : RaggedItem {
 struct HeadsPerKv {
   struct {
     int heads;
-    CUTE_HOST_DEVICE int div(int head) const { return head / heads; }
+    FP8_HOST_DEVICE int div(int head) const { return head / heads; }
   } heads_per_kv;
 };
 
@@ -29,7 +29,7 @@ struct RaggedWork {
   // Item number n, if there is one: the host launches for the most that there can be. Only this thread asks how many
   // there are. In the others it would cost registers that the main loop lacks.
   template <int kHeadDim, int kKeyBlock>
-  CUTE_HOST_DEVICE static void find(const ForwardParams& p, int n, Item& work) {
+  FP8_HOST_DEVICE static void find(const ForwardParams& p, int n, Item& work) {
     const int heads = unhoisted(p.heads), tile = n / heads, head = n - tile * heads;
     work.item = tile < *p.ragged.count ? n : -1;
     if (work.item < 0) return;
@@ -40,24 +40,24 @@ struct RaggedWork {
     work.k = p.k + work.of.key * p.k_stride_row + work.kv_head * p.k_stride_head;
     work.v = p.v + int64_t(work.kv_head) * kHeadDim * p.seqlen_k_padded + Walk::template value_column<kKeyBlock>(work);
   }
-  CUTE_HOST_DEVICE static int first_tile(const Item& work) { return kMask == Mask::window ? work.first_tile : 0; }
+  FP8_HOST_DEVICE static int first_tile(const Item& work) { return kMask == Mask::window ? work.first_tile : 0; }
 
-  CUTE_HOST_DEVICE static int rows(const ForwardParams& p, const Item& work) { return Walk::rows(p, work); }
-  CUTE_HOST_DEVICE static int keys(const ForwardParams& p, const Item& work) { return Walk::keys(p, work); }
-  CUTE_HOST_DEVICE static Band band(const ForwardParams& p, const Item& work) { return Walk::band(p, work); }
+  FP8_HOST_DEVICE static int rows(const ForwardParams& p, const Item& work) { return Walk::rows(p, work); }
+  FP8_HOST_DEVICE static int keys(const ForwardParams& p, const Item& work) { return Walk::keys(p, work); }
+  FP8_HOST_DEVICE static Band band(const ForwardParams& p, const Item& work) { return Walk::band(p, work); }
 
-  CUTE_HOST_DEVICE static int64_t out(const ForwardParams& p, const Item& work, int row) {
+  FP8_HOST_DEVICE static int64_t out(const ForwardParams& p, const Item& work, int row) {
     return work.out + (row - work.row) * p.o_stride_row;
   }
-  CUTE_HOST_DEVICE static int64_t lse(const ForwardParams& p, const Item& work, int row) {
+  FP8_HOST_DEVICE static int64_t lse(const ForwardParams& p, const Item& work, int row) {
     return Walk::lse(p, work)(row);
   }
 
-  CUTE_HOST_DEVICE static int64_t query_descale(const ForwardParams& p, const Item& work) {
+  FP8_HOST_DEVICE static int64_t query_descale(const ForwardParams& p, const Item& work) {
     return Walk::query_descale(p, work);
   }
-  CUTE_HOST_DEVICE static int64_t key_descale(const ForwardParams&, const Item& work) { return work.k_descale; }
-  CUTE_HOST_DEVICE static int64_t value_descale(const ForwardParams&, const Item& work) { return work.v_descale; }
+  FP8_HOST_DEVICE static int64_t key_descale(const ForwardParams&, const Item& work) { return work.k_descale; }
+  FP8_HOST_DEVICE static int64_t value_descale(const ForwardParams&, const Item& work) { return work.v_descale; }
 };
 
 }  // namespace fp8cutlass

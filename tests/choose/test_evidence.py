@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from codegen import evidence, select, table
+from codegen import evidence, kept, select, table
 from codegen.axes import Mask, Operand, Out, Scaling, Softmax
 from codegen.cli import main
 from codegen.evidence import COLUMNS, PATH, EvidenceError, Problem, read
@@ -59,6 +59,7 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     """Makes these rows the evidence of the generator, for one test, in which a class has what it wins by itself."""
     monkeypatch.setattr(select, "_for_other_masks", lambda *_: [])
     monkeypatch.setattr("codegen.explain.profile_of", lambda v: "release")  # which renders all that is selected
+    monkeypatch.setattr(kept, "FOLDER", Path("/dev/null"))  # what is kept follows from the generator as it is
 
     def forget() -> None:
         for cached in (evidence.evidence, evidence._rows, select._winners, select.select):

@@ -68,9 +68,11 @@ def age(root: Path) -> None:
 
 # Run without site-packages: only what is linked into the folder given first can be imported.
 BARE = """
-import runpy, sys
+import pathlib, runpy, sys
 sys.path[:0] = sys.argv[1:3]
 sys.argv = ["codegen", *sys.argv[3:]]
+import codegen.kept
+codegen.kept.FOLDER = pathlib.Path("/dev/null")
 try:
     runpy.run_module("codegen", run_name="__main__")
 except SystemExit as end:
@@ -101,7 +103,8 @@ def rendered() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
     """Another one, of a process with another hash seed, working directory and output path, no other environment, hence
-    no nvcc on PATH, and no packages but the two that the generator needs and what they import."""
+    no nvcc on PATH, no packages but the two that the generator needs and what they import, and nothing that another
+    process has kept."""
     base = tmp_path_factory.mktemp("generated")
     packages = base / "packages"
     for folder in (packages, base / "elsewhere"):

@@ -15,7 +15,7 @@ uint32_t atomicMax(uint32_t*, uint32_t);
 
 namespace fp8cutlass {
 uint32_t e4m3x4(float, float, float, float);
-alignas(16) uint8_t stage[64 * 1024];
+alignas(16) uint8_t stage[kRoomOnHopper.memory];
 }  // namespace fp8cutlass
 
 #include KERNEL_FILE
@@ -33,9 +33,8 @@ static int count_ctas(Fp8PackParams& p) {
   int ctas = 0;
   for (Fp8Operand& o : p.operand) {
     if (o.x == nullptr) continue;
-    const int whole = o.block > 0 ? o.block : o.rows,
-              parts = o.limit > 0 && o.block > 0 ? 1 : (whole + kRows - 1) / kRows;
-    o.blocks = (o.rows + whole - 1) / whole * parts, o.ctas = p.batch * o.heads * o.blocks;
+    const int rows = o.block > 0 ? o.block : kRows;
+    o.blocks = (o.rows + rows - 1) / rows, o.ctas = p.batch * o.heads * o.blocks;
     ctas += o.ctas;
   }
   return ctas;
@@ -43,8 +42,13 @@ static int count_ctas(Fp8PackParams& p) {
 
 // Runs all CTAs in a random order; what went wrong, or null.
 template <class Program>
-static const char* run_grid(int seed, const Program& program) {
+static const char* run_grid(const Fp8PackParams& p, int seed, const Program& program) {
   device::Cta cta;
+  for (const Fp8Operand& o : p.operand) {
+    if (o.x == nullptr) continue;
+    const int64_t last = (p.batch - 1) * o.stride_batch + (o.heads - 1) * o.stride_head + (o.tokens - 1) * o.stride_row;
+    cta.readable.push_back({o.x, o.x + last + p.head_dim});
+  }
   cta.random.seed(unsigned(seed));
   std::vector<unsigned> order(grid);
   for (unsigned i = 0; i < grid; ++i) order[i] = i;
@@ -58,14 +62,15 @@ static const char* run_grid(int seed, const Program& program) {
 }
 
 #ifdef RAGGED
-// The form for a ragged batch, `blocks` CTAs a head of V; what went wrong, or null.
+// The form for a ragged batch; what went wrong, or null.
 extern "C" const char* run_ragged(const Fp8PackParams* given, const RaggedPack* batch, int seed) {
   Fp8PackParams p = *given;
   RaggedPack ragged = *batch;
-  const int ctas = count_ctas(p);
-  ragged.first_cta = ctas;
-  grid = unsigned(ctas + ragged.tokens / kThreads + 1);
-  return run_grid(seed, [&] { RAGGED_OF(KERNEL)(p, ragged); });
+  const int all = count_ctas(p);
+  p.pieces = pieces_of(kRoomOnHopper, Stage::kBytes / kRows, std::max(kRows, p.operand[kPackV].block));
+  ragged.first_cta = (all + p.pieces - 1) / p.pieces;
+  grid = unsigned(ragged.first_cta + ragged.tokens / kThreads + 1);
+  return run_grid(p, seed, [&] { RAGGED_OF(KERNEL)(p, ragged); });
 }
 #endif
 
@@ -75,5 +80,5 @@ extern "C" const char* run(const Fp8PackParams* given, int descale_ctas, int see
   const int ctas = count_ctas(p);
   p.first_cta = ctas;
   grid = unsigned(ctas + descale_ctas);
-  return run_grid(seed, [&] { KERNEL(p); });
+  return run_grid(p, seed, [&] { KERNEL(p); });
 }

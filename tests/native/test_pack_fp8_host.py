@@ -26,7 +26,7 @@ from fp8cutlass.quant.lower import limit_byte, lowered
 from fp8cutlass.quant.v_layout import pack_v
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
-HEADERS = ("pack_fp8.cuh", "pack_ragged.cuh", "lower.cuh")  # that edits may change
+HEADERS = ("pack_fp8.cuh", "pack_fp8_ragged.cuh", "pack_ragged.cuh", "lower.cuh")  # that edits may change
 POISON = 0xA5
 ORDER = ("v", "k", "q")  # PackOrder
 
@@ -56,7 +56,7 @@ class Params(ctypes.Structure):
     _fields_ = [
         ("operand", Operand * 3),
         ("descale", Descale * 3),
-        *((name, ctypes.c_int) for name in ("batch", "head_dim", "first_cta")),
+        *((name, ctypes.c_int) for name in ("batch", "head_dim", "first_cta", "pieces")),
     ]
 
 
@@ -391,13 +391,15 @@ def test_a_ragged_batch_is_what_the_specification_makes(head_dim: int, tmp_path:
     "edit",
     [
         ("keys.first * o.stride_row,", "0 * o.stride_row,"),
-        ("keys.begin + part,\n          keys.count", "keys.begin + part,\n          keys.count + 1"),
-        ("o.block - part,\n", "64,\n"),
+        ("keys.begin, keys.count, block", "keys.begin, keys.count + 1, block"),
+        ("keys.sequence, block.head},\n          o.block}", "keys.sequence, block.head},\n          64}"),
         ("block.head * o.stride_head + keys", "0 * o.stride_head + keys"),
         ("there ? begin : 0,", "there ? begin + 16 : 0,"),
         ("token >= rows.first + rows.count)", "token > rows.first + rows.count)"),
+        ("__syncthreads();  // the rows", "// the rows"),
+        ("decode::wait<0>();", "decode::wait<1>();"),
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_it_sees_what_is_wrong_of_a_ragged_batch(edit: tuple[str, str], tmp_path: Path) -> None:
     library = build(64, tmp_path, edit)

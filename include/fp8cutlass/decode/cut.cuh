@@ -13,7 +13,7 @@
 namespace fp8cutlass::decode {
 
 template <typename Int>
-CUTE_HOST_DEVICE Int ceil_div(Int a, Int b) {
+FP8_HOST_DEVICE Int ceil_div(Int a, Int b) {
   return (a + b - 1) / b;
 }
 
@@ -25,8 +25,8 @@ struct Line {
 
 // The cut at position `at` of the line, in a sequence that begins at `begin`, each of whose units costs `cost`.
 template <typename Int>
-CUTE_HOST_DEVICE Cut cut_at(const CutParams& p, const Range& queries, const Line& whole, Int at, int sequence,
-                            Int begin, Int cost) {
+FP8_HOST_DEVICE Cut cut_at(const CutParams& p, const Range& queries, const Line& whole, Int at, int sequence, Int begin,
+                           Int cost) {
   const Int ctas = Int(whole.ctas), line = Int(whole.length);
   Cut cut{};
   cut.sequence = sequence, cut.of = sequence_at(p.batch, sequence);

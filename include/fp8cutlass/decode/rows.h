@@ -2,7 +2,7 @@
 // that ldmatrix reads them at once.
 #pragma once
 
-#include <cute/config.hpp>
+#include "fp8cutlass/host_device.h"
 
 namespace fp8cutlass::decode {
 
@@ -15,7 +15,7 @@ struct Rows {
   static constexpr int kKeysTogether = kChunks >= 8 ? 1 : 8 / kChunks;  // keys in 128 bytes
   static constexpr int kMask = (kChunks >= 8 ? 8 : kChunks) - 1;
 
-  CUTE_HOST_DEVICE static constexpr int offset(int key, int chunk) {
+  FP8_HOST_DEVICE static constexpr int offset(int key, int chunk) {
     return key * kPitch + 16 * (kSwizzled ? chunk ^ (key / kKeysTogether & kMask) : chunk);
   }
 };
@@ -33,6 +33,6 @@ constexpr int kResultPitch = kHeadDim + 4;  // floats
 constexpr int kWideRows = 64, kGroupKeys = 64;  // rows of a unit; keys that a warpgroup takes at a time
 constexpr int kPanelPitch = 128, kPanelBytes = 64 * kPanelPitch;
 
-CUTE_HOST_DEVICE constexpr int panel_offset(int row, int chunk) { return row * kPanelPitch + 16 * (chunk ^ row % 8); }
+FP8_HOST_DEVICE constexpr int panel_offset(int row, int chunk) { return row * kPanelPitch + 16 * (chunk ^ row % 8); }
 
 }  // namespace fp8cutlass::decode

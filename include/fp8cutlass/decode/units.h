@@ -3,20 +3,19 @@
 // are, a unit lies inside the tensors.
 #pragma once
 
-#include <cute/config.hpp>
-
 #include "fp8cutlass/decode/params.h"
+#include "fp8cutlass/host_device.h"
 
 namespace fp8cutlass::decode {
 
-CUTE_HOST_DEVICE int clamped(int x, int least, int most) { return x < least ? least : x > most ? most : x; }
+FP8_HOST_DEVICE int clamped(int x, int least, int most) { return x < least ? least : x > most ? most : x; }
 
-CUTE_HOST_DEVICE int quotient(int x, const Divisor& d) { return int(uint64_t(unsigned(x)) * d.factor >> d.shift); }
+FP8_HOST_DEVICE int quotient(int x, const Divisor& d) { return int(uint64_t(unsigned(x)) * d.factor >> d.shift); }
 
 // So many steps. Steps of tensors fit in 32 bits, which is one instruction.
-CUTE_HOST_DEVICE int64_t steps(int count, int64_t step) { return int64_t(uint64_t(unsigned(count)) * unsigned(step)); }
+FP8_HOST_DEVICE int64_t steps(int count, int64_t step) { return int64_t(uint64_t(unsigned(count)) * unsigned(step)); }
 
-CUTE_HOST_DEVICE Sequence sequence_of(const Batch& b, int length, int begin, int end) {
+FP8_HOST_DEVICE Sequence sequence_of(const Batch& b, int length, int begin, int end) {
   Sequence of;
   of.keys = clamped(length, 0, b.most_keys);
   of.query = clamped(begin, 0, b.total_q);
@@ -25,9 +24,9 @@ CUTE_HOST_DEVICE Sequence sequence_of(const Batch& b, int length, int begin, int
 }
 
 // Where the queries of a sequence begin, or end where it is the one before.
-CUTE_HOST_DEVICE int query_at(const Batch& b, int s) { return b.cu_q == nullptr ? s * b.each : b.cu_q[s]; }
+FP8_HOST_DEVICE int query_at(const Batch& b, int s) { return b.cu_q == nullptr ? s * b.each : b.cu_q[s]; }
 
-CUTE_HOST_DEVICE Sequence sequence_at(const Batch& b, int s) {
+FP8_HOST_DEVICE Sequence sequence_at(const Batch& b, int s) {
   return sequence_of(b, b.lengths[s], query_at(b, s), query_at(b, s + 1));
 }
 
@@ -36,7 +35,7 @@ struct Range {
 };
 
 // The queries that belong to a sequence.
-CUTE_HOST_DEVICE Range queries_of(const Batch& b) {
+FP8_HOST_DEVICE Range queries_of(const Batch& b) {
   const int begin = clamped(query_at(b, 0), 0, b.total_q);
   return {begin, clamped(query_at(b, b.sequences), begin, b.total_q)};
 }
@@ -47,7 +46,7 @@ struct Keys {
 };
 
 // What query number `query` of a sequence sees. The last query stands at the last key.
-CUTE_HOST_DEVICE Keys seen_by(const Batch& b, const Sequence& of, int query) {
+FP8_HOST_DEVICE Keys seen_by(const Batch& b, const Sequence& of, int query) {
   const int own = of.keys - of.queries + query;
   return {b.left >= kFar ? 0 : clamped(own - b.left, 0, of.keys),
           b.right >= kFar ? of.keys : clamped(own + b.right + 1, 0, of.keys)};
@@ -58,7 +57,7 @@ struct Tiles {
   int first, count;
 };
 
-CUTE_HOST_DEVICE Tiles tiles_of(const Batch& b, const Sequence& of, int tile) {
+FP8_HOST_DEVICE Tiles tiles_of(const Batch& b, const Sequence& of, int tile) {
   if (of.queries == 0) return {0, 0};
   const int first = seen_by(b, of, 0).first / tile, end = seen_by(b, of, of.queries - 1).end;
   const int past = end / tile + (end % tile != 0);
@@ -66,7 +65,7 @@ CUTE_HOST_DEVICE Tiles tiles_of(const Batch& b, const Sequence& of, int tile) {
 }
 
 // Units of a sequence: every head of K and V has the same row tiles, and number `row_tile * kv_heads + head`.
-CUTE_HOST_DEVICE int units_of(const Batch& b, const Sequence& of, int rows) {
+FP8_HOST_DEVICE int units_of(const Batch& b, const Sequence& of, int rows) {
   return (of.queries * b.by_group.by + rows - 1) / rows * b.kv_heads;
 }
 

@@ -3,7 +3,8 @@
 #pragma once
 
 #include <cstdint>
-#include <cute/config.hpp>
+
+#include "fp8cutlass/host_device.h"
 
 namespace fp8cutlass {
 
@@ -15,7 +16,7 @@ struct Divisor {
   uint32_t multiplier = 0, shift = 0;  // unused for 1
 
   constexpr Divisor() = default;
-  CUTE_HOST_DEVICE Divisor(int number) : divisor(number) {
+  FP8_HOST_DEVICE Divisor(int number) : divisor(number) {
     if (number == 1) return;
     int bits = 0;
     while ((int64_t(1) << bits) < number) ++bits;
@@ -23,7 +24,7 @@ struct Divisor {
     shift = uint32_t(bits - 1);
   }
 
-  CUTE_HOST_DEVICE int div(int n) const {
+  FP8_HOST_DEVICE int div(int n) const {
 #ifdef __CUDA_ARCH__
     return divisor != 1 ? __umulhi(n, multiplier) >> shift : n;
 #else
@@ -31,7 +32,7 @@ struct Divisor {
 #endif
   }
 
-  CUTE_HOST_DEVICE void operator()(int& quotient, int& rest, int n) const {
+  FP8_HOST_DEVICE void operator()(int& quotient, int& rest, int n) const {
     quotient = div(n);
     rest = n - quotient * divisor;
   }

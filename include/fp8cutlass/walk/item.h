@@ -25,27 +25,27 @@ struct alignas(16) RaggedItem : Item {
 
 // With a window an item may be fewer rows of several neighbouring heads that share K and V: those rows see fewer keys
 // between them. Rows of an item, and heads.
-CUTE_HOST_DEVICE int item_rows(const ForwardParams& p, int tile_m, Mask mask) {
+FP8_HOST_DEVICE int item_rows(const ForwardParams& p, int tile_m, Mask mask) {
   return mask == Mask::window ? p.item_rows : tile_m;
 }
-CUTE_HOST_DEVICE int item_heads(const ForwardParams& p, int tile_m, Mask mask) {
+FP8_HOST_DEVICE int item_heads(const ForwardParams& p, int tile_m, Mask mask) {
   return mask == Mask::window ? tile_m / p.item_rows : 1;
 }
 template <int kTileM, Mask kMask>
-CUTE_HOST_DEVICE int item_rows(const ForwardParams& p) {
+FP8_HOST_DEVICE int item_rows(const ForwardParams& p) {
   return item_rows(p, kTileM, kMask);
 }
 template <int kTileM, Mask kMask>
-CUTE_HOST_DEVICE int item_heads(const ForwardParams& p) {
+FP8_HOST_DEVICE int item_heads(const ForwardParams& p) {
   return item_heads(p, kTileM, kMask);
 }
 // What the launch takes: as few rows as two warpgroups need that have a head each.
-CUTE_HOST_DEVICE int fewest_item_rows(const ForwardParams& p, int tile_m, Mask mask) {
+FP8_HOST_DEVICE int fewest_item_rows(const ForwardParams& p, int tile_m, Mask mask) {
   return mask == Mask::window && tile_m == 128 && p.heads / p.kv_heads % 2 == 0 ? tile_m / 2 : tile_m;
 }
 
 // Items of a call whose sequences are alike.
-CUTE_HOST_DEVICE int64_t work_items(const ForwardParams& p, int rows, int heads = 1) {
+FP8_HOST_DEVICE int64_t work_items(const ForwardParams& p, int rows, int heads = 1) {
   return int64_t(ceil_div(p.seqlen_q, rows)) * p.batch * (p.heads / heads);
 }
 

@@ -10,7 +10,7 @@ struct Listed : Dense<Mask::blocks> {
   // Item number `n`. Its first_tile is the number of its list. An item without tiles visits one all the same, so that
   // its rows are no special case; then first_tile is -1.
   template <int kTileM, int kTileN>
-  CUTE_HOST_DEVICE static Item item_at(const ForwardParams& p, const Order& order, const TileMask& mask, int n) {
+  FP8_HOST_DEVICE static Item item_at(const ForwardParams& p, const Order& order, const TileMask& mask, int n) {
     static_assert(kTileM == kMaskTile && (kTileN == kMaskTile || kTileN == 2 * kMaskTile));
     Item item = fp8cutlass::item_at<kTileM, kTileN, Mask::full>(p, order, n);
     const int list = item.batch * mask.list_batch + item.head * mask.list_head + item.row / kTileM * mask.list_row;
@@ -21,24 +21,22 @@ struct Listed : Dense<Mask::blocks> {
   }
 
   // Entry `i` of its list. One that is out of range becomes one in range.
-  CUTE_HOST_DEVICE static int entry(const TileMask& mask, const Item& item, int i) {
+  FP8_HOST_DEVICE static int entry(const TileMask& mask, const Item& item, int i) {
     if (item.first_tile < 0) return 0;
     const unsigned entry = mask.tiles[int64_t(item.first_tile) * mask.key_tiles + i], end = 2 * mask.key_tiles;
     return int(entry < end ? entry : end - 1);
   }
 
   // Entries of an item's list.
-  CUTE_HOST_DEVICE static int length(const TileMask& mask, const Item& item) {
+  FP8_HOST_DEVICE static int length(const TileMask& mask, const Item& item) {
     return item.first_tile < 0 ? 1 : smaller(mask.counts[item.first_tile], mask.key_tiles);
   }
 
   // Whether an entry's tile is the second half of a tile of two, whose first half is that of the entry before it.
-  CUTE_HOST_DEVICE static bool joins(int before, int entry) {
-    return entry / 2 % 2 == 1 && before / 2 + 1 == entry / 2;
-  }
+  FP8_HOST_DEVICE static bool joins(int before, int entry) { return entry / 2 % 2 == 1 && before / 2 + 1 == entry / 2; }
 
   // Of an entry of its list.
-  CUTE_HOST_DEVICE static int visit(const ForwardParams& p, const TileMask& mask, const Item& item, int entry) {
+  FP8_HOST_DEVICE static int visit(const ForwardParams& p, const TileMask& mask, const Item& item, int entry) {
     if (item.first_tile < 0) return kHidden;
     const int tile = entry / 2, place = mask.bit_tiles > 1 ? item.first_tile * mask.bit_tiles + tile : item.first_tile;
     const bool in_part = entry % 2 != 0 && mask.bits != nullptr;

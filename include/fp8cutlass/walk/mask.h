@@ -1,16 +1,15 @@
 // Which keys a row of Q sees, and which tiles of keys a tile of rows visits. Host-callable.
 #pragma once
 
-#include <cute/config.hpp>
-
+#include "fp8cutlass/host_device.h"
 #include "fp8cutlass/params.h"
 
 namespace fp8cutlass {
 
-CUTE_HOST_DEVICE constexpr int ceil_div(int a, int b) { return a / b + (a % b != 0); }
+FP8_HOST_DEVICE constexpr int ceil_div(int a, int b) { return a / b + (a % b != 0); }
 
 // On the device an instruction that adds and compares at once.
-CUTE_HOST_DEVICE int smaller(int a, int b) {
+FP8_HOST_DEVICE int smaller(int a, int b) {
 #ifdef __CUDA_ARCH__
   return min(a, b);
 #else
@@ -27,7 +26,7 @@ struct Band {
   int first, last;
 };
 
-CUTE_HOST_DEVICE Band band_of(const ForwardParams& p) { return {p.window_offset, p.causal_offset}; }
+FP8_HOST_DEVICE Band band_of(const ForwardParams& p) { return {p.window_offset, p.causal_offset}; }
 
 struct Tiles {
   int first, count;
@@ -36,7 +35,7 @@ struct Tiles {
 // The tiles that rows `row` to `rows_end` - 1 visit, of a sequence of `keys` keys. There is at least one, all of it
 // masked if need be, so that a row without keys is no special case.
 template <int kTileN, Mask kMask>
-CUTE_HOST_DEVICE Tiles tiles_of(int row, int rows_end, int64_t keys, Band band) {
+FP8_HOST_DEVICE Tiles tiles_of(int row, int rows_end, int64_t keys, Band band) {
   if (kMask != Mask::full) {
     const int64_t visible = int64_t(rows_end) + band.last;  // one past the last key that the last row sees
     keys = visible < keys ? visible : keys;
@@ -50,7 +49,7 @@ CUTE_HOST_DEVICE Tiles tiles_of(int row, int rows_end, int64_t keys, Band band) 
 
 // Whether one of the rows from `row` on does not see all keys of a tile. Not for windows, which have two ends.
 template <int kTileN, int kRows, Mask kMask>
-CUTE_HOST_DEVICE bool is_masked(int row, int keys, Band band, int tile, int tile_keys = kTileN) {
+FP8_HOST_DEVICE bool is_masked(int row, int keys, Band band, int tile, int tile_keys = kTileN) {
   int last = keys - 1;  // that the first row sees
   if (kMask != Mask::full) last = smaller(last, row + band.last);
   return last < tile * kTileN + tile_keys - 1;
@@ -61,7 +60,7 @@ enum : int { kAfterBand = 1, kBeforeBand = 2, kPastKeys = 4 };
 
 // All of that for the rows `row` to `row` + kRows - 1.
 template <int kTileN, int kRows>
-CUTE_HOST_DEVICE int masked_ends(int row, int keys, Band band, int tile) {
+FP8_HOST_DEVICE int masked_ends(int row, int keys, Band band, int tile) {
   const int first_key = tile * kTileN, last_key = first_key + kTileN - 1;
   return kAfterBand * int(row + band.last < last_key) + kBeforeBand * int(row + kRows - 1 + band.first > first_key) +
          kPastKeys * int(keys - 1 < last_key);

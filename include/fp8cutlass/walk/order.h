@@ -88,7 +88,7 @@ inline Order work_order(const ForwardParams& p, int tile_m, int head_dim, Mask m
 
 // Item number `n`.
 template <int kTileM, int kTileN, Mask kMask>
-CUTE_HOST_DEVICE Item item_at(const ForwardParams& p, const Order& order, int n) {
+FP8_HOST_DEVICE Item item_at(const ForwardParams& p, const Order& order, int n) {
   int number = 0;
   while (number + 1 < order.phases && n >= order.phase[number + 1].first_item) ++number;
   const Phase& phase = order.phase[number];
@@ -112,7 +112,7 @@ CUTE_HOST_DEVICE Item item_at(const ForwardParams& p, const Order& order, int n)
 
 // The part of an item that one CTA of a cluster takes. It may be empty.
 template <int kSplit>
-CUTE_HOST_DEVICE Item part_of(Item item, int rank) {
+FP8_HOST_DEVICE Item part_of(Item item, int rank) {
   const int tiles = item.tiles;
   const int first = tiles * rank / kSplit;
   item.first_tile += first;

@@ -16,39 +16,39 @@ struct Ragged {
   static constexpr bool kStartsAtZero = kMask != Mask::window;
   static constexpr bool kCounted = false;
 
-  CUTE_HOST_DEVICE static int rows(const ForwardParams&, const Item& item) { return item.of.rows; }
-  CUTE_HOST_DEVICE static int keys(const ForwardParams&, const Item& item) { return item.of.keys; }
-  CUTE_HOST_DEVICE static Band band(const ForwardParams& p, const Item& item) {
+  FP8_HOST_DEVICE static int rows(const ForwardParams&, const Item& item) { return item.of.rows; }
+  FP8_HOST_DEVICE static int keys(const ForwardParams&, const Item& item) { return item.of.keys; }
+  FP8_HOST_DEVICE static Band band(const ForwardParams& p, const Item& item) {
     return {p.window_offset + item.diagonal, p.causal_offset + item.diagonal};
   }
 
-  CUTE_HOST_DEVICE static int batch(const Item&) { return 0; }
-  CUTE_HOST_DEVICE static int query_row(const Item& item) { return item.of.query + item.row; }
-  CUTE_HOST_DEVICE static int key_row(const Item& item) { return item.of.key; }
+  FP8_HOST_DEVICE static int batch(const Item&) { return 0; }
+  FP8_HOST_DEVICE static int query_row(const Item& item) { return item.of.query + item.row; }
+  FP8_HOST_DEVICE static int key_row(const Item& item) { return item.of.key; }
   template <int kKeyBlock>
-  CUTE_HOST_DEVICE static int value_column(const Item& item) {
+  FP8_HOST_DEVICE static int value_column(const Item& item) {
     return item.of.block * kKeyBlock;
   }
 
   // A descale of a sequence and head has a step from sequence to sequence, one of a row or block the step of these.
-  CUTE_HOST_DEVICE static int64_t query_descale(const ForwardParams& p, const Item& item) {
+  FP8_HOST_DEVICE static int64_t query_descale(const ForwardParams& p, const Item& item) {
     return int64_t(item.batch) * p.ragged.q_descale_sequence + int64_t(item.head) * p.q_descale_head +
            int64_t(item.of.query) * p.q_descale_row;
   }
-  CUTE_HOST_DEVICE static int64_t key_descale(const ForwardParams&, const Item& item, int) { return item.k_descale; }
-  CUTE_HOST_DEVICE static int64_t value_descale(const ForwardParams&, const Item& item, int) { return item.v_descale; }
-  CUTE_HOST_DEVICE static auto lse(const ForwardParams& p, const Item& item) {
+  FP8_HOST_DEVICE static int64_t key_descale(const ForwardParams&, const Item& item, int) { return item.k_descale; }
+  FP8_HOST_DEVICE static int64_t value_descale(const ForwardParams&, const Item& item, int) { return item.v_descale; }
+  FP8_HOST_DEVICE static auto lse(const ForwardParams& p, const Item& item) {
     return [&p, query = item.of.query, head = item.head](int row) { return int64_t(head) * p.seqlen_q + query + row; };
   }
 
-  CUTE_HOST_DEVICE static int items(const ForwardParams& p, const Order& order) {
+  FP8_HOST_DEVICE static int items(const ForwardParams& p, const Order& order) {
     return *p.ragged.count * order.heads.divisor;
   }
   // The heads of a row tile are neighbours, and the row tiles come in the plan's order, those with most keys first: K
   // and V are read from L2 by CTAs that run at the same time, and no long item is left for the end. Where the order
   // says so, heads that share K and V come one group after the other, for kTogether row tiles at a time.
   // The row tile of item number `n` of `items`, and the head.
-  CUTE_HOST_DEVICE static void find(const Order& order, int items, int n, int& tile, int& head) {
+  FP8_HOST_DEVICE static void find(const Order& order, int items, int n, int& tile, int& head) {
     order.heads(tile, head, n);
     if (kMask != Mask::full || !order.head_by_head) return;
     constexpr int kTogether = 32;
@@ -63,7 +63,7 @@ struct Ragged {
   }
   // All of an item but `of`, which is there. Of the order only heads_per_kv is asked.
   template <int kTileM, int kTileN, class Of>
-  CUTE_HOST_DEVICE static void complete(const ForwardParams& p, const Of& order, int head, Item& item) {
+  FP8_HOST_DEVICE static void complete(const ForwardParams& p, const Of& order, int head, Item& item) {
     const RowTile& of = item.of;
     item.batch = of.sequence, item.kv_head = order.heads_per_kv.div(head);
     item.head = head * item_heads<kTileM, kMask>(p);
@@ -79,7 +79,7 @@ struct Ragged {
     item.out = int64_t(of.query + of.row) * p.o_stride_row + item.head * p.o_stride_head;
   }
   template <int kTileM, int kTileN>
-  CUTE_HOST_DEVICE static Item item_at(const ForwardParams& p, const Order& order, int n) {
+  FP8_HOST_DEVICE static Item item_at(const ForwardParams& p, const Order& order, int n) {
     int tile, head;
     find(order, items(p, order), n, tile, head);
     Item item;

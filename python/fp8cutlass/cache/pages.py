@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..dtypes import widened
+
 FORMATS = ("native", "nhd", "hnd")
 LINE = 128  # bytes of a card's memory that are fetched together: records of heads begin at multiples of it
 VECTOR = 16  # bytes of one vector access: rows begin at multiples of it
@@ -71,6 +73,6 @@ def dequantised(
         (pages.v, None if pages.v_descale is None else pages.v_descale[:, None], static[1]),
     ):
         descale = given if inside is None else inside[at]
-        real = (x[at].view(torch.float8_e4m3fn).float() * descale[..., None]).flatten(1, 2).transpose(1, 2)
+        real = (widened(x[at].view(torch.float8_e4m3fn)) * descale[..., None]).flatten(1, 2).transpose(1, 2)
         found.append(torch.where(there, real, 0.0))
     return found[0], found[1]

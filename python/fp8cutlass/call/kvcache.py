@@ -12,6 +12,7 @@ import torch
 
 from ..cache.checks import limited
 from ..choose.target import Target, target
+from ..dtypes import widened
 from ..emulator.decode import Keys, decode
 from ..errors import NoKernelError
 from ..quant.prepare import prepared
@@ -134,7 +135,7 @@ def gathered(call: KVCall, s: int, table: torch.Tensor, keys: int) -> Keys:
     """The keys of sequence s, from its pages in ``table``: what lies behind the last of them is not read."""
     size, heads = call.k.shape[1:3]
     at = table[: -(-keys // size)].long()
-    k, v = (x[at].flatten(0, 1)[:keys].view(torch.uint8).view(E4M3).float().transpose(0, 1) for x in (call.k, call.v))
+    k, v = (widened(x[at].flatten(0, 1)[:keys].view(torch.uint8).view(E4M3)).transpose(0, 1) for x in (call.k, call.v))
     inside = (call.k_descale, call.v_descale)
     if call.inline and isinstance(inside[0], torch.Tensor) and isinstance(inside[1], torch.Tensor):
         k_descale = inside[0][at].flatten(0, 1)[:keys].t()

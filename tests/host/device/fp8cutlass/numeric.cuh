@@ -68,6 +68,9 @@ inline uint32_t half2_fma_relu(uint32_t a, uint32_t b, uint32_t c) {
 inline uint32_t half2_add(uint32_t a, uint32_t b) {
   return half2_do(a, b, 0, [](double x, double y, double) { return x + y; });
 }
+inline uint32_t half2_multiply(uint32_t a, uint32_t b) {
+  return half2_do(a, b, 0, [](double x, double y, double) { return x * y; });
+}
 inline uint32_t half2_max(uint32_t a, uint32_t b) {
   return half2_do(a, b, 0, [](double x, double y, double) { return std::fmax(x, y); });
 }
@@ -110,6 +113,10 @@ inline uint8_t e4m3_byte(float x) {
 }
 inline uint32_t e4m3x4(float a, float b, float c, float d) {
   return uint32_t(e4m3_byte(d)) << 24 | uint32_t(e4m3_byte(c)) << 16 | uint32_t(e4m3_byte(b)) << 8 | e4m3_byte(a);
+}
+
+inline uint32_t e4m3x4(uint32_t ab, uint32_t cd) {
+  return e4m3x4(half_low(ab), half_high(ab), half_low(cd), half_high(cd));
 }
 
 // An e4m3 byte.

@@ -1,3 +1,0 @@
-#pragma once
-
-#define CUTE_HOST_DEVICE inline

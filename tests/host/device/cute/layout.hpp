@@ -1,3 +1,0 @@
-#pragma once
-
-#include <cute/config.hpp>

@@ -1,8 +1,0 @@
-#pragma once
-
-namespace cute {
-
-template <int, int, int>
-struct Swizzle;  // of tiles that no kernel here uses
-
-}  // namespace cute

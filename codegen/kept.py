@@ -37,7 +37,7 @@ def _of_sources() -> str:
 
 def kept(name: str, make: Callable[[], Value]) -> Value:
     """What ``make`` returns, which follows from the sources and what was measured."""
-    digest = hashlib.sha256(_of_sources().encode() + evidence.PATH.read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256((_of_sources() + evidence.digest()).encode()).hexdigest()[:16]
     path = FOLDER / f"{name}-{digest}.pickle"
     with suppress(OSError, EOFError, pickle.UnpicklingError):
         return cast(Value, _read(path))

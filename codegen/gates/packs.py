@@ -1,5 +1,6 @@
 """The kernels that quantise and pack, as the gates look at them, and what their code must keep. A 16-bit source has
-four, and those of e4m3 one more for ragged batches and, for sm90a, one that hands over; an FP8 source has three."""
+four, those of e4m3 one more for ragged batches, and two head_dims for sm90a one that hands over; an FP8 source has
+three."""
 
 from __future__ import annotations
 

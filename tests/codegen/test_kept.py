@@ -58,6 +58,11 @@ def test_a_new_source_makes_it_again(sources: Path) -> None:
     assert made("a", 2) == 2
 
 
+def test_measurements_that_are_not_there(sources: Path) -> None:
+    (sources / "h200.csv").unlink()
+    assert made("a", 1) == 1 and made("a", 2) == 1
+
+
 def test_a_file_that_was_cut_off_is_made_again(sources: Path) -> None:
     made("a", "x" * 1000)
     (file,) = kept.FOLDER.iterdir()

@@ -588,7 +588,10 @@ static void check_copies() {
   launch_fp8_ragged(kPacks[3], packed, batch, 0, nullptr);
   report(last().params<Fp8PackParams>().operand[kPackK].blocks == 12 && last().ragged.first_cta == (24 + 24) / 2,
          "128 rows where keys are in no blocks");
-  packed.operand[kPackK].heads = 3, packed.operand[kPackK].block = 192, packed.operand[kPackK].limit = 0x56;
+  packed.operand[kPackK] = v, packed.operand[kPackK].limit = 0x56;
+  launch_fp8_ragged(kPacks[3], packed, batch, 0, nullptr);
+  report(last().params<Fp8PackParams>().operand[kPackK].blocks == 8 && last().ragged.first_cta == (24 + 24) / 2,
+         "a CTA has all of a block of K that is lowered");
   packed.operand[kPackV] = {}, packed.operand[kPackK].rows = 1000;
   launch_fp8(kPacks[3], packed, 0, nullptr);
   report(last().params<Fp8PackParams>().operand[kPackK].blocks == 6 && last().ctas == 18, "the last one, too");

@@ -16,13 +16,14 @@ ROWS = (8, 16, 32)  # of a unit
 WIDE_ROWS = 64  # of a unit that warpgroups multiply, with K, V, Q and P as f16 operands of wgmma
 WIDE_KEYS = 64  # that a warpgroup takes at a time
 WIDE_STAGES = 2  # tiles of a warpgroup in f16
-WIDE_RING_BYTES = 4 * (6 + 4 * 14) + 2 * 4 * 8  # of shares that are worked on, and the next ones
+WIDE_RING_BYTES = 4 * (8 + 4 * 13) + 2 * 4 * 8  # of shares that are worked on, and the next ones
 WARPS = {"sm89": (4, 2), "sm90a": (8, 4)}  # of a CTA: the first with which it has stages enough, else the last
 MOST_OUTPUTS = 4096  # rows times head_dim of a unit, whose float32 sums are in the registers of a warp
 SLICES = {"sm89": 16, "sm90a": 32}  # keys that a warp takes at a time
 MOST_STAGES = 4
 WARPS_TRIED = (2, 4, 8)
-LENGTHS_BYTES = 4 * (32 + 33)  # of sequences, that a warp holds
+CUT_BYTES = 48  # of where a share begins or ends
+LENGTHS_BYTES = 4 * (32 + 32 + 32)  # of sequences, that a warp holds
 # Slices of a warp on their way while one is worked on. What an Ada card's memory delivers in its latency is in one.
 FEWEST_STAGES = {"sm89": 2, "sm90a": 3}
 
@@ -115,7 +116,7 @@ class Decode:
         pitch = 2 * self.head_dim if self.wide else _up(2 * self.head_dim, 128) + 32
         queries = _up(self.rows * (pitch + 4) + 8 * self.warps, self.alignment)
         result = 4 * self.rows * (self.head_dim + 4)
-        return _up(2 * queries + result + 4 * self.rows * (2 + 2 * self.warps) + 4 * self.warps + 4, self.alignment)
+        return _up(2 * queries + result + 4 * self.rows * (2 + 2 * self.warps) + 4 * self.warps, self.alignment)
 
     @property
     def alignment(self) -> int:
@@ -130,11 +131,13 @@ class Decode:
     def smem_with(self, stages: int) -> int:
         """Of wide kernels ``stages`` counts tiles in f16: keys wait in registers until one is free."""
         if self.wide:
-            groups, cut, handoff = self.warps // 4, 48, 4 * 8 + 4 * 4
+            groups, handoff = self.warps // 4, 4 * 8 + 4 * 4
             tiles = groups * stages * self.key_tile_bytes
-            return _up(_up(tiles + self.exchange_bytes + WIDE_RING_BYTES, 16) + 2 * cut + groups * handoff + 8, 1024)
+            shares = _up(tiles + self.exchange_bytes + WIDE_RING_BYTES, 16) + 2 * CUT_BYTES
+            return _up(shares + groups * handoff + 8, 1024)
         slots = self.warps * stages * (self.slot_bytes + self.places_bytes)
-        return _up(_up(slots + LENGTHS_BYTES * self.warps, 16) + self.exchange_bytes, 128)
+        lengths = LENGTHS_BYTES * self.warps
+        return _up(_up(slots + lengths, 16) + self.exchange_bytes + 2 * CUT_BYTES, 128)
 
     def room_with(self, ctas: int) -> int:
         """Shared memory that each of so many CTAs has in an SM."""

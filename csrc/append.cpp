@@ -189,7 +189,8 @@ void append_tokens(const AppendArguments& a) {
     const int64_t page_ctas = grows && first + chunk >= tokens ? tokens * heads : 0;
     void* arguments[] = {&p};
     const LaunchShape shape{row_ctas + page_ctas, appending::kAppendThreads, static_cast<int>(smem)};
-    check_launch(start(kernel_of(Single::append, device), shape, arguments, current_stream(device), context_id()),
+    const cudaStream_t stream = current_stream(device);
+    check_launch(start_beside(kernel_of(Single::append, device), shape, arguments, stream, context_id(), device),
                  "append", device);
   }
 }

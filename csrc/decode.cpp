@@ -64,7 +64,7 @@ struct Work {
 int64_t work_bytes(const DecodeEntry& entry, int64_t ctas, int64_t* pieces) {
   Layout layout;
   pieces[0] = layout.add((ctas + 1) * int64_t{sizeof(decode::Cut)});
-  pieces[1] = layout.add(ctas * int64_t{sizeof(unsigned)});
+  pieces[1] = layout.add(ctas * decode::kArrivals * int64_t{sizeof(unsigned)});
   pieces[2] = layout.add(2 * ctas * entry.part_floats * int64_t{sizeof(float)});
   return layout.total();
 }
@@ -120,7 +120,8 @@ void launch_cut(const DecodeEntry& entry, const DecodeNumbers& n, const decode::
                       !n.share, work.cuts,  work.arrived};
   void* arguments[] = {&p};
   const LaunchShape shape{1, decode::kCutThreads, decode::kCutBytes};
-  check_launch(start(kernel_of(Single::cut, device), shape, arguments, current_stream(device), context_id()), "cut",
+  const cudaStream_t stream = current_stream(device);
+  check_launch(start_beside(kernel_of(Single::cut, device), shape, arguments, stream, context_id(), device), "cut",
                device);
 }
 
@@ -197,10 +198,8 @@ Tensor run_decode(const DecodeEntry& entry, const DecodeNumbers& n, const Decode
   if (made) launch_cut(entry, n, p.batch, work, device);
   p.ctas = work.ctas, p.cuts = work.cuts, p.arrived = work.arrived, p.parts = work.parts;
   void* arguments[] = {&p};
-  cudaLaunchAttribute beside = runs_beside();
-  const int attributes = runs_kernels_beside(device) ? 1 : 0;
-  check_launch(start(kernel_of(entry, device), {work.ctas, entry.threads, entry.smem_bytes}, arguments,
-                     current_stream(device), context_id(), &beside, attributes),
+  check_launch(start_beside(kernel_of(entry, device), {work.ctas, entry.threads, entry.smem_bytes}, arguments,
+                            current_stream(device), context_id(), device),
                entry.id, device);
   return result;
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "device.h"
 #include "driver.h"
 
 namespace fp8cutlass {
@@ -43,6 +44,13 @@ inline cudaError_t start(cudaKernel_t kernel, const LaunchShape& shape, void** a
   config.attrs = attributes;
   config.numAttrs = static_cast<unsigned>(count);
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
+}
+
+// The same of a kernel that waits for the one before it by itself.
+inline cudaError_t start_beside(cudaKernel_t kernel, const LaunchShape& shape, void** arguments, cudaStream_t stream,
+                                unsigned long long context, int device) {
+  cudaLaunchAttribute beside = runs_beside();
+  return start(kernel, shape, arguments, stream, context, &beside, runs_kernels_beside(device) ? 1 : 0);
 }
 
 }  // namespace fp8cutlass

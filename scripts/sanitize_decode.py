@@ -24,6 +24,7 @@ def decode_batches(head_dim: int, rows: int, tile: int) -> Iterator[tuple[Any, d
     yield plain, {"sms": 1}
     yield plain, {"sms": 1, "share": False}
     yield of((90 * tile,), [1], 64), {}  # merged by many
+    yield of((5 * tile,) * 8, [1] * 8), {"sms": 2}  # whole units, some sequences apart
     yield of(lengths, queries, left=tile + 5, right=1), {"sms": 1}
     yield of(lengths, queries, 1, left=3, dtype=torch.float16, softcap=2.0, sinks=torch.linspace(-1, 9, 8)), {"sms": 1}
     yield of((3,) * 1100, [1] * 1100, 48, 1), {}  # more sequences than the cut takes at once

@@ -12,8 +12,8 @@
 //   a warp, cp.async  page numbers: places[4][4]                   wait<2>, __syncwarp   itself
 //   a warp, cp.async  K, V, descales: slots[4][4]                  wait<2>, __syncwarp   itself
 //   a warp            largest scores, sums, O: exchange            __syncthreads         all
-//   a CTA             its part of a unit that CTAs share: parts    its counter is full   the last CTA
-//   all               O, LSE                                                             global memory
+//   a warp            its rows, where CTAs share a unit: parts     its counter is full   the last one
+//   a warp            its rows of O and LSE                                              global memory
 //
 //   slice i: wait for it, copy slice i + 3 into the slot of i - 1, look up where slice i + 6 lies
 //            | S^T = K Q^T | softmax | O^T += V^T P^T
@@ -36,15 +36,16 @@ constexpr int kTile = kSlice * kWarps;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kCtasPerSm = 1;
 
-// ---- shared memory: 89472 bytes ----------------------------------------------------------------------------
+// ---- shared memory: 90112 bytes ----------------------------------------------------------------------------
 
 struct SharedStorage {
   decode::Slot<kHeadDim, kSlice> slots[kWarps][kStages];
   decode::Places<kSlice> places[kWarps][kStages];
   decode::Lengths lengths[kWarps];
   decode::Exchange<kHeadDim, kRows, kWarps> exchange;
+  decode::Cut from, to;
 };
-static_assert(sizeof(SharedStorage) == 89472);
+static_assert(sizeof(SharedStorage) == 90112);
 
 }  // namespace
 
@@ -56,14 +57,16 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) decode_sm89_d128_r16(con
   auto& slots = shared.slots[threadIdx.x / 32];
   auto& places = shared.places[threadIdx.x / 32];
   wait_for_operands();
+  dependents_may_begin();  // they wait for the end of this one
   const decode::Cut from = p.cuts[blockIdx.x], to = p.cuts[blockIdx.x + 1];
+  if (threadIdx.x == 0) shared.from = from, shared.to = to;  // registers are few
 
   decode::clear_others<kHeadDim, kThreads>(p, from.begin, from.end);
 
   // A warp looks up where keys lie, copies them kStages - 1 slices later, and multiplies them as many slices after that.
   // So the first slices are of no share: nothing is copied yet, or nothing is there to multiply. This goes across the
   // ends of units. A group of copies that has none keeps the count.
-  decode::Sequences sequences(p.batch, from.sequence, shared.lengths[threadIdx.x / 32]);
+  decode::Sequences sequences(p.batch, from, shared.lengths[threadIdx.x / 32]);
   decode::Fetcher<kRows, kSlice, kWarps> fetcher(from, to);
   decode::Shares<kRows, kTile> shares(from, to);
   decode::Share share{}, next = shares.before(from);
@@ -77,6 +80,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) decode_sm89_d128_r16(con
   for (;;) {
     buffer ^= 1;
     const bool more = shares.next(p.batch, sequences, next);
+    if (ahead) fetcher.begin(more, next, shares);
     if (more) decode::ask_queries(p, next, shared.exchange.queries[buffer]);
     const auto& queries = shared.exchange.queries[buffer ^ 1];
 #pragma unroll 1
@@ -105,12 +109,10 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) decode_sm89_d128_r16(con
 
       bool whole = true;
       if (share.tile > 0 || share.end < share.all) {
-        const int first = share.tile > 0 ? from.first : to.first, last = share.tile > 0 ? from.last : to.last;
-        const int own = int(blockIdx.x);
-        const auto meet = [] { __syncthreads(); };
-        whole = decode::leave_part<kHeadDim, kRows, kWarps>(p, decode::slot_of(own, first), first, last - first + 1,
-                                                            shared.exchange, meet);
-        if (whole) decode::join_parts<kHeadDim, kRows, kWarps>(p, first, last, shared.exchange, meet);
+        const decode::Cut& of = share.tile > 0 ? shared.from : shared.to;
+        whole = decode::leave_part(p, decode::slot_of(int(blockIdx.x), of.first), of.first, of.last - of.first + 1,
+                                   shared.exchange);
+        if (whole) decode::join_parts(p, of.first, of.last, shared.exchange);
       }
       if (whole) decode::store_rows(p, share, shared.exchange, decode::limited(queries.v_descale[threadIdx.x / 32]));
     }

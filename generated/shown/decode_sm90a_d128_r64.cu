@@ -13,8 +13,8 @@
 //   four warps        K, V in f16: tiles[2][2]                     handoff.there         a warpgroup
 //   a warpgroup       a tile that is multiplied                    handoff.free          four warps
 //   a warp            largest scores, sums, O: exchange            meet                  all that multiply
-//   a CTA             its part of a unit that CTAs share: parts    its counter is full   the last CTA
-//   all that multiply O, LSE                                                             global memory
+//   a warp            its rows, where CTAs share a unit: parts     its counter is full   the last one
+//   a warp            its rows of O and LSE                                              global memory
 //
 //   those that convert: ask for the keys of tile i, look up where those of tile i + 1 lie | wait for a tile | to f16
 //   those that multiply: S = Q K^T | softmax | O += P V
@@ -102,10 +102,9 @@ __device__ __forceinline__ void multiply_keys(const decode::DecodeParams& p, Sha
     bool whole = true;
     if (share.tile > 0 || share.end < share.all) {
       const decode::Cut& of = share.tile > 0 ? shared.from : shared.to;
-      const int own = int(blockIdx.x);
-      whole = decode::leave_part<kHeadDim, kRows, kWarps>(p, decode::slot_of(own, of.first), of.first,
-                                                          of.last - of.first + 1, exchange, meet);
-      if (whole) decode::join_parts<kHeadDim, kRows, kWarps>(p, of.first, of.last, exchange, meet);
+      whole = decode::leave_part(p, decode::slot_of(int(blockIdx.x), of.first), of.first, of.last - of.first + 1,
+                                 exchange);
+      if (whole) decode::join_parts(p, of.first, of.last, exchange);
     }
     if (whole) decode::store_rows(p, share, exchange, decode::limited(queries.v_descale[warp]));
   }
@@ -119,6 +118,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) decode_sm90a_d128_r64(co
   extern __shared__ __align__(1024) uint8_t memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   wait_for_operands();
+  dependents_may_begin();  // they wait for the end of this one
   const decode::Cut from = p.cuts[blockIdx.x], to = p.cuts[blockIdx.x + 1];
   decode::clear_others<kHeadDim, kThreads>(p, from.begin, from.end);
   if (threadIdx.x < kWarps / 4) shared.handoffs[threadIdx.x].begin();

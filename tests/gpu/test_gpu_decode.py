@@ -70,6 +70,13 @@ def test_work_is_shared_by_all_ctas(lengths: tuple[int, ...]) -> None:
 
 
 @every_kernel
+def test_ctas_with_whole_units_take_one_in_every_few_sequences(kernel: Decode) -> None:
+    b = batch((5 * kernel.tile,) * 8, [1] * 8, (8, 2), kernel.head_dim, 16)
+    result = launch(b, kernel, sms=2)
+    assert wrong(b, result) == "" and result.cuts[0, 10] == kernel.ctas_per_sm
+
+
+@every_kernel
 def test_a_thousand_runs_give_equal_bits(kernel: Decode) -> None:
     """Of fp16 and of the LSE, as bf16 hides the order of most sums."""
     b = batch((9000, 100, 3000), [1, 1, 1], (8, 2), kernel.head_dim, 16, dtype=torch.float16)

@@ -62,7 +62,7 @@ extern "C" const char* run(const Call* call) {
                             int(c.each),
                             int(c.routed)};
   std::vector<decode::Cut> cuts(c.ctas + 1);
-  std::vector<unsigned> arrived(c.ctas, 77);
+  std::vector<unsigned> arrived(c.ctas * decode::kArrivals, 77);
   std::vector<float> parts(2 * c.ctas * decode::kPartFloats<kHeadDim, kRows>, NAN);
   device::Cta cta;
   cta.random.seed(unsigned(c.seed));

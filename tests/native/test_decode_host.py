@@ -204,7 +204,7 @@ FAULTS = {
         "plain", False, ("kernel.cu", "ask_queries(p, next, shared.exchange.queries[buffer])",
          "ask_queries(p, next, shared.exchange.queries[buffer ^ 1])")),
     "pages are used before they arrive": (
-        "queries", True, ("kernel.cu", "tile >= kStages - 1) {", "tile >= kStages - 2) {")),
+        "queries", True, ("kernel.cu", "load(p, places[before],", "load(p, places[slot],")),
     "keys are looked up where those of the next load lie": (
         "plain", True, ("kernel.cu", "places[before == 0 ? kStages - 1 : before - 1]", "places[before]")),
     "lengths are used before they arrive": (
@@ -220,9 +220,9 @@ FAULTS = {
         "plain", True, ("stream.cuh", "max(tiles.first + share.tile,", "max(tiles.first + share.tile - 1,")),
     "a part is left out": (
         "plain", True,
-        ("finish.cuh", "c + i <= last ? weight", "c + i < last ? weight")),
+        ("finish.cuh", "column(k), c + i <= last);", "column(k), c + i < last);")),
     "the counter of arrivals is left as it is": (
-        "plain", True, ("finish.cuh", "if (exchange.is_last) p.arrived[first] = 0;", "")),
+        "plain", True, ("finish.cuh", "if (last && lane == 0) *arrived = 0;", "")),
     "a warp's sum is left out": (
         "plain", True,
         ("finish.cuh", "for (int w = 0; w < kWarps; ++w) sum +=", "for (int w = 1; w < kWarps; ++w) sum +=")),
@@ -339,3 +339,25 @@ def test_equal_units_are_whole_or_in_equal_parts(
         tiles = -(-keys // small.spec.tile)
         each = works // (2 * sequences)
         assert sorted({tile for s, _, tile in starts if s < sequences}) == [tiles * i // each for i in range(each)]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "queries", "ctas", "step"),
+    [(8, 1, 8, 4), (8, 1, 16, 0), (9, 1, 9, 0), (6, 6, 12, 3), (33, 1, 2, 0), (32, 1, 2, 1)],
+)
+def test_ctas_with_whole_units_take_one_in_every_few_sequences(
+    small: Kernel, sequences: int, queries: int, ctas: int, step: int
+) -> None:
+    """With two heads, and two row tiles where there are six queries. Not with a unit each (0), nor where a sequence's
+    units would not begin a round of CTAs, nor for more sequences than a CTA keeps the lengths of, nor with short units.
+    A sequence that has other units than the rest ends it."""
+    keys = 4 * small.spec.tile + 1
+    b = batch((keys,) * sequences, [queries] * sequences, (4, 2), 64)
+    result = small.run(b, ctas=ctas)
+    assert wrong(b, result) == "" and {x[10] for x in result.cuts.tolist() if x[0] < sequences} == {step}
+    if step:
+        uneven = batch((keys,) * sequences, [queries] * (sequences - 1) + [queries + 8], (4, 2), 64)
+        result = small.run(uneven, ctas=ctas)
+        assert wrong(uneven, result) == "" and not result.cuts[:, 10].any()
+        short = batch((keys - 1,) * sequences, [queries] * sequences, (4, 2), 64)
+        assert not small.run(short, ctas=ctas).cuts[:, 10].any()

@@ -191,6 +191,8 @@ __device__ __forceinline__ void append_page(const AppendParams& p, int token, in
 }
 
 __device__ __forceinline__ void append_tokens(const AppendParams& p, uint8_t* memory) {
+  wait_for_operands();
+  dependents_may_begin();  // they wait for the tokens
   if (p.used != nullptr && blockIdx.x == 0) {
     for (int s = threadIdx.x; s < p.sequences; s += kAppendThreads)
       p.used[s] = int(unsigned(p.lengths[s]) + unsigned(p.cu[s + 1]) - unsigned(p.cu[s]));

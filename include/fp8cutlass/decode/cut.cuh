@@ -3,7 +3,9 @@
 // two tiles. Cuts depend on lengths alone, so that equal calls give equal bits.
 //
 // Where all units have as many tiles, a few CTAs may stay without work, so that the others have whole units each, or
-// equal parts of one. Memory is as busy, and fewer units are shared.
+// equal parts of one. Memory is as busy, and fewer units are shared. If a CTA then has several whole units, CTA c takes
+// units c, c + ctas and so on: CTAs read all heads of a token at a time, which lie side by side in most caches. Not of
+// short units: each of another sequence takes longer to find than what it gains.
 #pragma once
 
 #include "fp8cutlass/decode/instructions.cuh"
@@ -68,11 +70,12 @@ __device__ __forceinline__ void cut_line(const CutParams& p, const Range& querie
   }
 }
 
+constexpr int kShort = 4;  // tiles of a unit that is short
+
 // The most CTAs, of `ctas`, that so many equal units or parts of units go round in; 0 where more than one in 16 would
 // stay without work. Short units are whole where they keep three SMs in eight busy: parts would cost more to put
 // together than they save. All lanes of a warp take part.
 __device__ __forceinline__ int even_ctas(int units, int tiles, int ctas) {
-  constexpr int kShort = 4;  // tiles
   if (tiles <= kShort && units <= ctas && 8 * units >= 3 * ctas) return units;
   const int lane = threadIdx.x % 32, own = ctas - lane;
   const bool goes = own > 0 && lane <= ctas / 16 && (units % own == 0 || own % units == 0);
@@ -83,6 +86,7 @@ __device__ __forceinline__ int even_ctas(int units, int tiles, int ctas) {
 // One CTA of kCutThreads. `memory` is kCutBytes of shared memory.
 __device__ __forceinline__ void cut_work(const CutParams& p, int64_t* memory) {
   int64_t *const begins = memory, *const costs = begins + kCutThreads, *const sums = costs + kCutThreads;
+  wait_for_operands();
   dependents_may_begin();  // they wait for the cuts
   const int thread = threadIdx.x;
   const auto sum_before = [&](int64_t x, int64_t& total) { return decode::sum_before<kCutThreads>(x, sums, total); };
@@ -102,28 +106,39 @@ __device__ __forceinline__ void cut_work(const CutParams& p, int64_t* memory) {
   };
 
   const Range queries = queries_of(p.batch);
-  constexpr int64_t kUneven = int64_t{1} << 40;  // beside numbers of units
+  constexpr int64_t kUneven = int64_t{1} << 40, kUnlike = int64_t{1} << 50;  // beside numbers of units
   int first;
-  tiles_and_units(0, first);
+  const int each = tiles_and_units(0, first);
   int64_t own = 0, units = 0, all;
   for (int s = thread; s < p.batch.sequences; s += kCutThreads) {
     int tiles;
     const int count = tiles_and_units(s, tiles);
     units += count, own += int64_t{count} * (tiles + p.overhead);
     if (count > 0 && tiles != first) units |= kUneven;
+    if (count != each) units |= kUnlike;
   }
   sum_before(own, line.length), sum_before(units, all);
-  if (all > 0 && all < kUneven && first > 0) {
-    const int even = even_ctas(int(all), first, p.ctas);
-    if (even > 0 && all * first >= even) line = {all * first, even, 0};
+  int step = 0;
+  if (const int64_t count = all & (kUnlike - 1); count > 0 && count < kUneven && first > 0) {
+    const int even = even_ctas(int(count), first, p.ctas);
+    if (even > 0 && count * first >= even) line = {count * first, even, 0};
+    const int rounds = even > 0 ? int(count) / even : 0;
+    const bool several = rounds > 1 && rounds <= kKnown && rounds * even == count;
+    if (all == count && several && first > kShort && even % each == 0) step = even / each;
   }
   // At least one position of the line for each CTA that works, so that whoever shares a unit has a tile of it.
   line.ctas = int(min(int64_t{line.ctas}, line.length));
-  for (int c = thread; c <= p.ctas; c += kCutThreads) {
-    if (c < p.ctas) p.arrived[c] = 0;
-    if (c >= line.ctas) p.cuts[c] = Cut{p.batch.sequences, 0, 0, 0, 0, {}, queries.begin, queries.end, {}};
-  }
+  for (int i = thread; i < p.ctas * kArrivals; i += kCutThreads) p.arrived[i] = 0;
+  for (int c = line.ctas + thread; c <= p.ctas; c += kCutThreads)
+    p.cuts[c] = Cut{p.batch.sequences, 0, 0, 0, 0, {}, queries.begin, queries.end, 0, 0};
   if (line.length == 0) return;
+  if (step > 0) {
+    for (int c = thread; c < line.ctas; c += kCutThreads) {
+      const int s = c / each;
+      p.cuts[c] = Cut{s, c - s * each, 0, 0, 0, sequence_at(p.batch, s), queries.begin, queries.end, step, 0};
+    }
+    return;
+  }
   // A division of 64 bits takes five times as long as one of 32.
   if (line.length < (int64_t{1} << 31) / (p.ctas + 1)) {
     cut_line<unsigned>(p, queries, line, begins, costs, sum_before, length_of);

@@ -32,12 +32,16 @@ struct Fetcher {
   static constexpr int kTile = kSlice * kWarps;
 
   Shares<kRows, kTile> shares;
-  Share share;
-  int tile = 0;  // of the share, the next one to look up
-  bool more = true;
+  Share share{};  // of less than 0 tiles: there is none any more
+  int tile = 0;   // of the share, the next one to look up
 
-  __device__ __forceinline__ Fetcher(const Cut& from, const Cut& to)
-      : shares(from, to), share(Shares<kRows, kTile>::before(from)) {}
+  __device__ __forceinline__ Fetcher(const Cut& from, const Cut& to) : shares(from, to) {}
+
+  // With the first share, where there is one, and what gives those after it.
+  __device__ __forceinline__ void begin(bool any, const Share& first, const Shares<kRows, kTile>& after) {
+    shares.begin = after.begin, share = first;
+    if (!any) share.tiles = -1;
+  }
 
   // Keys whose page is looked up once: pages of engines are multiples of 16 tokens, or of one.
   static constexpr int kBlock = 16;
@@ -48,8 +52,11 @@ struct Fetcher {
   __device__ __forceinline__ void look(const DecodeParams& p, const Sequences& sequences, Places<kSlice>& places) {
     const int lane = threadIdx.x % 32;
     __syncwarp();  // all are done with what lay there
-    while (more && tile >= share.tiles) more = shares.next(p.batch, sequences, share), tile = 0;
-    if (!more) {
+    while (share.tiles >= 0 && tile >= share.tiles) {
+      tile = 0;
+      if (!shares.next(p.batch, sequences, share)) share.tiles = -1;
+    }
+    if (share.tiles < 0) {
       if (lane == 0) places.kv_head = -1;
       return;
     }

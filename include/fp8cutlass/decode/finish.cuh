@@ -1,6 +1,6 @@
-// The end of a share: the states of the warps become one, in a fixed order. Where a CTA has all of a unit, it writes
-// the rows. Where CTAs share one, each leaves its part in memory, and the last to arrive puts the parts together, in
-// the order of the CTAs.
+// The end of a share: the states of the warps become one, in a fixed order. From there on each warp has some rows for
+// itself. Where the CTA has all of a unit, it writes them. Where CTAs share one, each leaves its part in memory, and
+// the warp that is the last to arrive puts the parts together, in the order of the CTAs.
 #pragma once
 
 #include <type_traits>
@@ -18,7 +18,6 @@ struct Exchange {
   float most[kWarps][kRows], sum[kWarps][kRows];
   float row_most[kRows], row_sum[kRows];
   float v_descale[kWarps];
-  int is_last;
 };
 
 // A part: O of all rows, their largest scores, their sums.
@@ -158,12 +157,12 @@ constexpr bool kHoldsResult =
     kHasTwoJoins<kHeadDim, kRows> && sizeof(Slots) >= sizeof(float) * kRows * kResultPitch<kHeadDim>;
 
 // The same after the last share of a CTA. Nothing is copied any more, so that O of every warp goes where its keys were,
-// and each thread adds up what all warps have of some columns: two barriers instead of one a warp and one more. The
-// order of additions is that of `join_warps`, and so are the bits.
+// and each warp adds up what all have of its rows: one barrier instead of one a warp and one more. The order of
+// additions is that of `join_warps`, and so are the bits.
 template <int kHeadDim, int kRows, int kWarps, typename Slots>
 __device__ __forceinline__ void join_last(Exchange<kHeadDim, kRows, kWarps>& exchange, Slots (&slots)[kWarps],
                                           const State<kHeadDim, kRows>& state) {
-  constexpr int kPitch = kResultPitch<kHeadDim>, kColumns = kHeadDim / 16;
+  constexpr int kPitch = kResultPitch<kHeadDim>, kColumns = kHeadDim / 16, kOwn = kOwnRows<kRows, kWarps>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const auto result_of = [&](int w) { return reinterpret_cast<float*>(&slots[w]); };
   tell_sums(exchange, state);
@@ -179,8 +178,9 @@ __device__ __forceinline__ void join_last(Exchange<kHeadDim, kRows, kWarps>& exc
   if (lane == 0) exchange.v_descale[warp] = state.v_descale;
   __syncthreads();
   delay_point(21);
-  for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += 32 * kWarps) {
-    const int row = i / (kHeadDim / 4), column = 4 * (i % (kHeadDim / 4)), set = column / 16 * kWarps / kColumns;
+  for (int i = lane; i < kOwn * kHeadDim / 4; i += 32) {
+    const int row = warp * kOwn + i / (kHeadDim / 4), column = 4 * (i % (kHeadDim / 4));
+    const int set = column / 16 * kWarps / kColumns;
     const float most = most_of(exchange, row);
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
@@ -194,18 +194,18 @@ __device__ __forceinline__ void join_last(Exchange<kHeadDim, kRows, kWarps>& exc
     *reinterpret_cast<float4*>(exchange.o + row * kPitch + column) = x;
     if (column == 0) set_sum(exchange, row, most);
   }
-  __syncthreads();
+  __syncwarp();
 }
 
-// Writes the rows of a unit: `o` (row, column) is relative to exchange.row_most, as is exchange.row_sum.
+// Writes a warp's rows of a unit: `o` (row, column) is relative to exchange.row_most, as is exchange.row_sum.
 template <int kHeadDim, int kRows, int kWarps>
 __device__ __forceinline__ void store_rows(const DecodeParams& p, const Share& share,
                                            const Exchange<kHeadDim, kRows, kWarps>& exchange, float v_descale) {
-  constexpr int kChunks = kHeadDim / 8;
-  const int group = p.batch.by_group.by;
+  constexpr int kChunks = kHeadDim / 4, kOwn = kOwnRows<kRows, kWarps>;
+  const int group = p.batch.by_group.by, lane = threadIdx.x % 32, own = int(threadIdx.x) / 32 * kOwn;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kRows * kChunks; i += 32 * kWarps) {
-    const int row = i / kChunks, chunk = i % kChunks, at = share.row + row;
+  for (int i = lane; i < kOwn * kChunks; i += 32) {
+    const int row = own + i / kChunks, chunk = i % kChunks, at = share.row + row;
     const int query = quotient(at, p.batch.by_group), head = share.kv_head * group + at - query * group;
     if (query >= share.of.queries) break;
     const int token = share.of.query + query;
@@ -218,15 +218,15 @@ __device__ __forceinline__ void store_rows(const DecodeParams& p, const Share& s
       most = larger;
     }
     const float factor = none ? 0.f : shrink * v_descale / sum;
-    const float* const o = exchange.o + row * kResultPitch<kHeadDim> + 8 * chunk;
-    uint32_t words[4];
+    const float* const o = exchange.o + row * kResultPitch<kHeadDim> + 4 * chunk;
+    uint32_t words[2];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    for (int w = 0; w < 2; ++w) {
       const float low = none ? 0.f : o[2 * w] * factor, high = none ? 0.f : o[2 * w + 1] * factor;
       words[w] = p.q_bf16 ? bf16x2(low, high) : fp16x2(low, high);
     }
-    uint8_t* const to = static_cast<uint8_t*>(p.o) + 2 * (steps(token, p.o_row) + steps(head, p.o_head) + 8 * chunk);
-    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    uint8_t* const to = static_cast<uint8_t*>(p.o) + 2 * (steps(token, p.o_row) + steps(head, p.o_head) + 4 * chunk);
+    *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
     if (p.lse != nullptr && chunk == 0)
       p.lse[int64_t(head) * p.batch.total_q + token] =
           none ? -INFINITY : (most - kBias) * 0.6931471805599453f + logf(sum);
@@ -246,92 +246,103 @@ __device__ __forceinline__ void clear_others(const DecodeParams& p, int first, i
   }
 }
 
-// Leaves this CTA's part of a unit in memory. Returns whether it is the last of `count` to do so. At `meet` all threads
-// meet that have the result.
-template <int kHeadDim, int kRows, int kWarps, class Meet>
+// Leaves this warp's rows of the CTA's part of a unit in memory. Returns whether it is the last of `count` CTAs to do
+// so. A row's largest score and sum lie side by side.
+template <int kHeadDim, int kRows, int kWarps>
 __device__ __forceinline__ bool leave_part(const DecodeParams& p, int slot, int first, int count,
-                                           Exchange<kHeadDim, kRows, kWarps>& exchange, const Meet& meet) {
+                                           const Exchange<kHeadDim, kRows, kWarps>& exchange) {
+  constexpr int kOwn = kOwnRows<kRows, kWarps>, kPieces = kOwn * kHeadDim / 4;  // of four columns, of a warp
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* const part = p.parts + int64_t(slot) * kPartFloats<kHeadDim, kRows>;
   delay_point(23);
-  for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += 32 * kWarps) {
-    const int row = i / (kHeadDim / 4), column = 4 * (i % (kHeadDim / 4));
+#pragma unroll
+  for (int i = lane; i < kPieces; i += 32) {
+    const int row = warp * kOwn + i / (kHeadDim / 4), column = 4 * (i % (kHeadDim / 4));
     *reinterpret_cast<float4*>(part + row * kHeadDim + column) =
         *reinterpret_cast<const float4*>(exchange.o + row * kResultPitch<kHeadDim> + column);
   }
-  if (threadIdx.x < kRows) {
-    part[kRows * kHeadDim + threadIdx.x] = exchange.row_most[threadIdx.x];
-    part[kRows * kHeadDim + kRows + threadIdx.x] = exchange.row_sum[threadIdx.x];
+  if (lane < kOwn) {
+    const int row = warp * kOwn + lane;
+    *reinterpret_cast<float2*>(part + kRows * kHeadDim + 2 * row) =
+        make_float2(exchange.row_most[row], exchange.row_sum[row]);
   }
-  meet();
+  __syncwarp();
   delay_point(22);
-  if (threadIdx.x == 0) {
-    exchange.is_last = arrive(&p.arrived[first]) == unsigned(count - 1);  // for all threads: the barrier was before it
-    if (exchange.is_last) p.arrived[first] = 0;
-  }
-  meet();
-  return exchange.is_last != 0;
+  unsigned* const arrived = &p.arrived[first * kArrivals + warp];
+  const bool last = __shfl_sync(~0u, lane == 0 ? arrive(arrived) : 0, 0) == unsigned(count - 1);
+  if (last && lane == 0) *arrived = 0;
+  __syncwarp();
+  return last;
 }
 
 // Where CTA `c` leaves its part of a unit that `first` begins.
 __device__ __forceinline__ int slot_of(int c, int first) { return 2 * c + (c == first ? 1 : 0); }
 
-// Puts the parts of the CTAs from `first` to `last` together: afterwards exchange.o, row_most and row_sum have the
-// unit's.
-template <int kHeadDim, int kRows, int kWarps, class Meet>
+// Puts a warp's rows of the parts of the CTAs from `first` to `last` together: afterwards exchange.o, row_most and
+// row_sum have the unit's.
+template <int kHeadDim, int kRows, int kWarps>
 __device__ __forceinline__ void join_parts(const DecodeParams& p, int first, int last,
-                                           Exchange<kHeadDim, kRows, kWarps>& exchange, const Meet& meet) {
-  const auto part = [&](int c) { return p.parts + int64_t(slot_of(c, first)) * kPartFloats<kHeadDim, kRows>; };
-  constexpr int kThreads = 32 * kWarps, kPieces = kRows * kHeadDim / 4;
-  constexpr int kEach = (kPieces + kThreads - 1) / kThreads;  // pieces of four columns, of a thread
-  constexpr int kTogether = kEach < 4 ? kEach : 4;            // for which it walks the parts once: registers limit them
-  constexpr int kBatch = 16 / kTogether;                      // parts that are asked for at once
+                                           Exchange<kHeadDim, kRows, kWarps>& exchange) {
+  constexpr int kOwn = kOwnRows<kRows, kWarps>, kPieces = kOwn * kHeadDim / 4;
+  constexpr int kEach = (kPieces + 31) / 32;        // pieces of four columns, of a lane
+  constexpr int kTogether = kEach < 4 ? kEach : 4;  // for which it walks the parts once: registers limit them
+  constexpr int kFew = 4, kMany = 16 / kTogether;   // parts that are asked for at once
+  constexpr int64_t kPart = kPartFloats<kHeadDim, kRows>;
+  const int lane = threadIdx.x % 32, own = int(threadIdx.x) / 32 * kOwn;
 #pragma unroll 1
-  for (int piece = threadIdx.x; piece < kPieces; piece += kTogether * kThreads) {
+  for (int piece = lane; piece < kPieces; piece += kTogether * 32) {
     float most[kTogether], sum[kTogether] = {};
     float4 o[kTogether];
-    const auto row = [&](int k) { return min(piece + k * kThreads, kPieces - 1) / (kHeadDim / 4); };
-    const auto column = [&](int k) { return 4 * (min(piece + k * kThreads, kPieces - 1) % (kHeadDim / 4)); };
+    const auto row = [&](int k) { return own + min(piece + k * 32, kPieces - 1) / (kHeadDim / 4); };
+    const auto column = [&](int k) { return 4 * (min(piece + k * 32, kPieces - 1) % (kHeadDim / 4)); };
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) most[k] = -INFINITY, o[k] = make_float4(0.f, 0.f, 0.f, 0.f);
+    const auto add = [&](auto batch) {
+      constexpr int kBatch = batch;
 #pragma unroll 1
-    for (int c = first; c <= last; c += kBatch) {
-      float part_most[kTogether][kBatch], part_sum[kTogether][kBatch];
-      float4 x[kTogether][kBatch];
+      for (int c = first; c <= last; c += kBatch) {
+        float2 score[kTogether][kBatch];  // the largest score and the sum
+        float4 x[kTogether][kBatch];
+        const float *const begin = p.parts + slot_of(c, first) * kPart, *const rest = p.parts + slot_of(c, -1) * kPart;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const float* const from = part(min(c + i, last));
+        for (int i = 0; i < kBatch; ++i)
+#pragma unroll
+          for (int k = 0; k < kTogether; ++k) {
+            const float* const from = i == 0 ? begin : rest + 2 * i * kPart;
+            score[k][i] = load_score(from + kRows * kHeadDim + 2 * row(k), c + i <= last);
+            x[k][i] = load_result(from + row(k) * kHeadDim + column(k), c + i <= last);
+          }
 #pragma unroll
         for (int k = 0; k < kTogether; ++k) {
-          part_most[k][i] = load_result(from + kRows * kHeadDim + row(k));
-          part_sum[k][i] = load_result(from + kRows * kHeadDim + kRows + row(k));
-          x[k][i] = load_results(from + row(k) * kHeadDim + column(k));
+          float larger = most[k];
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) larger = fmaxf(larger, score[k][i].x);
+          const float shrink = weight(most[k], larger);
+          most[k] = larger, sum[k] *= shrink;
+          o[k].x *= shrink, o[k].y *= shrink, o[k].z *= shrink, o[k].w *= shrink;
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            const float factor = weight(score[k][i].x, larger);
+            sum[k] += factor * score[k][i].y;
+            o[k].x += factor * x[k][i].x, o[k].y += factor * x[k][i].y;
+            o[k].z += factor * x[k][i].z, o[k].w += factor * x[k][i].w;
+          }
         }
       }
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
-        float larger = most[k];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) larger = fmaxf(larger, part_most[k][i]);
-        const float shrink = weight(most[k], larger);
-        most[k] = larger, sum[k] *= shrink;
-        o[k].x *= shrink, o[k].y *= shrink, o[k].z *= shrink, o[k].w *= shrink;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const float factor = c + i <= last ? weight(part_most[k][i], larger) : 0.f;  // no branch: loads would wait
-          sum[k] += factor * part_sum[k][i];
-          o[k].x += factor * x[k][i].x, o[k].y += factor * x[k][i].y;
-          o[k].z += factor * x[k][i].z, o[k].w += factor * x[k][i].w;
-        }
-      }
+    };
+    if (kMany > kFew && last - first < kFew) {
+      add(std::integral_constant<int, kFew>());
+    } else {
+      add(std::integral_constant<int, kMany>());
     }
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
-      if (piece + k * kThreads >= kPieces) break;
+      if (piece + k * 32 >= kPieces) break;
       *reinterpret_cast<float4*>(exchange.o + row(k) * kResultPitch<kHeadDim> + column(k)) = o[k];
       if (column(k) == 0) exchange.row_most[row(k)] = most[k], exchange.row_sum[row(k)] = sum[k];
     }
   }
-  meet();
+  __syncwarp();
 }
 
 }  // namespace fp8cutlass::decode

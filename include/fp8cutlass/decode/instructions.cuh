@@ -102,18 +102,34 @@ __device__ __forceinline__ void to_halves(uint32_t& low, uint32_t& high, uint32_
 // Counts an arrival; returns those before. What was written before is there for those who arrive later.
 __device__ __forceinline__ unsigned arrive(unsigned* counter) {
   unsigned before;
-  asm volatile(
-      "fence.acq_rel.gpu;\n"
-      "atom.relaxed.gpu.global.add.u32 %0, [%1], 1;\n"
-      "fence.acq_rel.gpu;"
-      : "=r"(before)
-      : "l"(counter)
-      : "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
   return before;
 }
 
-// Values that other CTAs wrote, past the L1 cache.
-__device__ __forceinline__ float load_result(const float* p) { return __ldcg(p); }
-__device__ __forceinline__ float4 load_results(const float* p) { return __ldcg(reinterpret_cast<const float4*>(p)); }
+// Four values that another CTA wrote, past the L1 cache; zeros where they are not there. As a branch, each load would
+// wait for the one before.
+__device__ __forceinline__ float4 load_result(const float* p, bool there) {
+  float4 x;
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@there ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+      : "l"(p), "r"(int(there))
+      : "memory");
+  return x;
+}
+// A row's largest score and its sum: -inf and 0 where they are not there.
+__device__ __forceinline__ float2 load_score(const float* p, bool there) {
+  float2 x;
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.b32 there, %3, 0;\n"
+      "mov.b32 %0, 0xff800000;\nmov.b32 %1, 0;\n"
+      "@there ld.global.cg.v2.f32 {%0, %1}, [%2];\n}"
+      : "=f"(x.x), "=f"(x.y)
+      : "l"(p), "r"(int(there))
+      : "memory");
+  return x;
+}
 
 }  // namespace fp8cutlass::decode

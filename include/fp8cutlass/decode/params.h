@@ -61,12 +61,14 @@ struct Sequence {
 };
 
 // Work is cut at a unit, a tile of its keys. Where that tile is not the first, the CTAs from `first` to `last` share
-// the unit: `first` begins it.
+// the unit: `first` begins it. A CTA works until the cut of the next one. Or, where `step` is not 0, on a unit in every
+// `step` sequences.
 struct alignas(16) Cut {
   int sequence, unit, tile, first, last;
   Sequence of;
   int begin, end;  // of the queries that belong to a sequence
-  int unused[2];
+  int step;
+  int unused;
 };
 static_assert(sizeof(Cut) == 48);
 
@@ -78,7 +80,7 @@ struct CutParams {
   int overhead;       // what a unit costs beside its tiles, in tiles
   int whole;          // 1: no unit is shared, so that results do not depend on the other sequences
   Cut* cuts;          // (ctas + 1,)
-  unsigned* arrived;  // (ctas,) is zeroed here
+  unsigned* arrived;  // (ctas, kArrivals) is zeroed here
 };
 
 enum Sink : int { kSinkFp32, kSinkBf16, kSinkFp16 };
@@ -115,6 +117,8 @@ struct DecodeParams : Paged {
 
 constexpr int kCutThreads = 512;                                     // of the one CTA that cuts the work
 constexpr int kCutBytes = 8 * (2 * kCutThreads + kCutThreads / 32);  // of its shared memory
+constexpr int kArrivals = 8;                                         // warps of a CTA that end a share, at most
+constexpr int kKnown = 32;                                           // sequences whose lengths a CTA keeps
 constexpr int kFar = 1 << 30;                                        // a window's end that no length reaches
 
 }  // namespace fp8cutlass::decode

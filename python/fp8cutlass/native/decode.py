@@ -24,6 +24,7 @@ for _name in ("cut", "decode", "prefill"):
 FAR = 1 << 30  # a window's end that no length reaches
 OVERHEAD = 4  # what a unit costs beside its tiles, in tiles; a guess that no card has judged
 CUT_WORDS = 12  # of decode::Cut
+ARRIVALS = 8  # decode::kArrivals
 PIECE = 256  # bytes: pieces of the work's memory begin at multiples of it, as in csrc/workspace.h
 
 
@@ -73,8 +74,8 @@ class Work:
 
     @property
     def arrived(self) -> torch.Tensor:
-        """(CTAs,) int32, zero between calls."""
-        return self._words(_up(4 * (self.ctas + 1) * CUT_WORDS), self.ctas)
+        """(CTAs x ARRIVALS,) int32, zero between calls."""
+        return self._words(_up(4 * (self.ctas + 1) * CUT_WORDS), self.ctas * ARRIVALS)
 
     def _words(self, begin: int, count: int) -> torch.Tensor:
         if self.memory is None:
@@ -88,7 +89,7 @@ def _up(bytes: int) -> int:
 
 def work_bytes(kernel: Decode, ctas: int) -> int:
     """Of the cuts, the counters of arrivals, and two parts of a unit for each CTA (csrc/decode.cpp)."""
-    return _up(4 * (ctas + 1) * CUT_WORDS) + _up(4 * ctas) + _up(8 * ctas * kernel.part_floats)
+    return _up(4 * (ctas + 1) * CUT_WORDS) + _up(4 * ctas * ARRIVALS) + _up(8 * ctas * kernel.part_floats)
 
 
 def uncut(kernel: Decode, number: int, sm_count: int, *, share: bool) -> Work:

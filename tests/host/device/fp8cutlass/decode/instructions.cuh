@@ -77,7 +77,11 @@ inline void to_halves(uint32_t& low, uint32_t& high, uint32_t bytes) {
 
 inline unsigned arrive(unsigned* counter) { return (*counter)++; }
 
-inline float load_result(const float* p) { return *p; }
-inline float4 load_results(const float* p) { return *reinterpret_cast<const float4*>(p); }
+inline float4 load_result(const float* p, bool there) {
+  return there ? *reinterpret_cast<const float4*>(p) : make_float4(0.f, 0.f, 0.f, 0.f);
+}
+inline float2 load_score(const float* p, bool there) {
+  return there ? *reinterpret_cast<const float2*>(p) : make_float2(-INFINITY, 0.f);
+}
 
 }  // namespace fp8cutlass::decode

@@ -37,15 +37,17 @@ def masked64(
     seen: torch.Tensor,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> Reference:
     """``attention64`` where row i sees the keys of ``seen[i]``, (Sq, Sk) bool, whatever the mask. ``sinks`` (H,) join
-    the denominator of rows that see a key; probabilities are those of the keys alone."""
+    the denominator of rows that see a key; probabilities are those of the keys alone. ``bias`` is added to logits."""
     repeat = q.shape[1] // k.shape[1]
     k64, v64 = (x.double().repeat_interleave(repeat, 1) for x in (k, v))
     q64 = scale * q.double()
     logits = q64 @ k64.transpose(-1, -2)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
+    logits = logits if bias is None else logits + bias.double()
     largest = float(logits[..., seen].abs().max()) if bool(seen.any()) else 0.0
     logits = logits.masked_fill(~seen, -torch.inf)
     lse = logits.logsumexp(-1)

@@ -9,7 +9,7 @@ import torch
 from reference import masked64, relative_l2
 from where import randn
 
-from fp8cutlass import UnsupportedError, quantize, stats
+from fp8cutlass import UnsupportedError, alibi_slopes, quantize, stats
 from fp8cutlass.integrations.flash import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 BOUND = 0.06  # relative L2; losing a mask or a scale of these operands gives 0.3 and more
@@ -21,8 +21,10 @@ def operands(rows: int = 40, keys: int = 56, heads: int = 4, kv_heads: int = 2) 
     return tuple(randn(*shape, seed=seed) for seed, shape in enumerate(shapes))
 
 
-def wanted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float = 0.125) -> Any:
-    return masked64(*(x.transpose(1, 2) for x in (q, k, v)), scale, seen)
+def wanted(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float = 0.125, **more: Any
+) -> Any:
+    return masked64(*(x.transpose(1, 2) for x in (q, k, v)), scale, seen, **more)
 
 
 def band(rows: int, keys: int, left: int = -1, right: int = -1) -> torch.Tensor:
@@ -54,6 +56,36 @@ def test_masks_are_aligned_with_the_end(arguments: dict[str, Any], left: int, ri
     assert lse.shape == (2, 4, rows) and float((lse - want.lse).abs().max()) < 0.3
     assert torch.equal(flash_attn_func(q, k, v, **arguments), out)
     assert (seen.result().served.calls, seen.result().fallback.calls) == (1, 0)
+
+
+@pytest.mark.parametrize("batches", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "left", "right"),
+    [
+        ({}, -1, -1),
+        ({"causal": True}, -1, 0),
+        ({"causal": True, "learnable_sink": torch.tensor([1.0, 2.0, -1.0, 3.0])}, -1, 0),
+        ({"window_size": (8, 4)}, 8, 4),
+        ({"window_size": (8, 0)}, 8, 0),
+    ],
+)
+@pytest.mark.parametrize("rows", [40, 60])
+def test_slopes_count_from_a_rows_own_key(
+    rows: int, arguments: dict[str, Any], left: int, right: int, batches: bool
+) -> None:
+    """Also in the LSE, also beside a sink, which no slope moves; with 60 rows the first four have no key of their own
+    and see keys all the same where nothing hides them."""
+    q, k, v = operands(rows)
+    slopes = alibi_slopes(4) * torch.tensor([[1.0], [0.5]]) if batches else alibi_slopes(4)
+    distance = torch.arange(rows)[:, None] + 56 - rows - torch.arange(56)
+    bias = -slopes.reshape(-1, 4, 1, 1) * distance.abs()
+    want = wanted(q, k, v, band(rows, 56, left, right), sinks=arguments.get("learnable_sink"), bias=bias)
+    out, lse = flash_attn_func(q, k, v, alibi_slopes=slopes, return_softmax_lse=True, **arguments)
+    assert relative_l2(out.transpose(1, 2), want.out) < BOUND
+    finite = want.lse.isfinite()
+    assert torch.equal(lse.isfinite(), finite) and float((lse - want.lse)[finite].abs().max()) < 0.3
+    assert relative_l2(flash_attn_func(q, k, v, **arguments).transpose(1, 2), want.out) > 0.1
+    assert torch.equal(flash_attn_func(q, k, v, alibi_slopes=slopes, **arguments), out)
 
 
 def test_the_scale_is_taken() -> None:
@@ -109,12 +141,13 @@ def test_ragged_batches(arguments: dict[str, Any]) -> None:
     ("name", "value"),
     [
         ("dropout_p", 0.1),
-        ("alibi_slopes", torch.zeros(4)),
+        ("alibi_slopes", torch.zeros(5)),
         ("qv", torch.zeros(1)),
         ("attention_chunk", 128),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(name: str, value: Any) -> None:
+    """Slopes are served without lengths alone, and there one for each head."""
     q, k, v = operands()
     with pytest.raises(UnsupportedError, match=f"flash_attn_func: {name}"):
         flash_attn_func(q, k, v, **{name: value})

@@ -16,6 +16,7 @@ from ..api.attention import attention
 from ..api.kvcache import attention_with_kvcache
 from ..api.varlen import attention_varlen
 from ..errors import UnsupportedError
+from ..masks.alibi import alibi_bias
 from .dense import count_ragged, effort, for_query_heads
 
 DOOR = "flash"
@@ -61,7 +62,10 @@ def flash_attn_func(
         return_attn_probs, return_softmax_lse: also return the LSE. Probabilities are never returned.
         softcap: 0, or c > 0: a logit x becomes ``c * tanh(x / c)`` before the mask.
         learnable_sink: (H,): a logit for each head without a value, which joins the denominator once.
-        dropout_p, alibi_slopes, qv, attention_chunk: no other values than the defaults are served.
+        alibi_slopes: (H,) or (B, H) float32, on q's device: the logit of row i and key j loses
+            ``slope * |i + Sk - Sq - j|``. Made in each call, as ``alibi_bias`` makes it: a row of keys for each slope
+            where no row sees a key after its own and there is no sink, else (H, Sq, Sk) float32.
+        dropout_p, qv, attention_chunk: no other values than the defaults are served.
         deterministic, num_splits, pack_gqa, sm_margin: settings of FlashAttention's kernels, which change no result.
 
     Returns:
@@ -70,13 +74,15 @@ def flash_attn_func(
     Raises:
         UnsupportedError: an argument that is not served, by name; a call without a kernel.
     """
-    _refuse("flash_attn_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes, qv=qv,
-            attention_chunk=attention_chunk)  # fmt: skip
+    _refuse("flash_attn_func", dropout_p=dropout_p, qv=qv, attention_chunk=attention_chunk)
     window = NO_WINDOW if window_size is None else window_size
     if q_descale is not None:
         q_descale = for_query_heads(q_descale, q.shape[2])
+    # Where no row sees a key after its own, and nothing but keys counts, a row may leave out where it stands.
+    by_key = (causal or window[1] == 0) and learnable_sink is None
+    bias = _distances(alibi_slopes, q, k, by_key)
     result = attention(
-        q, k, v, None, 0.0, causal, softmax_scale, q.dim() == 4 and k.dim() == 4 and q.shape[2] != k.shape[2],
+        q, k, v, bias, 0.0, causal, softmax_scale, q.dim() == 4 and k.dim() == 4 and q.shape[2] != k.shape[2],
         layout="bshd",
         window_size=window,
         causal_alignment="bottom_right" if causal or window != NO_WINDOW else "top_left",
@@ -89,6 +95,10 @@ def flash_attn_func(
         return_lse=return_attn_probs or return_softmax_lse,
     )  # fmt: skip
     stats.count_served(DOOR, "flash_attn_func", work=effort(q, k, v, causal, "bshd"), at=q)
+    if alibi_slopes is not None and by_key and isinstance(result, tuple):
+        out, lse = result[:2]
+        after = torch.arange(q.shape[1] - 1, -1, -1, dtype=torch.float32, device=q.device)  # keys after a row's own
+        return out, lse + alibi_slopes.reshape(-1, alibi_slopes.shape[-1], 1) * after
     return cast(Result, result)
 
 
@@ -236,6 +246,19 @@ def flash_attn_with_kvcache(
     rows = q.numel() // max(1, q.shape[-1])  # of all heads
     stats.count_served(DOOR, name, work=stats.work(1, 1, rows, keys, 2 * q.shape[-1]), at=q)
     return result
+
+
+def _distances(slopes: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, by_key: bool) -> torch.Tensor | None:
+    """The mask that slopes stand for. UnsupportedError for other slopes than FlashAttention takes."""
+    if slopes is None or q.dim() != 4 or k.dim() != 4:  # `attention` refuses the latter
+        return None
+    batch, rows, heads, _ = q.shape
+    if slopes.dtype != torch.float32 or slopes.device != q.device or slopes.shape not in ((heads,), (batch, heads)):
+        raise UnsupportedError(
+            f"flash_attn_func: alibi_slopes must be float32, ({heads},) or ({batch}, {heads}), on {q.device}; "
+            f"got {slopes.dtype}, {tuple(slopes.shape)}, on {slopes.device}"
+        )
+    return alibi_bias(slopes, rows, k.shape[1], is_causal=by_key, causal_alignment="bottom_right")
 
 
 def _refuse(function: str, **given: object) -> None:

@@ -11,12 +11,11 @@ from typing import cast
 
 import torch
 
-from .. import stats
+from .. import alibi_bias, stats
 from ..api.attention import attention
 from ..api.kvcache import attention_with_kvcache
 from ..api.varlen import attention_varlen
 from ..errors import UnsupportedError
-from ..masks.alibi import alibi_bias
 from .dense import count_ragged, effort, for_query_heads
 
 DOOR = "flash"

@@ -151,6 +151,22 @@ MATRICES = (
         walk=(Walk.DENSE,),
     ),
     Matrix(
+        name="sm89 blocks",
+        family="sm89",
+        kind=Kind.FWD,
+        head_dim=(64, 128),  # others are padded
+        tile=SM89_TILES,
+        stages=(1, 2, 3, 4),
+        scaling=(Scaling.BLOCK,),
+        mask=(Mask.BLOCKS,),
+        dtype=(Operand.E4M3,),
+        out=(Out.BF16, Out.FP16),
+        softmax=(Softmax.EXP2, Softmax.LINEAR),
+        schedule=(Schedule.MULTISTAGE,),
+        cluster=(Cluster.SOLO,),
+        walk=(Walk.DENSE,),
+    ),
+    Matrix(
         name="sm89 ragged",
         family="sm89",
         kind=Kind.FWD,

@@ -81,7 +81,10 @@ std::string name_of(int source, int form) {
       name += "_plain";
     else if (form > 0)
       name += "_keys" + std::to_string(variant.unrolled[form - 1].most);
-    return spelled(name, variant.family == Family::sm90a ? "ENS_4sm9012KernelParamsE" : "ENS_13ForwardParamsEi");
+    const bool listed = variant.mask == Mask::blocks;
+    return spelled(name, variant.family == Family::sm90a ? "ENS_4sm9012KernelParamsE"
+                         : listed                        ? "ENS_13ForwardParamsEiNS_8TileMaskE"
+                                                         : "ENS_13ForwardParamsEi");
   }
   switch (form) {
     case kPackPlain:

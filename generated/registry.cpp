@@ -21,6 +21,10 @@ const VariantEntry kVariants[] = {
     {"sm89_diag_d96_m64n64w4_s2_block_causal_e4m3_bf16_exp2", Family::sm89, 96, 64, 64, 64, 128, 33920, 2, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, true, 128, true, false, false, false, {}, false, false, false},
     {"sm89_diag_d96_m64n64w4_s2_block_causal_e4m3_bf16_linear", Family::sm89, 96, 64, 64, 64, 128, 33920, 2, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, true, 128, true, false, false, false, {}, false, false, false},
     {"sm89_diag_d96_m64n64w4_s2_token_causal_e4m3_bf16_exp2", Family::sm89, 96, 64, 64, 64, 128, 34432, 2, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::token, Granularity::channel, true, 128, false, false, false, false, {}, false, false, false},
+    {"sm89_fwd_d128_m64n64w4_s2_block_blocks_e4m3_bf16_exp2", Family::sm89, 128, 64, 64, 64, 128, 41088, 2, 1, 1, Mask::blocks, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, false, false, false, {}, false, false, false},
+    {"sm89_fwd_d128_m64n64w4_s2_block_blocks_e4m3_bf16_linear", Family::sm89, 128, 64, 64, 64, 128, 41088, 2, 1, 1, Mask::blocks, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, false, false, false, {}, false, false, false},
+    {"sm89_fwd_d128_m64n64w4_s2_block_blocks_e4m3_fp16_exp2", Family::sm89, 128, 64, 64, 64, 128, 41088, 2, 1, 1, Mask::blocks, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, false, false, false, {}, false, false, false},
+    {"sm89_fwd_d128_m64n64w4_s2_block_blocks_e4m3_fp16_linear", Family::sm89, 128, 64, 64, 64, 128, 41088, 2, 1, 1, Mask::blocks, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, false, false, false, {}, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2", Family::sm89, 128, 64, 64, 64, 128, 41088, 2, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, false, false, false, {}, false, false, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2_capped", Family::sm89, 128, 64, 64, 64, 128, 41088, 2, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, false, false, false, {}, false, true, false},
     {"sm89_fwd_d128_m64n64w4_s2_block_causal_e4m3_bf16_exp2_ragged", Family::sm89, 128, 64, 64, 64, 128, 41216, 2, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, false, false, true, {}, false, false, false},
@@ -229,6 +233,10 @@ const VariantEntry kVariants[] = {
     {"sm89_fwd_d32_m64n128w4_s4_token_full_e4m3_bf16_exp2x2", Family::sm89, 32, 64, 128, 128, 128, 36992, 2, 1, 1, Mask::full, OutType::bf16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, false, false, false, {}, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_token_full_e4m3_fp16_exp2", Family::sm89, 32, 64, 128, 128, 128, 36992, 2, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, false, false, false, {}, false, false, false},
     {"sm89_fwd_d32_m64n128w4_s4_token_full_e4m3_fp16_exp2x2", Family::sm89, 32, 64, 128, 128, 128, 36992, 2, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::token, Granularity::channel, false, 128, false, false, false, false, {}, false, false, false},
+    {"sm89_fwd_d64_m64n128w4_s2_block_blocks_e4m3_bf16_exp2", Family::sm89, 64, 64, 128, 128, 128, 36992, 2, 1, 1, Mask::blocks, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, false, false, false, {}, false, false, false},
+    {"sm89_fwd_d64_m64n128w4_s2_block_blocks_e4m3_bf16_linear", Family::sm89, 64, 64, 128, 128, 128, 36992, 2, 1, 1, Mask::blocks, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, false, false, false, {}, false, false, false},
+    {"sm89_fwd_d64_m64n128w4_s2_block_blocks_e4m3_fp16_exp2", Family::sm89, 64, 64, 128, 128, 128, 36992, 2, 1, 1, Mask::blocks, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, false, false, false, {}, false, false, false},
+    {"sm89_fwd_d64_m64n128w4_s2_block_blocks_e4m3_fp16_linear", Family::sm89, 64, 64, 128, 128, 128, 36992, 2, 1, 1, Mask::blocks, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, false, false, false, {}, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2", Family::sm89, 64, 64, 128, 128, 128, 36992, 2, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, false, false, false, {}, false, false, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2_capped", Family::sm89, 64, 64, 128, 128, 128, 36992, 2, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, false, false, false, {}, false, true, false},
     {"sm89_fwd_d64_m64n128w4_s2_block_causal_e4m3_bf16_exp2_ragged", Family::sm89, 64, 64, 128, 128, 128, 37120, 2, 1, 1, Mask::causal, OutType::bf16, Granularity::token, Granularity::block, Granularity::block, false, 128, true, false, false, true, {}, false, false, false},
@@ -966,7 +974,7 @@ const VariantEntry kVariants[] = {
     {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_linear_serial_solo", Family::sm90a, 96, 64, 256, 256, 256, 151552, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}, false, false, false},
     {"sm90a_fwd_d96_m64n256w4_s2_block_full_e4m3_fp16_quadratic_serial_solo", Family::sm90a, 96, 64, 256, 256, 256, 151552, 1, 1, 1, Mask::full, OutType::fp16, Granularity::token, Granularity::block, Granularity::block, false, 256, true, true, true, false, {}, false, false, false},
 };
-const int kVariantCount = 959;
+const int kVariantCount = 967;
 
 // id, head_dim, key_block, source, rows, ctas, stage_bytes, delivery_threads, delivery_bytes, delivery_ctas_per_sm, ragged, integer, integer_v
 const PackEntry kPacks[] = {
@@ -1088,6 +1096,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "1a784018402c4b65cc673430521f41a328732f2dac56478799faec60ce642a54";
+const char kManifest[] = "a47d5ab9e2c55256a230d3c6f1f5e356722f8787e88c81c6e5cbfa117bf97913";
 
 }  // namespace fp8cutlass

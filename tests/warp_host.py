@@ -21,6 +21,7 @@ from fp8cutlass.call.ragged import Made
 from fp8cutlass.call.ragged_call import RaggedCall
 from fp8cutlass.dtypes import OUT_DTYPES
 from fp8cutlass.manifest import generated_dir, load_manifest
+from fp8cutlass.masks.block_mask import BlockMask
 
 # Of `Call` in tests/host/warp_host.cpp, in its order; `*` a pointer, `!` a double.
 FIELDS = (
@@ -28,7 +29,7 @@ FIELDS = (
     "k_descale_head k_descale_block v_descale_head v_descale_block out_descale* o* o_batch o_head o_row lse* amax* "
     "batch heads kv_heads seqlen_q seqlen_k padded causal_offset window_offset sinks* scale! cap! tiles* count* "
     "bottom_right q_descale_sequence k_descale_sequence v_descale_sequence readable* readable_count items ctas late "
-    "seed"
+    "seed mask_tiles* mask_counts* mask_bits* list_batch list_head list_row key_tiles bit_tiles"
 ).split()
 _TYPES = {"*": ctypes.c_void_p, "!": ctypes.c_double}
 _LOG2E = 1.4426950408889634
@@ -79,6 +80,18 @@ def _row_tiles(call: RaggedCall, tile_m: int, key_block: int, in_blocks: bool) -
     return torch.tensor(entries, dtype=torch.int32)
 
 
+def _lists(mask: BlockMask) -> dict[str, Any]:
+    """As csrc/masks.cpp has them. Past a count lie entries that are out of range."""
+    batch, heads, rows, keys = mask.tiles.shape
+    there = torch.arange(keys) < mask.counts[..., None]
+    mask.tiles.copy_(torch.where(there, mask.tiles, 1 << 30))
+    return {
+        "mask_tiles": mask.tiles.data_ptr(), "mask_counts": mask.counts.data_ptr(), "mask_bits": _address(mask.bits),
+        "list_batch": heads * rows if batch > 1 else 0, "list_head": rows if heads > 1 else 0,
+        "list_row": int(rows > 1), "key_tiles": keys, "bit_tiles": keys if mask.bits is None else mask.bits.shape[3],
+    }  # fmt: skip
+
+
 class Kernel:
     """A kernel that was built in ``folder``, from other ``headers`` where some are given."""
 
@@ -87,7 +100,7 @@ class Kernel:
         self.manifest = load_manifest(generated_dir())
         self.variant = self.manifest.find(name)
         (folder / "kernel.cu").write_text(source or render_kernel(variant, environment()))
-        flags = f"-DKERNEL={name}", '-DKERNEL_FILE="kernel.cu"', f"-I{folder}"
+        flags = f"-DKERNEL={name}", '-DKERNEL_FILE="kernel.cu"', f"-I{folder}", *["-DLISTED"] * variant.listed
         self._library = host_library("warp_host.cpp", folder, headers, *flags)
         self._library.run.restype = ctypes.c_char_p
 
@@ -102,6 +115,7 @@ class Kernel:
         out_descale: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
+        mask: BlockMask | None = None,
         wants_lse: bool = True,
         ctas: int = 3,
         late: bool = True,
@@ -126,6 +140,8 @@ class Kernel:
             "scale": scale / softcap if softcap else scale, "cap": softcap * _LOG2E,
             "items": items, "ctas": min(ctas, items), "late": late, "seed": seed,
         }  # fmt: skip
+        if mask is not None:
+            given |= _lists(mask)
         for name, x in (("q", made.q), ("k", made.k), ("o", out)):
             steps = (f"{name}_batch", f"{name}_head", f"{name}_row")
             given |= {name: x.data_ptr()} | dict(zip(steps, x.stride()[:3], strict=True))

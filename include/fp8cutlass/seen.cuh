@@ -32,6 +32,14 @@ __device__ __forceinline__ uint2 seen_bits(const TileMask& mask, int visit, int 
   return seen;
 }
 
+// The same of part `part` of a tile, kKeys keys wide, for the 16 rows of a warp from `row` of the tile on.
+template <int kKeys>
+__device__ __forceinline__ uint2 seen_bits(const uint32_t* bits, int row, int part) {
+  const int thread = row / 16 * 32 + threadIdx.x % 32, first = part % (kMaskTile / kKeys) * (kKeys / 4);
+  const uint2 seen = *reinterpret_cast<const uint2*>(bits + 2 * thread);
+  return make_uint2(seen.x >> first, seen.y >> first);
+}
+
 __device__ __forceinline__ bool sees_all(const uint2& seen) { return (seen.x & seen.y) == ~0u; }
 
 // The same of a tile that is two of a list's.
@@ -46,7 +54,7 @@ __device__ __forceinline__ bool sees_all(const SeenPair& seen) {
 // Scores of keys that are not seen become -inf.
 template <class Score, int kBlocks>
 __device__ __forceinline__ void mask_unseen(Score (&s)[kBlocks][4], const uint2& seen) {
-  static_assert(kBlocks == kMaskTile / 8);
+  static_assert(kBlocks <= kMaskTile / 8);
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
@@ -57,7 +65,8 @@ __device__ __forceinline__ void mask_unseen(Score (&s)[kBlocks][4], const uint2&
 // The same of f16 scores: a bit comes to the sign of a byte, which a permutation spreads over a half.
 template <int kFirst = 0, int kBlocks>
 __device__ __forceinline__ void mask_unseen(uint32_t (&s)[kBlocks][2], const uint2& seen) {
-  static_assert(kFirst % (kMaskTile / 8) == 0 && kFirst < kBlocks);
+  static_assert(kFirst % (kMaskTile / 8) == 0 && kFirst < kBlocks && kBlocks % 4 == 0);
+  constexpr int kBytes = kBlocks < kMaskTile / 8 ? kBlocks / 4 : 4;
   const uint32_t unseen[2] = {~seen.x, ~seen.y};
 #pragma unroll
   for (int r = 0; r < 2; ++r)
@@ -65,7 +74,7 @@ __device__ __forceinline__ void mask_unseen(uint32_t (&s)[kBlocks][2], const uin
     for (int i = 0; i < 4; ++i) {
       const uint32_t first = unseen[r] << (7 - 2 * i), second = unseen[r] << (6 - 2 * i);
 #pragma unroll
-      for (int byte = 0; byte < 4; ++byte) {
+      for (int byte = 0; byte < kBytes; ++byte) {
         uint32_t& pair = s[kFirst + 4 * byte + i][r];
         pair = hide(pair, signs_of_bytes(first, second, 0xCC88 + 0x1111 * byte));
       }

@@ -59,7 +59,7 @@ REMEDIES = {
     Reason.HEADS: "the heads of the query must be a multiple of those of key and value",
     Reason.KEYWORD: "the model passes an argument that this version does not know",
     Reason.LAYOUT: "pass dense tensors of 4 dimensions",
-    Reason.MASK: "pass a boolean mask (Hopper, head_dim up to 128), a causal mask, a window or lengths of sequences",
+    Reason.MASK: "pass a boolean mask (head_dim up to 128), a causal mask, a window or lengths of sequences",
     Reason.NO_KERNEL: "fp8cutlass.explain says which kernel is missing; `fp8cutlass doctor` says what is installed",
     Reason.PAGED: "use a cache whose keys are contiguous",
     Reason.POLICY: "a setting of the program keeps such calls out of FP8",

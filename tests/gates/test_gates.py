@@ -622,8 +622,8 @@ def test_kernels_that_come_or_go_are_changes(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_and_then_holds_a_baseline(tools: Toolbox, tmp_path: Path) -> None:
-    """From the real generator: the first kernel of the smallest profile."""
-    variant = next(v for v in select().emitted if profile_of(v) == "dev")
+    """From the real generator: the first kernel of the smallest profile that has no other kernel beside it."""
+    variant = next(v for v in select().emitted if profile_of(v) == "dev" and not v.listed)
     baseline = tmp_path / "sm89.txt"
     arguments = ["gates", "--arch", "sm89", "--only", variant.id, "--out", str(tmp_path / "out"), "--jobs", "1"]
 

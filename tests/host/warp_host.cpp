@@ -2,6 +2,7 @@
 // the kernel, and KERNEL_FILE, its source.
 #include "cuda_runtime.h"
 #include "fp8cutlass/params.h"
+#include "fp8cutlass/walk/tile_mask.h"
 
 static unsigned grid = 1;
 #define gridDim (device::Index{grid})
@@ -33,7 +34,16 @@ struct Call {
   int64_t bottom_right, q_descale_sequence, k_descale_sequence, v_descale_sequence;
   const uint8_t* const* readable;  // what copies may read: begin, end, begin, ...
   int64_t readable_count, items, ctas, late, seed;
+  const int *mask_tiles, *mask_counts;  // of kernels for lists
+  const uint32_t* mask_bits;
+  int64_t list_batch, list_head, list_row, key_tiles, bit_tiles;
 };
+
+#ifdef LISTED
+#define LAUNCH(p, items, mask) KERNEL(p, items, mask)
+#else
+#define LAUNCH(p, items, mask) KERNEL(p, items)
+#endif
 
 // What went wrong, or null.
 extern "C" const char* run(const Call* call) {
@@ -56,6 +66,8 @@ extern "C" const char* run(const Call* call) {
   p.ragged.tiles = c.tiles, p.ragged.count = c.count, p.ragged.bottom_right = int(c.bottom_right);
   p.ragged.q_descale_sequence = int(c.q_descale_sequence), p.ragged.k_descale_sequence = int(c.k_descale_sequence);
   p.ragged.v_descale_sequence = int(c.v_descale_sequence);
+  [[maybe_unused]] const TileMask mask{c.mask_tiles,     c.mask_counts,   c.mask_bits,      int(c.list_batch),
+                                       int(c.list_head), int(c.list_row), int(c.key_tiles), int(c.bit_tiles)};
   device::Cta cta;
   cta.random.seed(unsigned(c.seed));
   cta.late = c.late != 0;
@@ -67,7 +79,7 @@ extern "C" const char* run(const Call* call) {
   for (const unsigned block : order) {
     cta.block = block;
     std::memset(shared_bytes, 0xff, sizeof(shared_bytes));
-    if (device::run(cta, kThreads, [&] { KERNEL(p, int(c.items)); }) != nullptr) return cta.failure;
+    if (device::run(cta, kThreads, [&] { LAUNCH(p, int(c.items), mask); }) != nullptr) return cta.failure;
   }
   return nullptr;
 }

@@ -221,6 +221,9 @@ def problem(**changes: Any) -> Problem:
         ({"head_dim": 128, "precision": "balanced"}, 128, "exp2"),
         ({"head_dim": 128, "precision": "accurate", "out": "fp16"}, 128, "exp2"),
         ({"scaling": "tensor", "quantised": True}, 64, "linear"),
+        ({"arch": "sm89"}, 64, "linear"),
+        ({"arch": "sm89", "head_dim": 96, "out": "fp16"}, 128, "linear"),
+        ({"arch": "sm89", "precision": "accurate"}, 64, "exp2"),
     ],
 )
 def test_which_kernel_serves(asked: dict[str, Any], head_dim: int, softmax: str) -> None:
@@ -231,8 +234,8 @@ def test_which_kernel_serves(asked: dict[str, Any], head_dim: int, softmax: str)
 @pytest.mark.parametrize(
     "asked",
     [
-        {"head_dim": 192}, {"arch": "sm89"}, {"scaling": "token"}, {"out": "e4m3"}, {"dtype": "e5m2"},
-        {"precision": "high"}, {"capped": True},
+        {"head_dim": 192}, {"scaling": "token"}, {"out": "e4m3"}, {"dtype": "e5m2"},
+        {"precision": "high"}, {"capped": True}, {"arch": "sm89", "head_dim": 192},
     ],
     ids=str,
 )  # fmt: skip

@@ -36,9 +36,14 @@ def test_the_kernel_for_lists_of_tiles(head_dim: int, kernel: str, mask: Any) ->
     assert ("padding:" in text) == (head_dim == 80)
 
 
+def test_the_kernel_of_an_ada_card() -> None:
+    text = told((8, 9), 64, "packed")
+    assert text.startswith("kernel:    sm89_fwd_d64_") and "_block_blocks_e4m3_bf16_linear" in text
+
+
 @pytest.mark.parametrize(
     ("arch", "head_dim", "options"),
-    [((8, 9), 64, {}), ((9, 0), 256, {}), ((9, 0), 64, {"softcap": 5.0}), ((9, 0), 64, {"precision": "high"})],
+    [((8, 9), 256, {}), ((9, 0), 256, {}), ((9, 0), 64, {"softcap": 5.0}), ((9, 0), 64, {"precision": "high"})],
 )
 def test_what_has_no_kernel_says_what_has(arch: tuple[int, int], head_dim: int, options: dict[str, Any]) -> None:
     text = told(arch, head_dim, **options)

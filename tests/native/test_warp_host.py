@@ -28,10 +28,12 @@ from fp8cutlass.call.ragged import by_torch, emulate_sequence, fp8_by_torch
 from fp8cutlass.call.ragged_call import RaggedCall
 from fp8cutlass.dtypes import OUT_DTYPES
 from fp8cutlass.emulator.emulate import Emulation, emulate
+from fp8cutlass.emulator.visible import Mask
 from fp8cutlass.manifest import Variant, generated_dir, load_manifest
+from fp8cutlass.masks.block_mask import BlockMask
 
 ALL = [v for v in load_manifest(generated_dir()).variants if v.family == "sm89" and v.kind != "diag"]
-VARIANTS = [v for v in ALL if v.mask != "window" and v.walk == "dense"]
+VARIANTS = [v for v in ALL if v.mask not in ("window", "blocks") and v.walk == "dense"]
 HEADS, ROWS, KEYS = (2, 1), 70, 140  # of K and V one
 
 
@@ -123,6 +125,79 @@ def test_windows(name: str, tmp_path: Path) -> None:
         seen = expected.lse.isfinite()
         assert torch.equal(got.lse.isfinite(), seen) and not bool(got.out[~seen].any())
         assert not bool(seen.any()) or same(got, expected), (rows, keys, first, last)
+
+
+# Of each softmax and tile.
+LISTED = (
+    "sm89_fwd_d64_m64n128w4_s2_block_blocks_e4m3_bf16_linear",
+    "sm89_fwd_d64_m64n128w4_s2_block_blocks_e4m3_fp16_exp2",
+    "sm89_fwd_d128_m64n64w4_s2_block_blocks_e4m3_bf16_exp2",
+    "sm89_fwd_d128_m64n64w4_s2_block_blocks_e4m3_fp16_linear",
+)
+
+
+def masks(rows: int, keys: int) -> dict[str, torch.Tensor]:
+    """What is seen, (Bm, Hm, rows, keys): of two heads each; of all alike; whole tiles alone; nothing by some rows, the
+    first tile by none, the last key alone, and nothing at all."""
+    random = torch.rand(1, 2, rows, keys, generator=torch.Generator().manual_seed(4)) < 0.3
+    tiles = torch.ones(1, 1, rows, keys, dtype=torch.bool)
+    tiles[..., :128, 128:256], tiles[..., 128:, :128] = False, False
+    some = random.clone()
+    some[..., 3:9, :], some[..., :128], some[:, 1, 20:] = False, False, False
+    last = torch.zeros(1, 1, rows, keys, dtype=torch.bool)
+    last[..., -1] = True
+    return {"random": random, "alike": random[:, :1], "tiles": tiles, "some": some, "last": last, "none": ~last & last}
+
+
+def wrong_masks(kernel: Kernel) -> set[str]:
+    """The masks with which a kernel is not what the emulator says."""
+    v, (rows, keys), wrong = kernel.variant, (150, 300), set()
+    q = randn(1, HEADS[0], rows, v.head_dim, seed=1)
+    k, x = (randn(1, HEADS[1], keys, v.head_dim, seed=s) for s in (2, 3))
+    operands, options = operands_of(v, q, k, x, "block"), {"scale": v.head_dim**-0.5}
+    for number, (which, seen) in enumerate(masks(rows, keys).items()):
+        lists = BlockMask.from_dense(seen)
+        got = kernel.run(operands, **options, mask=lists, seed=number, late=number % 2 == 0)
+        visited = Mask(seen, lists.visited())
+        expected = emulate(*operands.fp8, *operands.descales, variant=v, mask=visited, **options)
+        finite = expected.lse.isfinite()
+        alike = torch.equal(got.lse.isfinite(), finite) and not bool(got.out[~finite].any())
+        if not alike or (bool(finite.any()) and not same(got, expected)):
+            wrong.add(which)
+    return wrong
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_lists_of_a_mask(name: str, tmp_path: Path) -> None:
+    assert not wrong_masks(Kernel(name, tmp_path))
+
+
+# Of a kernel, a text of a header, and what stands there instead.
+LISTED_FAULTS = {
+    "another list": (LISTED[0], "fp8cutlass/schedule_listed.h", "work.row / kMaskTile * mask.list_row", "0"),
+    "the first half of a tile twice": (LISTED[2], "fp8cutlass/schedule_listed.h", "tile % kParts * kTileN", "0"),
+    "bits of the first half": (LISTED[3], "fp8cutlass/seen.cuh", "part % (kMaskTile / kKeys)", "0"),
+    "bits of the tile's first rows": (LISTED[1], "fp8cutlass/seen.cuh", "row / 16 * 32 + threadIdx.x", "threadIdx.x"),
+    "another tile's bits": (LISTED[0], "fp8cutlass/schedule_listed.h", "mask.bit_tiles + entry / 2", "mask.bit_tiles"),
+    "a tile is left out": (
+        LISTED[2],
+        "fp8cutlass/schedule_listed.h",
+        "work.tiles = kParts *",
+        "work.tiles = -2 + kParts *",
+    ),
+    "parts are seen whole": (LISTED[0], "fp8cutlass/schedule_listed.h", "if (entry % 2 == 0 ||", "if (entry >= 0 ||"),
+}
+
+
+@pytest.mark.parametrize("name", LISTED_FAULTS)
+def test_faults_of_lists_are_noticed(name: str, tmp_path: Path) -> None:
+    of, *fault = LISTED_FAULTS[name]
+    headers, built = tmp_path / "include", tmp_path / "built"
+    built.mkdir()
+    shutil.copytree(ROOT / "include", headers)
+    planted(headers / fault[0], *fault[1:])
+    kernel = Kernel(of, built, headers)
+    assert wrong_masks(kernel) & {"random", "tiles"}
 
 
 # Of each mask, softmax and head_dim with other tiles, one stage and more, and with a cap.

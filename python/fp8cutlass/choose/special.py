@@ -80,7 +80,10 @@ def no_special_kernel(asked: Asked) -> str:
         what, where = ("an attn_mask that is added to scores", "sm90a, head_dim up to 128, without softcap")
         precisions = "fast, balanced, accurate and high"
     elif asked.mask == LISTED:
-        what, where = ("boolean masks and BlockMask", "sm90a, head_dim up to 128, without softcap")
+        what, where = (
+            "boolean masks and BlockMask",
+            "sm89 and sm90a, of int8 on sm90a, up to head_dim 128, without softcap",
+        )
     elif asked.capped:
         what, where = ("softcap", "sm89 and sm90a")
         precisions = "fast, balanced and accurate"

@@ -44,9 +44,10 @@ cudaError_t launch_plan(const VariantEntry& variant, const ForwardParams& p, int
   const int rows = is_warp ? variant.tile_m : fewest_item_rows(p, variant.tile_m, variant.mask);
   planning::PlanParams params{p.ragged, p.seqlen_q, rows, variant.key_block};
   void* arguments[] = {&params};
-  cudaLaunchAttribute beside = runs_beside();
-  return start(kernel_of(Single::plan, device), {1, planning::kThreads, 0}, arguments, stream, 0, &beside,
-               p.ragged.early && runs_kernels_beside(device) ? 1 : 0);
+  const cudaKernel_t kernel = kernel_of(Single::plan, device);
+  const LaunchShape shape{1, planning::kThreads, 0};
+  return p.ragged.early ? start_beside(kernel, shape, arguments, stream, 0, device)
+                        : start(kernel, shape, arguments, stream, 0);
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fuzz_masks import KINDS, draw_masked, run_masked_case
-from gpu import built_manifest, built_variants, needs
+from gpu import built_manifest, built_variants, is_emulated, needs
 from kernel_gates import emulator_limit, lse_limit
 
 from fp8cutlass import BlockMask, UnsupportedError, attention, explain, pack_kv, quantize, supports
@@ -89,13 +89,13 @@ def checked(
     one = quantised(call, v, granularity, Tensors(*tensors))
     wanted = emulate(
         one.q, one.k, one.v, one.q_descale, one.k_descale, one.v_descale, variant=v, scale=v.head_dim**-0.5,
-        scaling=v.scaling, causal_offset=0, mask=for_emulator(mask),
+        scaling=v.scaling, causal_offset=0, mask=for_emulator(mask), emulated_mma=is_emulated(v),
     )  # fmt: skip
     dead = wanted.lse.isneginf()
     assert not out.isnan().any() and torch.equal(lse.cpu().isneginf(), dead), what
     assert not out.cpu()[dead].any(), what
     if not bool(dead.all()):
-        assert float((lse.cpu() - wanted.lse)[~dead].abs().max()) < lse_limit(v, LARGEST, emulated=False), what
+        assert float((lse.cpu() - wanted.lse)[~dead].abs().max()) < lse_limit(v, LARGEST, emulated=is_emulated(v)), what
     return out.cpu(), wanted.out
 
 

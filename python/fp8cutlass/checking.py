@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 VARIABLE = "FP8CUTLASS_CHECK"
 OFF = ("", "0")
@@ -22,7 +23,7 @@ def checked() -> bool:
 
 def looks_at(x: torch.Tensor) -> bool:
     """Whether a call looks at the values of a tensor: on the CPU, where nobody waits, or where that is wanted."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
         return False
     return x.device.type == "cpu" or (checked() and waits_for(x))
 

@@ -14,7 +14,10 @@ TENSOR_MAP_STRIDE = 2**40  # bytes, of the copy engine: a stride has to be less
 
 def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
     """Whether a tensor of that shape broadcasts to the shape ``whole``."""
-    return len(shape) <= len(whole) and all(n in (1, full) for n, full in zip(shape[::-1], whole[::-1], strict=False))
+    return len(shape) <= len(whole) and all(
+        n == 1 or n == full  # each on its own, as torch.compile makes guards of them
+        for n, full in zip(shape[::-1], whole[::-1], strict=False)
+    )
 
 
 def is_seq_major(x: torch.Tensor) -> bool:

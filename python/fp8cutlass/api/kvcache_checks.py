@@ -10,7 +10,7 @@ import torch
 from ..cache.checks import known_descale, static_descale, wrong_numbers, wrong_rotary, wrong_tokens
 from ..cache.engines import source_of
 from ..cache.paged import PagedKVCache
-from ..call.options import wrong_scale, wrong_sinks, wrong_softcap, wrong_window
+from ..call.options import wrong_longest, wrong_scale, wrong_sinks, wrong_softcap, wrong_window
 from ..dtypes import HALF_DTYPES
 from ..errors import UnsupportedError
 
@@ -218,8 +218,8 @@ def _wrong_values(given: Given) -> list[str]:
     splits = given.num_splits
     if isinstance(splits, bool) or not isinstance(splits, int) or not 0 <= splits <= MOST_SPLITS:
         wrong.append(f"num_splits must be 0 to {MOST_SPLITS}, got {splits!r}")
-    if given.max_seqlen_q is not None and not isinstance(given.max_seqlen_q, (int, torch.SymInt)):
-        wrong.append(f"max_seqlen_q must be an integer or None, got {given.max_seqlen_q!r}")
+    longest = None if given.max_seqlen_q is None else wrong_longest("max_seqlen_q", given.max_seqlen_q)
+    wrong += [] if longest is None else [longest]
     wrong += wrong_rotary(given.rotary_cos, given.rotary_sin, given.rotary_interleaved, q.shape[-1], q.device)
     if given.rotary_cos is not None and given.k is None:
         wrong.append("rotary_cos turns q and the keys that are appended: k and v are missing")

@@ -8,7 +8,9 @@ import torch
 
 from ..cache.paged import PagedKVCache
 from ..call.kvplan import AttentionPlan, planned
+from ..call.options import wrong_longest
 from ..checking import looks_at
+from ..errors import UnsupportedError
 from .kvcache import form_of, settled
 from .kvcache_checks import Given
 
@@ -49,6 +51,8 @@ def plan_attention(
     """
     if not isinstance(q, torch.Tensor):
         device = cache.device if isinstance(cache, PagedKVCache) else cache[0].device
+        if not isinstance(q, (tuple, list)) or any(wrong_longest("q", n) is not None for n in q):
+            raise UnsupportedError(f"q must be a tensor of queries or its shape, got {q!r}")
         q = torch.empty((), dtype=torch.bfloat16, device=device).expand(*q)
     at = settled(
         Given(

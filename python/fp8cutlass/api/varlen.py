@@ -144,9 +144,9 @@ def _checked(
     q, k, v = under_autocast((q, k, v))
     softmax_scale = number(softmax_scale)
     wrong = wrong_arguments(
-        (q, k, v), (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), softmax_scale, causal, window_size,
-        causal_alignment, (q_descale, k_descale, v_descale), precision, out_dtype, return_lse, kernel,
-        softcap, sinks,
+        (q, k, v), (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), (max_seqlen_q, max_seqlen_k), softmax_scale,
+        causal, window_size, causal_alignment, (q_descale, k_descale, v_descale), precision, out_dtype, return_lse,
+        kernel, softcap, sinks,
     )  # fmt: skip
     if wrong:
         raise UnsupportedError(*wrong)
@@ -163,7 +163,7 @@ def _checked(
     if beyond:
         raise NoKernelError(*beyond)
     if looks_at(q):
-        check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_k)
+        check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_k)
     if q_descale is not None and q_descale.dim() == 2 and q_descale.shape[1] != q.shape[1]:
         q_descale = q_descale.repeat_interleave(q.shape[1] // k.shape[1], 1)
     dtype = out_dtype or (torch.bfloat16 if q.dtype == FP8 else q.dtype)

@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 
 from ..call.checks import WIDE_DTYPES
-from ..call.options import CHOICES, flag, one_of, wrong_kernel, wrong_scale, wrong_sinks, wrong_softcap, wrong_window
+from ..call.options import (
+    CHOICES,
+    flag,
+    one_of,
+    wrong_kernel,
+    wrong_longest,
+    wrong_scale,
+    wrong_sinks,
+    wrong_softcap,
+    wrong_window,
+)
 from ..call.reasons import differing, for_fp8, missing, wrong_dtypes, wrong_groups, wrong_tensors
 from ..dtypes import HALF_DTYPES, OUT_NAMES
 from ..errors import UnsupportedError
@@ -19,6 +29,7 @@ LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 def wrong_arguments(
     operands: tuple[torch.Tensor, ...],
     lengths: tuple[torch.Tensor | None, ...],
+    longest: tuple[object, object],
     scale: object,
     causal: object,
     window: object,
@@ -55,9 +66,12 @@ def wrong_arguments(
             wrong.append(f"{name} must be a one-dimensional int32 tensor on {q.device}")
             continue
         count = given.shape[0] - (1 if name.startswith("cu") else 0)
-        if count < 1 or (sequences is not None and count != sequences):
+        if count < 1:
+            wrong.append(f"{name} must be of one sequence at least, got shape {tuple(given.shape)}")
+        elif sequences is not None and count != sequences:
             wrong.append(f"{name} is for {count} sequences, cu_seqlens_q for {sequences}")
-        sequences = count if sequences is None else sequences
+        sequences = count if sequences is None and count > 0 else sequences
+    wrong += [reason for reason in map(wrong_longest, ("max_seqlen_q", "max_seqlen_k"), longest) if reason is not None]
     found = [
         flag("causal", causal),
         flag("return_lse", return_lse),
@@ -101,15 +115,19 @@ def check_lengths(
     k: torch.Tensor,
     cu_q: torch.Tensor,
     cu_k: torch.Tensor,
+    used_q: torch.Tensor | None,
     used_k: torch.Tensor | None,
     most_keys: int,
 ) -> None:
     """Of values that can be looked at."""
     wrong = []
-    for name, cu, tokens in (("cu_seqlens_q", cu_q, q.shape[0]), ("cu_seqlens_k", cu_k, k.shape[0])):
+    for letter, cu, used, tokens in (("q", cu_q, used_q, q.shape[0]), ("k", cu_k, used_k, k.shape[0])):
         ends = cu.tolist()
         if ends[0] < 0 or ends[-1] > tokens or ends != sorted(ends):
-            wrong.append(f"{name} must rise from 0 at least to the {tokens} tokens at most, got {ends}")
+            wrong.append(f"cu_seqlens_{letter} must rise from 0 at least to the {tokens} tokens at most, got {ends}")
+        elif used is not None and bool(((used < 0) | (used > cu.diff())).any()):
+            lengths = cu.diff().tolist()
+            wrong.append(f"seqused_{letter} must be 0 to the tokens of a sequence, {lengths}, got {used.tolist()}")
     keys = cu_k.diff()
     longest = int((keys if used_k is None else torch.minimum(keys, used_k)).max())
     if longest > most_keys:

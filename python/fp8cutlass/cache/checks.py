@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..checking import looks_at
 from ..dtypes import HALF_DTYPES
 from ..errors import UnsupportedError
 from ..quant.descale import SMALLEST, refuse_host
@@ -138,6 +139,23 @@ def wrong_numbers(
     if count is not None and x.shape[0] != count:
         return [f"{name} must have {count} elements, got {x.shape[0]}"]
     return []
+
+
+def check_read(table: object, lens: object, pages: int, page_size: int, device: torch.device) -> None:
+    """What says which tokens are read: (sequences, pages) int32, and (sequences,) int32 or int64. The host looks at
+    values where ``checking`` says so: of pages at those that the lengths reach."""
+    if not isinstance(table, torch.Tensor) or table.dim() != 2 or table.dtype != torch.int32 or table.device != device:
+        raise UnsupportedError(f"page_table must be a two-dimensional int32 tensor on {device}")
+    if wrong := wrong_numbers("lens", lens, device, table.shape[0]):
+        raise UnsupportedError(*wrong)
+    if not looks_at(table):
+        return
+    room = table.shape[1] * page_size
+    for s, (row, length) in enumerate(zip(table.tolist(), lens.tolist(), strict=True)):  # type: ignore[attr-defined]
+        if not 0 <= length <= room:
+            raise UnsupportedError(f"lens of sequence {s} must be 0 to {room}, got {length}")
+        if outside := [page for page in row[: -(-length // page_size)] if not 0 <= page < pages]:
+            raise UnsupportedError(f"page_table of sequence {s} must name pages 0 to {pages - 1}, got {outside[0]}")
 
 
 def wrong_rotary(cos: object, sin: object, interleaved: object, head_dim: int, device: torch.device) -> list[str]:

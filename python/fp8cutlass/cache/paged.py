@@ -18,6 +18,7 @@ from .checks import (
     check_hadamard,
     check_new,
     check_places,
+    check_read,
     settled_mean,
     static_descale,
     token_dtypes,
@@ -297,9 +298,13 @@ class PagedKVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as attention reads them, float32 (sequences, kv_heads, pages of the table * page_size, head_dim).
 
-        ``page_table`` is (sequences, pages) and ``lens`` (sequences,), int32. Tokens past a length are 0. K is what was
-        appended, turned, less its mean and rotated.
+        ``page_table`` is (sequences, pages) int32, and ``lens`` (sequences,) int32 or int64. Tokens past a length are
+        0. K is what was appended, turned, less its mean and rotated. UnsupportedError for a page that is not there, or a
+        length beyond the table, as far as the host looks (``FP8CUTLASS_CHECK``).
         """
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.layers:
+            raise UnsupportedError(f"layer must be 0 to {self.layers - 1}, got {layer!r}")
+        check_read(page_table, lens, self.num_pages, self.page_size, self.device)
         return dequantised(self.views(layer), (self.k_descale[layer], self.v_descale[layer]), page_table, lens)
 
     def __repr__(self) -> str:

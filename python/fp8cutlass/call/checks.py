@@ -21,6 +21,7 @@ from .reasons import (
     for_fp8,
     missing,
     no_derivatives,
+    vectorised,
     wanted,
     wrong_dtype,
     wrong_dtypes,
@@ -33,9 +34,6 @@ MAX_TOKENS = 2**31 - 1 - 256  # rows and keys of a tile past the end are 32-bit 
 ACCEPTED = (*HALF_DTYPES, *DTYPE_NAMES)
 WIDE_DTYPES = (torch.float32, torch.float64)  # operands that SDPA serves and no kernel
 MOST_STEPS = 1000  # of a search for an element that two tensors share
-
-
-NO_TANGENTS = "forward-mode AD is active and there are no tangents: leave its level, or detach the inputs"
 
 
 OPERANDS = ("query", "key", "value")
@@ -141,6 +139,7 @@ def check_features(request: Request) -> None:
     else:
         wrong += [f"{name} has {NO_BACKWARD}{FLASH}" for name in differentiable]
     wrong += no_derivatives(_named(request, (*DESCALES, "out_descale", "sinks")))
+    wrong += vectorised(_named(request, (*OPERANDS, *DESCALES, "out_descale", "sinks", "attn_mask")))
     wrong += masks.wants_gradient(request.attn_mask)
     if wrong:
         raise NoKernelError(*wrong)

@@ -125,6 +125,13 @@ def wrong_sinks(name: str, given: Any, heads: int, device: torch.device) -> str 
     return f"{name} must be ({heads},) on {device}, bfloat16, float16 or float32"
 
 
+def wrong_longest(name: str, given: Any) -> str | None:
+    """Why ``given`` is no number of tokens; None if it is one."""
+    if isinstance(given, (int, torch.SymInt)) and not isinstance(given, bool) and given >= 0:
+        return None
+    return f"{name} must be an integer, at least 0, got {given!r}"
+
+
 def wrong_window(name: str, given: Any) -> str | None:
     """Why ``given`` is no window; None if it is one."""
     ends = given if isinstance(given, (tuple, list)) else ()

@@ -233,8 +233,17 @@ def by_torch(call: RaggedCall, variant: Variant) -> Made:
     return Made(q8[0].transpose(0, 1), k8[0].transpose(0, 1), packed[0], (q_descale, k_descale, v_descale), True)
 
 
+def _pinned(call: RaggedCall) -> Variant | None:
+    """The kernel that a call on the CPU names, of whatever architecture; None where it names none."""
+    if not call.kernel:
+        return None
+    directory = target(call.q.device).directory
+    named = load_manifest(directory).find(call.kernel)
+    return choose(Target(directory, named.targets[0], 0), call)[0]
+
+
 def _emulate(call: RaggedCall, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Each sequence by itself, by the kernel that the table has for its sizes."""
+    """Each sequence by itself, by the kernel that the call names, or the one that the table has for its sizes."""
     q_ends, k_ends = call.cu_q.tolist(), call.cu_k.tolist()
     for s in range(len(q_ends) - 1):
         q, k, v = (
@@ -282,11 +291,11 @@ def emulate_sequence(
     descales: tuple[torch.Tensor, ...],
     variant: Variant | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence, (1, heads, tokens, D), by ``variant`` or by the kernel that the table has for such a call."""
+    """One sequence, (1, heads, tokens, D), by ``variant``, else the kernel that the call names, else the table's."""
     rows, keys, head_dim = q.shape[2], k.shape[2], q.shape[3]
     offset = keys - rows if call.bottom_right else 0
     right, left = (FAR if end < 0 else end for end in (call.right, call.left))
-    variant = variant or sequence_kernel(call, q, k)
+    variant = variant or _pinned(call) or sequence_kernel(call, q, k)
     fits = bool(descales) and variant.score == "f16"
     scaling = _shared_by(descales) if descales and not fits else "block"
     q_descale, k_descale, v_descale = descales or (None, None, None)

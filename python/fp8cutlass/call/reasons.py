@@ -78,6 +78,17 @@ def forward_mode() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def vectorised(named: Named) -> list[str]:
+    """Why there is no result under ``torch.vmap``: an operator takes all of a batch."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return []
+    return [
+        f"{name} is mapped over by torch.vmap: pass all of the batch at once"
+        for name, x in named
+        if isinstance(x, torch.Tensor) and torch._C._functorch.is_batchedtensor(x)
+    ]
+
+
 def wanted(named: Named) -> list[str]:
     """The names of the tensors that want a gradient."""
     if not torch.is_grad_enabled():

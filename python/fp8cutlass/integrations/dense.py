@@ -6,7 +6,7 @@ Only attributes of tensors are read. So nothing waits for a device, and torch.co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, cast, get_args
 
 import torch
 
@@ -35,9 +35,23 @@ ACCURACY = tuple(Accuracy.__annotations__)
 
 
 def accuracy_of(caller: str, given: Mapping[str, Any]) -> Accuracy:
-    """``given`` as it is. TypeError for a name that ``Accuracy`` does not have."""
+    """``given`` as it is. TypeError for a name that ``Accuracy`` does not have, UnsupportedError for a value that
+    ``attention`` would refuse in every call."""
     if unknown := [name for name in given if name not in ACCURACY]:
         raise TypeError(f"{caller}() got unexpected arguments: {', '.join(unknown)}")
+    words = {"precision": get_args(Precision), "scaling": get_args(Scaling)}
+    wrong = [
+        f"{name} must be one of {', '.join(words[name])}, got {given[name]!r}"
+        for name in words
+        if name in given and given[name] not in words[name]
+    ]
+    wrong += [
+        f"{name} must be True or False, got {given[name]!r}"
+        for name in ("smooth_k", "hadamard")
+        if not isinstance(given.get(name), (bool, type(None)))
+    ]
+    if wrong:
+        raise UnsupportedError(*wrong)
     return cast(Accuracy, dict(given))
 
 

@@ -53,11 +53,15 @@ class BlockMask:
         Sizes of 1, and axes along which it is expanded, stay so: one row stands for all. ``keys`` is needed where the
         last size is 1 and there are more keys.
         """
+        if isinstance(mask, torch.Tensor) and (mask.is_nested or mask.layout != torch.strided):
+            raise UnsupportedError(
+                f"mask must be a dense tensor, got a {'nested' if mask.is_nested else mask.layout} one"
+            )
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or not 1 <= mask.dim() <= 4:
             given = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask)
             raise UnsupportedError(f"mask must be a boolean tensor with 1 to 4 dimensions, got {given}")
         keys = mask.shape[-1] if keys is None else rules.size("keys", keys)
-        if mask.shape[-1] not in (1, keys):
+        if mask.shape[-1] != 1 and mask.shape[-1] != keys:
             raise UnsupportedError(f"mask has {mask.shape[-1]} keys, got keys={keys}")
         mask = unexpanded(mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape))
         return cls._of(pack(mask, keys), mask.shape[2], keys)

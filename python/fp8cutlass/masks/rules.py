@@ -49,6 +49,11 @@ def refuse_values(x: torch.Tensor, name: str, least: int, most: int) -> None:
         raise UnsupportedError(f"{name} must lie in {least}..{most}, got {int(x.min())} to {int(x.max())}")
 
 
+def _refuse_flag(name: str, given: Any) -> None:
+    if not isinstance(given, bool):
+        raise UnsupportedError(f"{name} must be True or False, got {given!r}")
+
+
 def _rows(first: int, last: int, device: torch.device) -> torch.Tensor:
     return torch.arange(first, last, device=device)[None, None, :, None]
 
@@ -88,6 +93,7 @@ def documents(ids: Any, key_ids: Any = None) -> Rule:
 def window(rows: int, keys: int, left: int, right: int, bottom_right: bool, device: Any) -> Rule:
     """Row i sees ``left`` keys before its own and ``right`` after it; -1 for all."""
     rows, keys, at = size("rows", rows), size("keys", keys), torch.device("cpu" if device is None else device)
+    _refuse_flag("bottom_right", bottom_right)
     for name, end in (("left", left), ("right", right)):
         if isinstance(end, bool) or not isinstance(end, (int, torch.SymInt)) or end < -1:
             raise UnsupportedError(f"{name} must be an integer from -1 up, got {end!r}")
@@ -105,6 +111,7 @@ def window(rows: int, keys: int, left: int, right: int, bottom_right: bool, devi
 def prefix(lengths: Any, rows: int, keys: int, bottom_right: bool) -> Rule:
     """Rows see the first ``lengths[b]`` keys, and those up to their own."""
     ends, keys = whole_numbers("lengths", lengths, (1,)), size("keys", keys)
+    _refuse_flag("bottom_right", bottom_right)
     refuse_values(ends, "lengths", 0, keys)
     shift = keys - size("rows", rows) if bottom_right else 0
 
@@ -124,6 +131,8 @@ def tree(parents: Any, keys: int) -> Rule:
     if nodes > keys:
         raise UnsupportedError(f"parents has {nodes} nodes, which are among the keys, got keys={keys}")
     refuse_values(above, "parents", -1, nodes - 1)
+    if looks_at(above) and _has_cycle(above):
+        raise UnsupportedError("parents has a cycle: a node must not be its own ancestor")
     number = torch.arange(nodes, device=above.device)
     seen = (above[..., None] == number) | (number[:, None] == number)
     reach = 1
@@ -132,6 +141,14 @@ def tree(parents: Any, keys: int) -> Rule:
         reach *= 2
     whole = torch.cat((seen.new_ones(batch, nodes, keys - nodes), seen), 2)[:, None]
     return Rule(batch, nodes, keys, lambda first, last: whole[:, :, first:last], above.device)
+
+
+def _has_cycle(above: torch.Tensor) -> bool:
+    """Whether a node of some tree (B, nodes) has no root above it."""
+    far = above
+    for _ in range(above.shape[1].bit_length()):  # twice as far up each time
+        far = torch.where(far < 0, far, far.gather(1, far.clamp_min(0)))
+    return bool((far >= 0).any())
 
 
 def of_blocks(bitmap: torch.Tensor, block: tuple[int, int], rows: int, keys: int) -> RowsOf:

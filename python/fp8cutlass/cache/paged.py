@@ -299,8 +299,8 @@ class PagedKVCache:
         """K and V as attention reads them, float32 (sequences, kv_heads, pages of the table * page_size, head_dim).
 
         ``page_table`` is (sequences, pages) int32, and ``lens`` (sequences,) int32 or int64. Tokens past a length are
-        0. K is what was appended, turned, less its mean and rotated. UnsupportedError for a page that is not there, or a
-        length beyond the table, as far as the host looks (``FP8CUTLASS_CHECK``).
+        0. K is what was appended, turned, less its mean and rotated. UnsupportedError for a page that is not there, or
+        for a length beyond the table, as far as the host looks (``FP8CUTLASS_CHECK``).
         """
         if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.layers:
             raise UnsupportedError(f"layer must be 0 to {self.layers - 1}, got {layer!r}")

@@ -322,7 +322,7 @@ def test_what_has_no_kernel_is_refused() -> None:
     wide = call(256)
     for refused, options, why in (
         ((*wide, torch.zeros((300, 500), device="cuda")), {}, "added to scores"),
-        ((*wide, seen), {}, "head_dim up to 128"),
+        ((*wide, seen), {}, "up to head_dim 128"),
         ((*tensors, seen), {"softcap": 5.0}, "without softcap"),
         ((*tensors, seen), {"out_dtype": torch.float8_e4m3fn, "out_descale": 1.0}, "give bf16 and fp16"),
     ):

@@ -1,10 +1,14 @@
-"""The arguments of ``attention`` for type checkers: words that are accepted, and what comes back."""
+"""The arguments of ``attention``: for type checkers the words that are accepted and what comes back; and what is wrong
+with some of them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
 import torch
+
+from ..call.options import RULES, one_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -19,6 +23,14 @@ Precision = Literal["fast", "balanced", "accurate", "high", "int8", "int8_full"]
 Alignment = Literal["top_left", "bottom_right"]
 Fallback = Literal["error", "sdpa"]
 Backward = Literal["none", "flash"]
+
+
+def wrong_values(given: Mapping[str, object]) -> list[str]:
+    """What is wrong with options, by name, whatever the tensors are."""
+    found = [
+        one_of(name, x, get_args(Scaling)) if name == "scaling" else RULES[name](name, x) for name, x in given.items()
+    ]
+    return [reason for reason in found if reason is not None]
 
 
 class Keywords(TypedDict, total=False):

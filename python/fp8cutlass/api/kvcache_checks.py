@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from ..cache.checks import known_descale, static_descale, wrong_numbers, wrong_rotary, wrong_tokens
+from ..cache.checks import known_descale, static_descale, wrong_numbers, wrong_pages, wrong_rotary, wrong_tokens
 from ..cache.engines import source_of
 from ..cache.paged import PagedKVCache
 from ..call.options import wrong_longest, wrong_scale, wrong_sinks, wrong_softcap, wrong_window
 from ..dtypes import HALF_DTYPES
 from ..errors import UnsupportedError
+from .varlen_checks import wrong_ends
 
 MOST_SPLITS = 256
 INT32 = (torch.int32,)
@@ -148,8 +149,7 @@ def check_lengths(at: Settled) -> None:
     wrong = []
     cu_new = at.ends(at.cu_new, at.new) if at.new else at.cu_new
     for name, cu, tokens in (("cu_seqlens_q", at.cu_q, at.tokens), ("cu_seqlens_k_new", cu_new, at.new)):
-        if cu is not None and ((ends := cu.tolist())[0] < 0 or ends[-1] > tokens or ends != sorted(ends)):
-            wrong.append(f"{name} must rise from 0 at least to the {tokens} tokens at most, got {ends}")
+        wrong += [] if cu is None else wrong_ends(name, cu, tokens)
     if wrong:
         raise UnsupportedError(*wrong)
     size, columns, table = at.cache.page_size, at.columns, at.table()
@@ -159,10 +159,7 @@ def check_lengths(at: Settled) -> None:
             end = f" and {new} new ones" if new else ""
             wrong.append(f"sequence {s} has {length} keys{end}, its {columns} pages hold 0 to {columns * size}")
             continue
-        pages = table[s, : -(-(length + new) // size)].tolist()
-        outside = [page for page in pages if not 0 <= page < at.cache.num_pages]
-        if outside:
-            wrong.append(f"page_table of sequence {s} must name pages 0 to {at.cache.num_pages - 1}, got {outside[0]}")
+        wrong += wrong_pages(s, table[s, : -(-(length + new) // size)].tolist(), at.cache.num_pages)
     if wrong:
         raise UnsupportedError(*wrong)
 

@@ -110,6 +110,14 @@ def _wrong_descales(
     return wrong
 
 
+def wrong_ends(name: str, cu: torch.Tensor, tokens: int) -> list[str]:
+    """Of where sequences of so many tokens begin and end."""
+    ends = cu.tolist()
+    if ends[0] < 0 or ends[-1] > tokens or ends != sorted(ends):
+        return [f"{name} must rise from 0 at least to the {tokens} tokens at most, got {ends}"]
+    return []
+
+
 def check_lengths(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -122,12 +130,11 @@ def check_lengths(
     """Of values that can be looked at."""
     wrong = []
     for letter, cu, used, tokens in (("q", cu_q, used_q, q.shape[0]), ("k", cu_k, used_k, k.shape[0])):
-        ends = cu.tolist()
-        if ends[0] < 0 or ends[-1] > tokens or ends != sorted(ends):
-            wrong.append(f"cu_seqlens_{letter} must rise from 0 at least to the {tokens} tokens at most, got {ends}")
-        elif used is not None and bool(((used < 0) | (used > cu.diff())).any()):
-            lengths = cu.diff().tolist()
-            wrong.append(f"seqused_{letter} must be 0 to the tokens of a sequence, {lengths}, got {used.tolist()}")
+        beyond, lengths = wrong_ends(f"cu_seqlens_{letter}", cu, tokens), cu.diff()
+        if not beyond and used is not None and bool(((used < 0) | (used > lengths)).any()):
+            given = f"{lengths.tolist()}, got {used.tolist()}"
+            beyond.append(f"seqused_{letter} must be 0 to the tokens of a sequence, {given}")
+        wrong += beyond
     keys = cu_k.diff()
     longest = int((keys if used_k is None else torch.minimum(keys, used_k)).max())
     if longest > most_keys:

@@ -154,8 +154,14 @@ def check_read(table: object, lens: object, pages: int, page_size: int, device: 
     for s, (row, length) in enumerate(zip(table.tolist(), lens.tolist(), strict=True)):  # type: ignore[attr-defined]
         if not 0 <= length <= room:
             raise UnsupportedError(f"lens of sequence {s} must be 0 to {room}, got {length}")
-        if outside := [page for page in row[: -(-length // page_size)] if not 0 <= page < pages]:
-            raise UnsupportedError(f"page_table of sequence {s} must name pages 0 to {pages - 1}, got {outside[0]}")
+        if wrong := wrong_pages(s, row[: -(-length // page_size)], pages):
+            raise UnsupportedError(*wrong)
+
+
+def wrong_pages(sequence: int, named: list[int], pages: int) -> list[str]:
+    """Of the pages that a sequence names, where there are so many."""
+    outside = [page for page in named if not 0 <= page < pages]
+    return [f"page_table of sequence {sequence} must name pages 0 to {pages - 1}, got {outside[0]}"] if outside else []
 
 
 def wrong_rotary(cos: object, sin: object, interleaved: object, head_dim: int, device: torch.device) -> list[str]:

@@ -302,8 +302,6 @@ class PagedKVCache:
         0. K is what was appended, turned, less its mean and rotated. UnsupportedError for a page that is not there, or
         for a length beyond the table, as far as the host looks (``FP8CUTLASS_CHECK``).
         """
-        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.layers:
-            raise UnsupportedError(f"layer must be 0 to {self.layers - 1}, got {layer!r}")
         check_read(page_table, lens, self.num_pages, self.page_size, self.device)
         return dequantised(self.views(layer), (self.k_descale[layer], self.v_descale[layer]), page_table, lens)
 

@@ -6,12 +6,12 @@ Only attributes of tensors are read. So nothing waits for a device, and torch.co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict, cast, get_args
+from typing import Any, TypedDict, cast
 
 import torch
 
 from .. import stats
-from ..api.arguments import Layout, Precision, Scaling
+from ..api.arguments import Layout, Precision, Scaling, wrong_values
 from ..api.ask import widest_masked
 from ..api.attention import attention
 from ..autocast import is_on, under_autocast
@@ -39,18 +39,7 @@ def accuracy_of(caller: str, given: Mapping[str, Any]) -> Accuracy:
     ``attention`` would refuse in every call."""
     if unknown := [name for name in given if name not in ACCURACY]:
         raise TypeError(f"{caller}() got unexpected arguments: {', '.join(unknown)}")
-    words = {"precision": get_args(Precision), "scaling": get_args(Scaling)}
-    wrong = [
-        f"{name} must be one of {', '.join(words[name])}, got {given[name]!r}"
-        for name in words
-        if name in given and given[name] not in words[name]
-    ]
-    wrong += [
-        f"{name} must be True or False, got {given[name]!r}"
-        for name in ("smooth_k", "hadamard")
-        if not isinstance(given.get(name), (bool, type(None)))
-    ]
-    if wrong:
+    if wrong := wrong_values(given):
         raise UnsupportedError(*wrong)
     return cast(Accuracy, dict(given))
 

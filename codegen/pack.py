@@ -18,7 +18,7 @@ LOAD = 16  # bytes of a load
 THREADS = 256  # packing::kThreads
 MOST_ELEMENTS = 128 * THREADS  # of a CTA: 64 registers a thread, 8 KB in flight a warp
 STAGE_PAD = 32  # bytes between groups of 16 keys of V in shared memory, see TransposeStage
-MOST_PIECES, PIECES_BYTES = 2, 192  # kMostPieces, kPiecesBytes
+MOST_PIECES, PIECES_BYTES = 2, 128  # kMostPieces, kPiecesBytes
 PIECE_ROOM = {"sm89": (48 * 1024, 128), "sm90a": (72 * 1024, 256)}  # kRoomOnAda, kRoomOnHopper
 SAMPLES = 32  # packing::kSamples, keys that a mean is taken over
 DELIVERY_UNIT, DELIVERY_BARRIERS = 32, 12  # of sm90::Delivery: bytes of a unit, mbarriers
@@ -29,7 +29,7 @@ class Source(Axis):
 
     BF16 = "bf16", {"element_bytes": 2}
     FP16 = "fp16", {"element_bytes": 2}
-    FP8 = "fp8", {"element_bytes": 1}  # e4m3 or e5m2: bytes are copied, or lowered
+    FP8 = "fp8", {"element_bytes": 1}  # e4m3 or e5m2: bytes are copied, or Q is lowered
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -102,11 +102,6 @@ class Pack:
         """CTAs an SM, so that one loads while another computes. Launch bounds ask for them where registers would not
         leave room for as many anyway."""
         return 2 if self.passes * self.chunks > 8 else 3
-
-    @property
-    def lowered_passes(self) -> int:
-        """Rows of K that a lane shares at a time where a block is lowered: as many as leave registers for the rest."""
-        return min(self.passes, 4)
 
     @property
     def transform_ctas_per_sm(self) -> int:

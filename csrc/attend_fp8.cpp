@@ -89,22 +89,20 @@ Tensor attend_fp8(const AttendConstants& c, const Fp8Tensors& tensors, const Var
   const int device = static_cast<int>(q.device());
   const PackEntry& pack = find_copies(variant);
 
-  // Kernels with f16 scores read a descale of each row of Q and block of K: both are lowered for them.
+  // Kernels with f16 scores read a descale of each row of Q, which is lowered for them.
   const bool e4m3 = q_given.scalar_type() == ScalarType::Float8_e4m3fn;
   const bool finest = c.q_granularity == static_cast<int64_t>(Granularity::token) &&
                       c.k_granularity == static_cast<int64_t>(Granularity::block);
-  const int limit = e4m3 && finest ? lowered_to(c.score_amax) : 0;
-  const bool lowers = limit > 0, leave_q = lowers && lowers_query(variant, q, limit);
-  const bool copy_q = !leave_q && (lowers || columns < head_dim || c.scale < 0 || !can_be_mapped(q, "q"));
-  const bool copy_k = lowers || columns < head_dim || !can_be_mapped(k, "k");
+  const bool lowered = e4m3 && finest && lowers(c.score_amax), leave_q = lowered && lowers_query(variant, q);
+  const bool copy_q = !leave_q && (lowered || columns < head_dim || c.scale < 0 || !can_be_mapped(q, "q"));
+  const bool copy_k = columns < head_dim || !can_be_mapped(k, "k");
   const bool by_token = c.k_granularity == static_cast<int64_t>(Granularity::token);
   Descales q_scales = descales_of(tensors.q_descale, c.q_descale, "q_descale", c.q_granularity, q, rows, variant);
   Descales k_scales =
       descales_of(tensors.k_descale, c.k_descale, "k_descale", c.k_granularity, k, by_token ? padded : keys, variant);
   Descales v_scales = descales_of(tensors.v_descale, c.v_descale, "v_descale", c.v_granularity, v, keys, variant);
   Layout layout;
-  if (lowers) k_scales.spread.count = to_int(k_scales.count, "k_descale");
-  if (lowers && !leave_q) q_scales.spread.count = to_int(q_scales.count, "q_descale");
+  if (lowered && !leave_q) q_scales.spread.count = to_int(q_scales.count, "q_descale");
   const int64_t q8 = layout.add(copy_q ? batch * heads * rows * head_dim : 0);
   const int64_t k8 = layout.add(copy_k ? batch * kv_heads * keys * head_dim : 0);
   const int64_t v8 = layout.add(batch * kv_heads * head_dim * padded);
@@ -127,11 +125,9 @@ Tensor attend_fp8(const AttendConstants& c, const Fp8Tensors& tensors, const Var
   };
   const View q_descale = spread(kPackQ, q_scales, q_at), k_descale = spread(kPackK, k_scales, k_at);
   const View v_descale = spread(kPackV, v_scales, v_at);
-  if (lowers) {
-    packing.operand[kPackQ].limit = packing.operand[kPackK].limit = limit;
-    packing.operand[kPackK].block = variant.key_block;
-    packing.descale[kPackK].count = 0;  // written with its rows
-    if (!leave_q) packing.descale[kPackQ].count = 0;
+  if (lowered && !leave_q) {
+    packing.operand[kPackQ].lowers = 1;
+    packing.descale[kPackQ].count = 0;  // written with its rows
   }
   const auto bytes = [&](int64_t at, int64_t of_heads, int64_t third, int64_t fourth) {
     return View(base + at, ScalarType::Byte, device, {batch, of_heads, third, fourth});

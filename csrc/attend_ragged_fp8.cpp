@@ -15,18 +15,19 @@ namespace fp8cutlass {
 
 namespace {
 
-// (1,) or (sequences, heads) as they are given, which become (1, heads, parts) of tokens or blocks; all but `out`.
-Fp8Descale lowered_descale(const View& given, const char* name, const View& q, int64_t sequences, int64_t heads,
-                           int64_t parts) {
+// That of Q, (1,) or (sequences, heads) as it is given, which becomes (1, heads, tokens); all but `out`.
+Fp8Descale lowered_descale(const View& given, const View& q, int64_t sequences) {
+  constexpr char kName[] = "q_descale";
+  const int64_t tokens = q.size(0), heads = q.size(1);
   Fp8Descale d{};
-  d.x = float_pointer(given, name, q);
+  d.x = float_pointer(given, kName, q);
   if (given.dim() == 2) {
-    require_shape(given, name, {sequences, heads});
+    require_shape(given, kName, {sequences, heads});
     d.stride_batch = heads, d.stride_head = 1;
   } else {
-    require_shape(given, name, {1});
+    require_shape(given, kName, {1});
   }
-  d.heads = to_int(heads, name), d.parts = d.given = to_int(parts, name);
+  d.heads = to_int(heads, kName), d.parts = d.given = to_int(tokens, kName);
   return d;
 }
 
@@ -54,39 +55,31 @@ Tensor attend_ragged_fp8(const RaggedFp8Numbers& n, const RaggedFp8Tensors& tens
 
   const std::initializer_list<int> by_head{View::kNew, 1, 0, 2};  // (1, heads, tokens, D)
   const View q_rows = q.permuted(by_head), k_rows = k.permuted(by_head), v_rows = v.permuted(by_head);
-  const int limit = lowered_to(n.score_amax);
-  const bool lowers = limit > 0, leave_q = lowers && lowers_query(variant, q_rows, limit);
-  const bool copy_q = !leave_q && (lowers || columns < head_dim || n.scale < 0 || !can_be_mapped(q_rows, "q"));
-  const bool copy_k = lowers || columns < head_dim || !can_be_mapped(k_rows, "k");
+  const bool lowered = lowers(n.score_amax), leave_q = lowered && lowers_query(variant, q_rows);
+  const bool copy_q = !leave_q && (lowered || columns < head_dim || n.scale < 0 || !can_be_mapped(q_rows, "q"));
+  const bool copy_k = columns < head_dim || !can_be_mapped(k_rows, "k");
   const int64_t packed = ragged_columns(key_tokens, sequences, variant.key_block);
-  const int64_t blocks = packed / variant.key_block, k_made = lowers ? packed : key_tokens;
   const int64_t words = plan_words(tokens, sequences, variant);
   Layout layout;
   const int64_t q8 = layout.add(copy_q ? heads * tokens * head_dim : 0);
-  const int64_t k8 = layout.add(copy_k ? kv_heads * k_made * head_dim : 0);
+  const int64_t k8 = layout.add(copy_k ? kv_heads * key_tokens * head_dim : 0);
   const int64_t v8 = layout.add(kv_heads * packed * head_dim), plan = layout.add(words * sizeof(int));
-  const int64_t q_scales = layout.add(lowers && !leave_q ? heads * tokens * sizeof(float) : 0);
-  const int64_t k_scales = layout.add(lowers ? kv_heads * blocks * sizeof(float) : 0);
+  const int64_t q_scales = layout.add(lowered && !leave_q ? heads * tokens * sizeof(float) : 0);
   const Tensor workspace = empty<1>(q, byte_type(), {layout.total()}, {1});
   auto* const base = static_cast<uint8_t*>(workspace.data_ptr());
 
   Fp8PackParams packing{};
   packing.batch = 1, packing.head_dim = static_cast<int>(columns);
   packing.operand[kPackQ] = copied(q_rows, "q", copy_q ? base + q8 : nullptr, tokens, n.scale < 0);
-  packing.operand[kPackK] = copied(k_rows, "k", copy_k ? base + k8 : nullptr, k_made, false);
+  packing.operand[kPackK] = copied(k_rows, "k", copy_k ? base + k8 : nullptr, key_tokens, false);
   packing.operand[kPackV] = copied(v_rows, "v", base + v8, packed, false);
   packing.operand[kPackV].block = variant.key_block;
-  View q_descale(tensors.q_descale), k_descale(tensors.k_descale);
-  if (lowers) {
-    packing.operand[kPackQ].limit = packing.operand[kPackK].limit = limit;
-    packing.operand[kPackK].block = variant.key_block;
-    const auto made = [&](PackOrder which, const char* name, View& given, int64_t at, int64_t of_heads, int64_t parts) {
-      packing.descale[which] = lowered_descale(given, name, q, sequences, of_heads, parts);
-      packing.descale[which].out = reinterpret_cast<float*>(base + at);
-      given = View(base + at, ScalarType::Float, device, {1, of_heads, parts});
-    };
-    if (!leave_q) made(kPackQ, "q_descale", q_descale, q_scales, heads, tokens);
-    made(kPackK, "k_descale", k_descale, k_scales, kv_heads, blocks);
+  View q_descale(tensors.q_descale);
+  if (lowered && !leave_q) {
+    packing.operand[kPackQ].lowers = 1;
+    packing.descale[kPackQ] = lowered_descale(q_descale, q, sequences);
+    packing.descale[kPackQ].out = reinterpret_cast<float*>(base + q_scales);
+    q_descale = View(base + q_scales, ScalarType::Float, device, {1, heads, tokens});
   }
   const auto made = [&](int64_t at, int64_t of_heads, int64_t rows) {
     return View(base + at, ScalarType::Byte, device, {of_heads, rows, head_dim}).permuted({1, 0, 2});
@@ -98,10 +91,10 @@ Tensor attend_ragged_fp8(const RaggedFp8Numbers& n, const RaggedFp8Tensors& tens
   if (tensors.used_q) used_q = *tensors.used_q;
   if (tensors.used_k) used_k = *tensors.used_k;
   ForwardParams params = ragged_params({copy_q ? made(q8, heads, tokens) : q,
-                                        copy_k ? made(k8, kv_heads, k_made) : k,
+                                        copy_k ? made(k8, kv_heads, key_tokens) : k,
                                         View(base + v8, ScalarType::Byte, device, {kv_heads, head_dim, packed}),
                                         q_descale,
-                                        k_descale,
+                                        tensors.k_descale,
                                         tensors.v_descale,
                                         tensors.cu_q,
                                         tensors.cu_k,
@@ -114,12 +107,11 @@ Tensor attend_ragged_fp8(const RaggedFp8Numbers& n, const RaggedFp8Tensors& tens
                                         n.window_left,
                                         n.window_right,
                                         n.bottom_right,
-                                        lowers,
+                                        false,
                                         std::nullopt,
                                         sinks,
                                         n.softcap},
                                        variant);
-  params.ragged.key_tokens = to_int(key_tokens, "the tokens of k");
   params.ragged.early = 1;
   if (leave_q) lower_query(params.query, n.score_amax, n.scale, true);  // it is the pack kernel, launched in order
   const RaggedPack batch{

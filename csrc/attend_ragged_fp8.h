@@ -1,5 +1,5 @@
 // A ragged batch of FP8 operands to the result: one kernel packs V, and copies Q and K where they cannot be read as
-// they lie or are lowered, another lists the row tiles, the third attends. Nobody waits for the lengths.
+// they lie or Q is lowered, another lists the row tiles, the third attends. Nobody waits for the lengths.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -29,7 +29,7 @@ struct RaggedFp8Tensors {
 };
 
 struct RaggedFp8Numbers {
-  double score_amax;  // what no |x| of Q and K exceeds that the kernel reads: they are lowered to it
+  double score_amax;  // what quantised Q and K may not exceed for the kernel: Q is lowered where it is below 448
   double scale;       // of any sign
   int64_t window_left, window_right;
   bool bottom_right;

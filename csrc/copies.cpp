@@ -1,9 +1,6 @@
 #include "copies.h"
 
-#include <cmath>
-
 #include "check.h"
-#include "fp8cutlass/sm90/kernel_params.h"
 #include "workspace.h"
 
 namespace fp8cutlass {
@@ -29,17 +26,14 @@ Fp8Operand copied(const View& x, const char* name, uint8_t* out, int64_t rows, b
   return o;
 }
 
-int lowered_to(double amax) {
-  constexpr int kLargest = 0x7e, kLeastNormal = 8;
+bool lowers(double amax) {
   require(amax >= 1, "score_amax is ", amax, ", less than 1");
-  int byte = kLargest;
-  while (byte > kLeastNormal && std::ldexp(8 + byte % 8, byte / 8 - 10) > amax) --byte;
-  return byte < kLargest ? byte : 0;
+  return amax < 448;
 }
 
-bool lowers_query(const VariantEntry& variant, const View& q, int limit) {
+bool lowers_query(const VariantEntry& variant, const View& q) {
   constexpr int kMostRows = 128;
-  const bool fits = variant.quantises_q && variant.tile_m <= kMostRows && limit == sm90::kLoweredTo;
+  const bool fits = variant.quantises_q && variant.tile_m <= kMostRows;
   return fits && q.size(3) == variant.head_dim && can_be_mapped(q, "q");
 }
 

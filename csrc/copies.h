@@ -13,13 +13,13 @@ const PackEntry& find_copies(const VariantEntry& variant);
 // std::runtime_error where its rows cannot be read.
 Fp8Operand copied(const View& x, const char* name, uint8_t* out, int64_t rows, bool flip);
 
-// The limit that Q and K are lowered to for a kernel whose operands may not exceed `amax`: the largest e4m3 number that
-// does not, as its byte; 0 where all e4m3 numbers may be there.
-int lowered_to(double amax);
+// Whether Q is lowered for a kernel whose quantised operands may not exceed `amax`: not where all e4m3 numbers may be
+// there.
+bool lowers(double amax);
 
 // Whether the attention kernel lowers Q itself, so that it is not copied: not beside three warpgroups that compute,
 // which leave no registers for it.
-bool lowers_query(const VariantEntry& variant, const View& q, int limit);
+bool lowers_query(const VariantEntry& variant, const View& q);
 
 // Has it do so. `early`: no kernel before it in the stream, that has not ended, writes Q or its descales.
 void lower_query(QueryScaling& query, double amax, double scale, bool early);

@@ -1096,6 +1096,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "a47d5ab9e2c55256a230d3c6f1f5e356722f8787e88c81c6e5cbfa117bf97913";
+const char kManifest[] = "b9d876bfae04c11f170498c3b93655efc103af638fc2e0e993bf6f147f65d9cf";
 
 }  // namespace fp8cutlass

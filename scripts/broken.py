@@ -65,6 +65,7 @@ FINISH = "fp8cutlass/decode/finish.cuh"
 CONVERT = "fp8cutlass/decode/convert.cuh"
 INTEGERS = "fp8cutlass/softmax_integer.cuh"
 RESIDENT = "fp8cutlass/sm90/resident.cuh"
+QUERY = "fp8cutlass/sm90/query.cuh"
 REFERENCE = "sm90a_fwd_d64_m64n128w4_s3_block_full_e4m3_bf16_linear_serial_solo"  # of a kernel that keeps K and V
 TESTS_END = 150.0  # seconds in which the tests of a kernel that does not hang end on a busy host, too
 FAULTS = (
@@ -259,6 +260,14 @@ FAULTS = (
         header=CONVERT,
     ),
     Fault(
+        "lowered: each half of a row is divided by its own power of two",
+        "sm90a_fwd_d128_m128n192w8_s3_block_causal_e4m3_bf16_linear_pingpong_solo_ragged",
+        "  sum += __shfl_xor_sync(~0u, sum, kRowsAtOnce);\n",
+        "",
+        "tests",
+        header=QUERY,
+    ),
+    Fault(
         "resident, ragged: keys of the sequence behind count for a block's maximum",
         "resident_d64_k128_bf16",
         "    if (cut) clear_keys<R>(k, at.keys());\n",
@@ -365,6 +374,8 @@ def _by_tests(fault: Fault, environment: dict[str, str]) -> tuple[bool, str]:
         file, test = "test_gpu_decode", "(exact or thousand)"
     if fault.kernel.startswith("resident_"):
         file, test = "test_gpu_resident", "(lengths or many_items or left)"
+    if fault.name.startswith("lowered"):
+        file, test = "test_gpu_varlen", "one_call_on_fp8"
     if fault.name.startswith("resident, ragged"):
         file, test = "test_gpu_resident_ragged", "(few or neighbours)"
     tests = [f"tests/gpu/{file}.py", "-k", f"{test} and {fault.kernel}"]

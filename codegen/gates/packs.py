@@ -49,7 +49,7 @@ class Form:
 
     @property
     def lowers(self) -> bool:
-        """Whether it brings Q and K into the range of f16 scores."""
+        """Whether it brings Q into the range of f16 scores."""
         return self.copies and not self.gathers
 
     def entry(self, pack: Pack) -> str:
@@ -107,13 +107,11 @@ def ctas_per_sm(pack: Pack, form: Form, target: str) -> int:
 
 
 def wide_loads(pack: Pack, form: Form) -> int:
-    """Loads of 16 bytes in the code: every element once, the samples of K's mean, and those of K that is lowered, which
-    is read twice."""
+    """Loads of 16 bytes in the code: every element once, and the samples of K's mean."""
     if form.copies and form.ragged:
         return pack.rows_at_once * pack.chunks
     samples = -(-SAMPLES * pack.lanes // THREADS) * pack.chunks
-    twice = 2 * pack.lowered_passes * pack.chunks if form.lowers else 0
-    return pack.passes * pack.chunks + (samples if form.transforms else 0) + twice
+    return pack.passes * pack.chunks + (samples if form.transforms else 0)
 
 
 def narrow_loads(pack: Pack, form: Form) -> int:
@@ -122,8 +120,8 @@ def narrow_loads(pack: Pack, form: Form) -> int:
         return 0
     if form.gathers:
         return GATHER_READS + 2 * pack.passes
-    if form.lowers:  # descales of K and of each row of Q, and of a ragged batch where a row's sequence begins
-        return LENGTH_READS + 3 if form.ragged else DESCALE_READS + 2
+    if form.lowers:  # the descale of each row of Q, and of a ragged batch where a row's sequence begins
+        return LENGTH_READS + 2 if form.ragged else DESCALE_READS + 1
     return MAXIMUM_READS * (2 if form.transforms else 1) + (LENGTH_READS if form.ragged else 0)
 
 

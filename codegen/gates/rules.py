@@ -296,7 +296,7 @@ GATES = (
     ),
     Gate(
         name="LOADS",
-        why="elements are read 16 bytes at a time, once, lowered K twice; other loads are of maxima and descales",
+        why="elements are read 16 bytes at a time, once; other loads are of maxima and descales",
         native_only=True,
         check=_loads,
         families=(PACK,),

@@ -3,8 +3,8 @@
 //
 // Brings FP8 operands to the attention kernels of head_dim 128, all in one launch: packs V, copies Q and K where they are
 // narrower or Q changes its sign, and spreads descales. One CTA takes 128 rows of one head of one operand. It reads them once
-// and writes them once. Bytes are not looked at, so that e4m3 and e5m2 are alike, but where e4m3 Q and K are brought into
-// the range of f16 scores: then each row of Q is divided by a power of two, and each block of K, which one CTA reads twice.
+// and writes them once. Bytes are not looked at, so that e4m3 and e5m2 are alike, but where e4m3 Q is brought into the range
+// of f16 scores: then each of its rows is divided by a power of two.
 
 #include "fp8cutlass/pack_fp8.cuh"
 #include "fp8cutlass/pack_fp8_ragged.cuh"
@@ -25,22 +25,16 @@ static_assert(16 * kLanes * kChunks == kHeadDim && kThreads / kLanes * kPasses =
 
 using Stage = TransposeStage<kRows, kHeadDim, kLanes>;
 static_assert(Stage::kBytes == 16640);  // of shared memory
-static_assert(most_pieces_bytes(kRoomOnAda, Stage::kBytes / kRows) == 33472);
-static_assert(most_pieces_bytes(kRoomOnHopper, Stage::kBytes / kRows) == 66752);
+static_assert(most_pieces_bytes(kRoomOnAda, Stage::kBytes / kRows) == 33408);
+static_assert(most_pieces_bytes(kRoomOnHopper, Stage::kBytes / kRows) == 66688);
 
 __device__ __forceinline__ void copy_rows(const Fp8PackParams& p, const Block& block, const packing::Fp8Rows& of,
                                           uint8_t* stage) {
   const Fp8Operand& o = p.operand[block.operand];
-  if (block.operand == kPackK && o.limit > 0) {
-    packing::lower_block<kHeadDim, kLanes, 4, kChunks>(o, p.descale[kPackK], of, p.head_dim, block.head,
-                                                      block.index, reinterpret_cast<uint32_t*>(stage));
-    return;
-  }
   uint4 x[kPasses][kChunks];
   packing::load_bytes<kLanes>(x, of.rows, o.stride_row, of.base, of.tokens, p.head_dim);
   if (block.operand != kPackV) {
-    if (o.limit > 0)
-      packing::lower_rows<kLanes>(x, o, p.descale[kPackQ], of, block.head, [&](int) { return of.batch; });
+    if (o.lowers) packing::lower_rows<kLanes>(x, p.descale[kPackQ], of, block.head, [&](int) { return of.batch; });
     packing::store_bytes<kHeadDim, kLanes>(o.out + int64_t{block.head} * o.rows * kHeadDim, x, of.base, of.tokens,
                                            o.flip);
     return;

@@ -12,7 +12,7 @@
 //   from              what: where it lies                        full / empty           to
 //   counter           number of the next item                                           loader
 //   loader            the item and the one after: next[2]        next_full / next_empty fetchers
-//   copy engine       Q if it has 16 bits: source                source_full            fetchers, which quantise it
+//   copy engine       Q that they change: source                 source_full            fetchers
 //   fetchers          Q: q[2]; items[4], slope[4]                q_full / q_empty       warpgroups 1 to 3
 //   loader            K: k[4]; descales of K and V               k_full / k_empty       warpgroups 1 to 3
 //   loader            V^T, rows of ones: v[4]                    v_full / v_empty       warpgroups 1 to 3
@@ -260,20 +260,21 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
   auto& control = shared.control;
   const int thread = threadIdx.x - 32;
   const bool fp8 = p.query.type == QueryType::fp8;
+  const bool changes = !fp8;  // Q comes to `source` first
   if (!p.query.early) wait_for_operands();  // Q may be there before K and V
   for (unsigned turn = 0;; ++turn) {
     const unsigned slot = turn % kQBuffers;
     sm90::wait(control.next_full[turn % 2], turn / 2 & 1);
     const Item& item = control.next[turn % 2];
     const int tiles = item.tiles;
-    if (!fp8 && tiles > 0) {
+    if (changes && tiles > 0) {
       sm90::sync_fetchers<sm90::kRowThreads>();  // nobody reads the source of the item before any more
       if (thread == 0) {
         copy_query<SourceTile>(params, item, control.source_full, shared.source);
         sm90::arrive(control.source_full);
       }
-      sm90::wait(control.source_full, turn & 1);
     }
+    if (changes && tiles > 0) sm90::wait(control.source_full, turn & 1);
     sm90::wait(control.q_empty[slot], (turn / kQBuffers & 1) ^ 1);
     if (thread == 0) control.items[turn % kItemSlots] = item;
     if (fp8 && tiles > 0) {

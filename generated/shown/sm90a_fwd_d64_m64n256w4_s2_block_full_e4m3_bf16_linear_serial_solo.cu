@@ -12,7 +12,7 @@
 //   from              what: where it lies                        full / empty           to
 //   counter           number of the next item                                           loader
 //   loader            the item and the one after: next[2]        next_full / next_empty fetchers
-//   copy engine       Q if it has 16 bits: source                source_full            fetchers, which quantise it
+//   copy engine       Q that they change: source                 source_full            fetchers
 //   fetchers          Q: q[2]; items[4], slope[4]                q_full / q_empty       warpgroup 1
 //   loader            K: k[2]; descales of K and V               k_full / k_empty       warpgroup 1
 //   loader            V^T, rows of ones: v[2]                    v_full / v_empty       warpgroup 1
@@ -258,20 +258,22 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
   auto& control = shared.control;
   const int thread = threadIdx.x - 32;
   const bool fp8 = p.query.type == QueryType::fp8;
-  const bool lowers = fp8 && p.query.limit > 0.f;
+  const bool lowers = fp8 && p.query.limit > 0.f, changes = lowers || !fp8;  // Q comes to `source` first
   if (!p.query.early) wait_for_operands();  // Q may be there before K and V
   for (unsigned turn = 0;; ++turn) {
     const unsigned slot = turn % kQBuffers;
     sm90::wait(control.next_full[turn % 2], turn / 2 & 1);
     const Item& item = control.next[turn % 2];
     const int tiles = item.tiles;
-    if (!fp8 && tiles > 0) {
+    if (changes && tiles > 0) {
       sm90::sync_fetchers<sm90::kRowThreads>();  // nobody reads the source of the item before any more
       if (thread == 0) {
-        copy_query<SourceTile>(params, item, control.source_full, shared.source);
+        if (lowers)
+          copy_query<QTile>(params, item, control.source_full, shared.source);
+        else
+          copy_query<SourceTile>(params, item, control.source_full, shared.source);
         sm90::arrive(control.source_full);
       }
-      sm90::wait(control.source_full, turn & 1);
     }
     // Asked for before there is room for the item, as memory takes its time.
     constexpr int kRows = (kTileM + sm90::kRowThreads - 1) / sm90::kRowThreads;  // of a thread
@@ -280,10 +282,11 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
 #pragma unroll
       for (int i = 0; i < kRows; ++i) descale[i] = row_descale(p, item, thread + sm90::kRowThreads * i);
     }
+    if (changes && tiles > 0) sm90::wait(control.source_full, turn & 1);
     sm90::wait(control.q_empty[slot], (turn / kQBuffers & 1) ^ 1);
     if (thread == 0) control.items[turn % kItemSlots] = item;
-    if (fp8 && tiles > 0) {
-      if (thread == 0) copy_query<QTile>(params, item, lowers ? control.source_full : control.q_full[slot], shared.q[slot]);
+    if (fp8 && !lowers && tiles > 0) {
+      if (thread == 0) copy_query<QTile>(params, item, control.q_full[slot], shared.q[slot]);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int row = thread + sm90::kRowThreads * i;
@@ -291,10 +294,9 @@ __device__ __forceinline__ void fetch_queries(const sm90::KernelParams& params, 
       }
     }
     if (lowers && tiles > 0) {
-      if (thread == 0) sm90::arrive(control.source_full);
-      sm90::wait(control.source_full, turn & 1);
-      sm90::sync_fetchers<sm90::kRowThreads>();  // all slopes are there
-      sm90::lower_tile<QTile>(shared.q[slot], shared.slope[turn % kItemSlots], p.query.flip, thread);
+      const float of_half[2] = {descale[0] * unit_slope(p), descale[0] * unit_slope(p)};  // one of the head, or of all
+      const int rows = min(Walk::rows(p, item) - item.row, kTileM);  // what lies behind them is nobody's
+      sm90::lower_tile<QTile>(shared.q[slot], shared.source, shared.slope[turn % kItemSlots], of_half, rows, p.query.flip, thread);
       sm90::fence_async();
     }
     if (!fp8 && tiles > 0) {

@@ -1,4 +1,5 @@
-// e4m3 that is divided by powers of two, so that scores of it fit f16. Its sum is python/fp8cutlass/quant/lower.py.
+// Rows of e4m3 Q that are divided by powers of two, so that their scores fit f16. Its sum is
+// python/fp8cutlass/quant/lower.py.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,43 +11,44 @@
 
 namespace fp8cutlass::packing {
 
-// Four e4m3 bytes, rounded to nearest even. NaN stays NaN.
-__device__ __forceinline__ uint32_t times(uint32_t bytes, float factor) {
-  uint32_t low, high;
-  decode::to_halves(low, high, bytes);
-  return e4m3x4(__fmul_rn(half_low(low), factor), __fmul_rn(half_high(low), factor), __fmul_rn(half_low(high), factor),
-                __fmul_rn(half_high(high), factor));
+// The sum of |x| of 16 e4m3 bytes, side by side in a row: of each four two sums, all of these as a tree, in f16, and
+// the two that are left in float32. It is a multiple of 2^-9, and those of kExactSums chunks sum up without rounding.
+constexpr int kExactSums = 4;
+__device__ __forceinline__ float sum_of_magnitudes(const uint4& x) {
+  const auto two = [](uint32_t bytes) {
+    uint32_t low, high;
+    decode::to_halves(low, high, bytes & 0x7f7f7f7fu);
+    return half2_add(low, high);
+  };
+  const uint32_t sums = half2_add(half2_add(two(x.x), two(x.y)), half2_add(two(x.z), two(x.w)));
+  return half_low(sums) + half_high(sums);
 }
 
-__device__ __forceinline__ void multiply(uint4& x, float factor) {
-  x = uint4{times(x.x, factor), times(x.y, factor), times(x.z, factor), times(x.w, factor)};
+constexpr int kMostOctaves = 10;  // 448 becomes 7/16
+
+// By which power of two a row of kColumns elements has to be divided, whose |x| sum up to `sum`: the least with which
+// |x| is at most 7/16 on average. But for rounding, no score with keys of 448 or less then exceeds 14 * 14 * kColumns.
+// A row with a NaN is divided by the most that there is.
+template <int kColumns>
+__device__ __forceinline__ int octaves_above(float sum) {
+  constexpr int kOctave = 1 << 23;  // of a float's bits
+  const int above = int(__float_as_uint(sum)) - int(__float_as_uint(7.f / 16 * kColumns));
+  return min(max(above + kOctave - 1, 0) / kOctave, kMostOctaves);
 }
 
-// Over 2^octaves, at most 16, rounded to nearest even. Quotients that do not become 0 are f16 numbers, which take half
-// of the instructions of float32.
-__device__ __forceinline__ uint32_t divided(uint32_t bytes, uint32_t factor) {
-  uint32_t low, high;
-  decode::to_halves(low, high, bytes);
-  return e4m3x4(half2_multiply(low, factor), half2_multiply(high, factor));
+// What 16 e4m3 bytes are multiplied by to be divided by 2^octaves: an f16, twice, negative where signs are to `flip`.
+__device__ __forceinline__ uint32_t divisor_of(int octaves, uint32_t flip) {
+  return uint32_t(15 - octaves) * 0x04000400u | (flip & 0x80008000u);
 }
 
-__device__ __forceinline__ void divide(uint4& x, int octaves) {
-  const uint32_t half = octaves < 15 ? uint32_t(15 - octaves) << 10 : 1u << (24 - octaves), factor = half * 0x10001u;
-  x = uint4{divided(x.x, factor), divided(x.y, factor), divided(x.z, factor), divided(x.w, factor)};
-}
-
-// The largest |x| of 16 e4m3 bytes and of `largest`, two bytes side by side in halves of a word.
-__device__ __forceinline__ uint32_t larger_bytes(const uint4& x, uint32_t largest) {
-  constexpr uint32_t kEven = 0x007f007f;  // without signs
-  const auto larger = [](uint32_t a, uint32_t word) { return __vmaxu2(__vmaxu2(a, word & kEven), word >> 8 & kEven); };
-  return larger(larger(larger(larger(largest, x.x), x.y), x.z), x.w);
-}
-
-// By which power of two what has this largest |x|, of both halves, has to be divided. A NaN counts as 448.
-__device__ __forceinline__ int octaves_above(uint32_t largest, int limit) {
-  constexpr uint32_t kLargest = 0x7e;
-  const int byte = int(min(max(largest & 0xffff, largest >> 16), kLargest));
-  return max(byte - limit + 7, 0) / 8;  // an octave is eight bytes
+// e4m3 bytes, rounded to nearest even. What does not become 0 is an f16 number before.
+__device__ __forceinline__ void divide(uint4& x, uint32_t divisor) {
+  const auto four = [&](uint32_t bytes) {
+    uint32_t low, high;
+    decode::to_halves(low, high, bytes);
+    return e4m3x4(half2_multiply(low, divisor), half2_multiply(high, divisor));
+  };
+  x = uint4{four(x.x), four(x.y), four(x.z), four(x.w)};
 }
 
 __device__ __forceinline__ float power_of_two(int n) { return __uint_as_float(uint32_t(127 + n) << 23); }

@@ -1,6 +1,6 @@
 // Parts of the kernels that bring FP8 operands to where attention kernels read them. Their sum is
-// python/fp8cutlass/quant/v_layout.py, descale.py and lower.py: bytes and descales change their places, and Q and K may
-// be divided by powers of two.
+// python/fp8cutlass/quant/v_layout.py, descale.py and lower.py: bytes and descales change their places, and rows of Q
+// may be divided by powers of two.
 //
 // A row of head_dim bytes is shared by kLanes neighbouring lanes. A chunk is 16 bytes; lane l owns the chunks l,
 // l + kLanes, ..., so that the lanes of a row always touch one contiguous piece of memory.
@@ -65,17 +65,16 @@ __device__ __forceinline__ void stage_bytes(uint8_t* stage, const uint4 (&x)[kPa
 struct Fp8Rows {
   const uint8_t* rows;  // row 0 of the sequence and head
   int base, tokens;     // the first row; past `tokens` there are none
-  int to, room;         // of packed V and of blocks of K: the first column or row, and how many are the CTA's
+  int to, room;         // of packed V: the first column, and how many are the CTA's
   int batch, head;      // batch element or sequence, and head; of Q of a ragged batch the sequence is each row's own
 };
 
 // Of a dense batch. `block.head` counts those of all batch elements.
 __device__ __forceinline__ Fp8Rows rows_of(const Fp8Operand& o, const Block& block, int rows) {
-  const bool whole = o.block > 0;  // a block of lowered K
-  const int base = block.index * (whole ? o.block : rows), room = o.rows - base;
+  const int base = block.index * rows;
   const int batch = block.head / o.heads, head = block.head % o.heads;
   const uint8_t* const from = o.x + batch * o.stride_batch + head * o.stride_head;
-  return {from, base, o.tokens, base, whole ? min(room, o.block) : room, batch, head};
+  return {from, base, o.tokens, base, o.rows - base, batch, head};
 }
 
 // As it was given, of a batch element or sequence, a head and a part.
@@ -86,23 +85,24 @@ __device__ __forceinline__ float given_descale(const Fp8Descale& d, int batch, i
 
 // Q: each row is lowered by itself. `sequence_of` tells the batch element or sequence of a row.
 template <int kLanes, int kPasses, int kChunks, class SequenceOf>
-__device__ __forceinline__ void lower_rows(uint4 (&x)[kPasses][kChunks], const Fp8Operand& o, const Fp8Descale& d,
-                                           const Fp8Rows& of, int made_head, const SequenceOf& sequence_of) {
+__device__ __forceinline__ void lower_rows(uint4 (&x)[kPasses][kChunks], const Fp8Descale& d, const Fp8Rows& of,
+                                           int made_head, const SequenceOf& sequence_of) {
   constexpr int kBits = 4;  // of a row's octaves
-  static_assert(kBits * kPasses <= 32);
+  static_assert(kBits * kPasses <= 32 && kChunks <= kExactSums);
   uint32_t octaves = 0;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    uint32_t largest = 0;
+    float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) largest = larger_bytes(x[pass][i], largest);
+    for (int i = 0; i < kChunks; ++i) sum += sum_of_magnitudes(x[pass][i]);
+    uint32_t units = uint32_t(fminf(sum * 0x1p9f, 0x1p27f));  // a sum of these is exact; no row has as many as a NaN
 #pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) largest = __vmaxu2(largest, __shfl_xor_sync(~0u, largest, step));
-    const int own = octaves_above(largest, o.limit);
+    for (int step = 1; step < kLanes; step *= 2) units += __shfl_xor_sync(~0u, units, step);
+    const int own = octaves_above<16 * kLanes * kChunks>(float(units) * 0x1p-9f);
     octaves |= uint32_t(own) << kBits * pass;
     if (own == 0) continue;
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) divide(x[pass][i], own);
+    for (int i = 0; i < kChunks; ++i) divide(x[pass][i], divisor_of(own, 0));
   }
   if (threadIdx.x % kLanes != 0) return;
 #pragma unroll 1
@@ -111,45 +111,6 @@ __device__ __forceinline__ void lower_rows(uint4 (&x)[kPasses][kChunks], const F
     if (row >= of.tokens) break;
     d.out[int64_t{made_head} * d.parts + row] =
         given_descale(d, sequence_of(row), of.head, row) * power_of_two(int(octaves & ((1u << kBits) - 1)));
-  }
-}
-
-// K: a CTA has the keys of a block, which share a descale, so that all are looked at before the first is written.
-// `part` is the block's number, `words` one for each warp in shared memory.
-template <int kHeadDim, int kLanes, int kPasses, int kChunks>
-__device__ __forceinline__ void lower_block(const Fp8Operand& o, const Fp8Descale& d, const Fp8Rows& of, int columns,
-                                            int made_head, int part, uint32_t* words) {
-  constexpr int kRows = kThreads / kLanes * kPasses;  // at a time
-  uint4 x[kPasses][kChunks];
-  uint32_t largest = 0;
-  const int end = min(of.tokens, of.base + of.room);
-#pragma unroll 1
-  for (int at = 0; at < of.room; at += kRows) {
-    load_bytes<kLanes>(x, of.rows, o.stride_row, of.base + at, end, columns);
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass)
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) largest = larger_bytes(x[pass][i], largest);
-  }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) largest = __vmaxu2(largest, __shfl_xor_sync(~0u, largest, step));
-  if (threadIdx.x % 32 == 0) words[threadIdx.x / 32] = largest;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) largest = __vmaxu2(largest, words[w]);
-  const int octaves = octaves_above(largest, o.limit);
-  if (threadIdx.x == 0)
-    d.out[int64_t{made_head} * d.parts + part] = given_descale(d, of.batch, of.head, part) * power_of_two(octaves);
-  uint8_t* const out = o.out + int64_t{made_head} * o.rows * kHeadDim;
-#pragma unroll 1
-  for (int at = 0; at < of.room; at += kRows) {  // once more, from a cache
-    load_bytes<kLanes>(x, of.rows, o.stride_row, of.base + at, end, columns);
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass)
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i)
-        if (octaves > 0) divide(x[pass][i], octaves);
-    store_bytes<kHeadDim, kLanes>(out, x, of.to + at, of.to + of.room, 0);
   }
 }
 

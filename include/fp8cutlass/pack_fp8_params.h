@@ -8,9 +8,8 @@
 namespace fp8cutlass {
 
 // FP8 operands: what an attention kernel reads of them is copied to where it reads it. Bytes stay as they are, but for
-// the sign of Q, and where Q and K are lowered: a row of Q or a block of K whose largest |x| exceeds `limit` is divided
-// by the least power of two with which it does not, and its descale is multiplied by it. So e4m3 of any range has
-// scores that f16 holds. Only what becomes subnormal is rounded.
+// the sign of Q, and where Q is lowered: its rows are divided by powers of two (lower.cuh), which their descales take
+// back. So e4m3 of any range has scores that f16 holds. Only what becomes subnormal is rounded.
 struct Fp8Operand {
   const uint8_t* x;  // (B, heads, tokens, D), strides in bytes, last dimension contiguous, 16-byte aligned rows
   int64_t stride_batch, stride_head, stride_row;
@@ -18,8 +17,8 @@ struct Fp8Operand {
   int heads, tokens;
   int rows;       // tokens, or what V is padded to
   uint32_t flip;  // XORed onto four bytes
-  int limit;      // a positive e4m3 number, as its byte: Q and K are lowered to it; 0: they are not
-  int block;      // keys that share a descale, of lowered K, and of packed V of a ragged batch, a multiple of 64; or 0
+  int lowers;     // Q alone: whether its rows are lowered
+  int block;      // of packed V of a ragged batch: keys that share a descale, a multiple of 64; else 0
   int blocks,
       ctas;  // what is a CTA's, of a head, and CTAs in all, 0 where the operand is read as it lies; set by the launch
 };
@@ -39,7 +38,7 @@ struct Fp8Descale {
 
 // Of a ragged batch: a CTA has two pieces, blocks or rows of an operand, or one where two would leave room for few
 // CTAs.
-constexpr int kMostPieces = 2, kPiecesBytes = 192;  // and what they have in shared memory beside their rows
+constexpr int kMostPieces = 2, kPiecesBytes = 128;  // and what they have in shared memory beside their rows
 
 struct PieceRoom {
   int memory;  // shared memory of a CTA with two

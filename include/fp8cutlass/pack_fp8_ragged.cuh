@@ -52,7 +52,7 @@ struct Slot {
   }
 };
 
-// Rows of Q, or of K that stays as it is; a block of V, or of lowered K.
+// Rows of Q or K, or a block of V.
 struct Piece {
   Block block;
   Fp8Rows of;
@@ -74,63 +74,41 @@ __device__ __forceinline__ Piece find_piece(const Fp8PackParams& p, const Ragged
           o.block};
 }
 
-// Works on a piece of K or Q, whose rows stay rows. `largest`: of all of K's, as larger_bytes has them.
+// Works on a piece of K or Q, whose rows stay rows.
 template <class Rows, int kHeadDim, int kLanes, int kPasses, int kChunks>
 __device__ __forceinline__ void store_rows(const Fp8PackParams& p, const RaggedPack& ragged, const Piece& piece,
-                                           const uint8_t* own, uint32_t largest) {
+                                           const uint8_t* own) {
   const Block& block = piece.block;
   const Fp8Rows& of = piece.of;
   const Fp8Operand& o = p.operand[block.operand];
-  const Fp8Descale& d = p.descale[block.operand];
   uint8_t* const head = o.out + int64_t{block.head} * o.rows * kHeadDim;
-  if (o.limit > 0 && block.operand == kPackQ) {
+  if (o.lowers) {
+    const Fp8Descale& d = p.descale[block.operand];
     uint4 x[kPasses][kChunks];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass)
 #pragma unroll
       for (int i = 0; i < kChunks; ++i)
         x[pass][i] = *reinterpret_cast<const uint4*>(own + pass * Rows::kStepBytes + i * Rows::kChunkBytes);
-    lower_rows<kLanes>(x, o, d, of, block.head, [&](int row) { return sequence_of(ragged, d.stride_batch, row); });
+    lower_rows<kLanes>(x, d, of, block.head, [&](int row) { return sequence_of(ragged, d.stride_batch, row); });
     store_bytes<kHeadDim, kLanes>(head, x, of.base, of.tokens, o.flip);
     return;
   }
   uint8_t* const out = head + int64_t{of.to} * kHeadDim + Rows::column();
-  const auto store = [&](int row, int i, const uint4& x) {
-    *reinterpret_cast<uint4*>(out + row * kHeadDim + i * Rows::kChunkBytes) = x;
-  };
-  if (o.limit > 0) {
-    const int octaves = octaves_above(largest, o.limit);
-    if (octaves == 0) {
-      Rows::each(own, piece.rows, store);
-    } else {
-      Rows::each(own, piece.rows, [&](int row, int i, uint4 x) {
-        divide(x, octaves);
-        store(row, i, x);
-      });
-    }
-    if (threadIdx.x == 0)
-      d.out[int64_t{block.head} * d.parts + block.index] =
-          given_descale(d, of.batch, of.head, block.index) * power_of_two(octaves);
-    return;
-  }
   Rows::each(own, piece.rows, [&](int row, int i, const uint4& x) {
-    if (of.base + row < of.tokens) store(row, i, uint4{x.x ^ o.flip, x.y ^ o.flip, x.z ^ o.flip, x.w ^ o.flip});
+    if (of.base + row < of.tokens)
+      *reinterpret_cast<uint4*>(out + row * kHeadDim + i * Rows::kChunkBytes) =
+          uint4{x.x ^ o.flip, x.y ^ o.flip, x.z ^ o.flip, x.w ^ o.flip};
   });
 }
 
-// Of a CTA.
-struct Pieces {
-  Piece pieces[kMostPieces];
-  uint32_t words[kMostPieces][kThreads / 32];  // of each warp
-};
-static_assert(sizeof(Pieces) <= kPiecesBytes);
-
-// The CTA's pieces. `memory`: Pieces, and rows of as many as p says, each as large as any of the launch.
+// The CTA's pieces. `memory`: what they are, and rows of as many as p says, each as large as any of the launch.
 template <class Stage, int kHeadDim, int kLanes, int kPasses, int kChunks>
 __device__ __forceinline__ void pack_pieces(const Fp8PackParams& p, const RaggedPack& ragged, uint8_t* memory) {
   using Rows = Slot<Stage, kHeadDim, kLanes, kChunks>;
   constexpr int kRows = Rows::kStep * kPasses;
-  auto& [pieces, words] = *reinterpret_cast<Pieces*>(memory);
+  Piece* const pieces = reinterpret_cast<Piece*>(memory);
+  static_assert(kMostPieces * sizeof(Piece) <= kPiecesBytes);
   memory += kPiecesBytes;
   int all = 0;
 #pragma unroll
@@ -159,15 +137,7 @@ __device__ __forceinline__ void pack_pieces(const Fp8PackParams& p, const Ragged
       decode::wait<1>();
     else
       decode::wait<0>();
-    const bool lowers_block = piece.block.operand == kPackK && o.limit > 0;
-    uint32_t largest = 0;
-    if (lowers_block) {
-      Rows::each(own, piece.rows, [&](int, int, const uint4& x) { largest = larger_bytes(x, largest); });
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) largest = __vmaxu2(largest, __shfl_xor_sync(~0u, largest, step));
-      if (threadIdx.x % 32 == 0) words[n][warp] = largest;
-    }
-    __syncthreads();  // the rows and the words of all threads are there
+    __syncthreads();  // the rows of all threads are there
     delay_point(28);
     if (piece.block.operand == kPackV) {
       uint8_t* const out = o.out + int64_t{piece.block.head} * kHeadDim * o.rows + piece.of.to;
@@ -177,11 +147,7 @@ __device__ __forceinline__ void pack_pieces(const Fp8PackParams& p, const Ragged
         store_packed<Stage, kRows, kHeadDim>(out, o.rows, piece.rows, slot);
       continue;
     }
-    if (lowers_block) {
-#pragma unroll
-      for (int w = 0; w < kThreads / 32; ++w) largest = __vmaxu2(largest, words[n][w]);
-    }
-    store_rows<Rows, kHeadDim, kLanes, kPasses, kChunks>(p, ragged, piece, own, largest);
+    store_rows<Rows, kHeadDim, kLanes, kPasses, kChunks>(p, ragged, piece, own);
   }
 }
 

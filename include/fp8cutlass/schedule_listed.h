@@ -21,14 +21,13 @@ struct ListedWork : DenseWork<kTileM, kTileN, Mask::full> {
   // Item number n.
   FP8_HOST_DEVICE static void find(const ForwardParams& p, const TileMask& mask, int n, Item& work) {
     static_cast<WorkItem&>(work) = work_item<kTileM, kTileN, Mask::full>(p, n);
-    work.list = work.batch * mask.list_batch + work.head * mask.list_head + work.row / kMaskTile * mask.list_row;
+    work.list = list_of(mask, work.batch, work.head, work.row / kMaskTile);
     work.tiles = kParts * smaller(mask.counts[work.list], mask.key_tiles);
   }
 
-  // The entry that a tile is of. One that is out of range becomes one in range.
+  // The entry that a tile is of.
   FP8_HOST_DEVICE static int entry(const TileMask& mask, const Item& work, int tile) {
-    const unsigned entry = mask.tiles[int64_t(work.list) * mask.key_tiles + tile / kParts], end = 2 * mask.key_tiles;
-    return int(entry < end ? entry : end - 1);
+    return entry_of(mask, work.list, tile / kParts);
   }
   FP8_HOST_DEVICE static int first_key(int entry, int tile) { return entry / 2 * kMaskTile + tile % kParts * kTileN; }
 

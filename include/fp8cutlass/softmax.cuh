@@ -241,7 +241,7 @@ __device__ __forceinline__ void anchor(const float (&f)[2], const float (&limite
 
 constexpr float kCodeLimit = 65000.f;  // of a score's code: beyond, B would not be finite
 
-// A slope with which no score of operands quantised to amax 14 comes to the limit.
+// A slope with which no score comes to the limit: of operands quantised to amax 14, or of lowered rows (lower.cuh).
 constexpr __host__ __device__ float safe_slope(int head_dim) { return kCodeLimit / (14 * 14 * head_dim); }
 
 // slope[r]: logits in codes (1/8 octave) a score unit, at least kMinCodeSlope, at most kMaxSlope. seldom(beyond): the

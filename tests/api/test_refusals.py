@@ -44,6 +44,13 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "less than no rows": (lambda: ragged(seqused_q=ints(20, -1)), "seqused_q must be 0"),
     "more keys than there are": (lambda: ragged(30, 31, seqused_k=ints(20, 31)), "seqused_k must be 0"),
     "a bound that is no integer": (lambda: ragged(30.0, 30), "max_seqlen_q must be an integer, at least 0, got 30.0"),
+    "parts that are not packed": (lambda: fp8.PackedKV.joined([1]), "parts must be PackedKV, one is int"),
+    "a page size in words": (
+        lambda: PagedKVCache.from_tensor((X.byte()[None],) * 2, page_size="16"),
+        "page_size must be an integer, got '16'",
+    ),
+    "half a head": (lambda: fp8.alibi_slopes(2.5), "heads must be a positive integer, got 2.5"),
+    "slopes that are none": (lambda: fp8.alibi_bias(None, 3, 3), "slopes must be a tensor, got NoneType"),
     "no bound": (lambda: ragged(30, None), "max_seqlen_k must be an integer, at least 0, got None"),
     "a bound below 0": (lambda: ragged(-1, 30), "max_seqlen_q must be an integer, at least 0, got -1"),
     "no sequence": (lambda: ragged(0, 0, ends=ints(0), x=X[:0]), "cu_seqlens_q must be of one sequence at least"),

@@ -581,20 +581,13 @@ static void check_copies() {
   launch_fp8_ragged(kPacks[3], packed, batch, 0, nullptr);
   report(last().params<Fp8PackParams>().operand[kPackV].blocks == 8 && last().params<Fp8PackParams>().pieces == 2 &&
              last().ctas == 12 + 3 && last().ragged.first_cta == 12 && last().ragged.tokens == 700 &&
-             last().smem_bytes == 192 + 2 * 192 * 66 &&
+             last().smem_bytes == 128 + 2 * 192 * 66 &&
              last().kernel->name == "_ZN10fp8cutlass13copies_raggedENS_13Fp8PackParamsENS_10RaggedPackE",
          "a ragged batch in FP8: two blocks a CTA, and CTAs behind look for rows of no sequence");
   packed.operand[kPackK] = v, packed.operand[kPackK].heads = 2, packed.operand[kPackK].block = 0;
   launch_fp8_ragged(kPacks[3], packed, batch, 0, nullptr);
   report(last().params<Fp8PackParams>().operand[kPackK].blocks == 12 && last().ragged.first_cta == (24 + 24) / 2,
          "128 rows where keys are in no blocks");
-  packed.operand[kPackK] = v, packed.operand[kPackK].limit = 0x56;
-  launch_fp8_ragged(kPacks[3], packed, batch, 0, nullptr);
-  report(last().params<Fp8PackParams>().operand[kPackK].blocks == 8 && last().ragged.first_cta == (24 + 24) / 2,
-         "a CTA has all of a block of K that is lowered");
-  packed.operand[kPackV] = {}, packed.operand[kPackK].rows = 1000;
-  launch_fp8(kPacks[3], packed, 0, nullptr);
-  report(last().params<Fp8PackParams>().operand[kPackK].blocks == 6 && last().ctas == 18, "the last one, too");
 }
 
 static void check_refusals() {

@@ -36,7 +36,7 @@ class Kernel:
 
     def __init__(self, folder: Path, edits: Sequence[tuple[str, str]] = ()) -> None:
         headers = folder / "include" / "fp8cutlass"
-        for name in ("mask/params.h", "mask/pack_mask.cuh", "walk/tile_mask.h", "seen.cuh"):
+        for name in ("mask/params.h", "mask/pack_mask.cuh", "walk/tile_mask.h", "host_device.h", "seen.cuh"):
             (headers / name).parent.mkdir(parents=True, exist_ok=True)
             text = (ROOT / "include" / "fp8cutlass" / name).read_text()
             for old, new in edits if name == "mask/pack_mask.cuh" else ():

@@ -174,7 +174,7 @@ def test_lists_of_a_mask(name: str, tmp_path: Path) -> None:
 
 # Of a kernel, a text of a header, and what stands there instead.
 LISTED_FAULTS = {
-    "another list": (LISTED[0], "fp8cutlass/schedule_listed.h", "work.row / kMaskTile * mask.list_row", "0"),
+    "another list": (LISTED[0], "fp8cutlass/walk/tile_mask.h", "row_tile * mask.list_row", "0"),
     "the first half of a tile twice": (LISTED[2], "fp8cutlass/schedule_listed.h", "tile % kParts * kTileN", "0"),
     "bits of the first half": (LISTED[3], "fp8cutlass/seen.cuh", "part % (kMaskTile / kKeys)", "0"),
     "bits of the tile's first rows": (LISTED[1], "fp8cutlass/seen.cuh", "row / 16 * 32 + threadIdx.x", "threadIdx.x"),

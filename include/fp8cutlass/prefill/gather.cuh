@@ -18,6 +18,14 @@ struct Source {
   int begin, keys;  // the member's key that the block begins with, and how many keys the member has
 };
 
+// Four e4m3 bytes, rounded to nearest even. NaN stays NaN.
+__device__ __forceinline__ uint32_t times(uint32_t bytes, float factor) {
+  uint32_t low, high;
+  decode::to_halves(low, high, bytes);
+  return e4m3x4(__fmul_rn(half_low(low), factor), __fmul_rn(half_high(low), factor), __fmul_rn(half_low(high), factor),
+                __fmul_rn(half_high(high), factor));
+}
+
 // Block number `block` of all members; false where it has no key that is seen. All lanes of a warp come here.
 __device__ __forceinline__ bool find_source(const Members& m, int count, int block, Source& source) {
   const int i = last_begun(count, block, [&](int j) { return block_at(m.cu_k[j], j, kBlock); });
@@ -111,7 +119,10 @@ __device__ __forceinline__ void gather_blocks(const GatherParams& p, uint8_t* st
         const float d = of_row[pass], factor = descale > 0.f ? __fdiv_rn(d, descale) : __fmul_rn(d, 0.f);
         if (factor == 1.f) continue;
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) packing::multiply(x[pass][i], factor);
+        for (int i = 0; i < kChunks; ++i) {
+          uint4& c = x[pass][i];
+          c = uint4{times(c.x, factor), times(c.y, factor), times(c.z, factor), times(c.w, factor)};
+        }
       }
     }
     if (threadIdx.x == 0) (is_v ? p.v_scales : p.k_scales)[source.head * (p.columns / kBlock) + block] = descale;

@@ -23,9 +23,6 @@ struct KernelParams {
   Bias bias;      // of kernels that add one
 };
 
-// What no |q| exceeds of FP8 that a kernel lowers: 14, as an e4m3 byte. safe_slope reckons with it.
-constexpr int kLoweredTo = 0x56;
-
 constexpr int kDelivered = 2;  // operands that are handed over: V and K, the first of PackOrder
 static_assert(kPackV < kDelivered && kPackK < kDelivered);
 constexpr int kDeliveryRun = 2;  // blocks that are drawn at a time, as a draw takes long, too

@@ -56,38 +56,42 @@ __device__ __forceinline__ float quantise_row(uint8_t* q, const uint8_t* source,
   return scale.descale;
 }
 
-// One row of a tile, where it lies. Returns the power of two that it was divided by. All lanes of a warp come here
-// together.
+// One row of a tile, which lies at `source` as it does in the result. Returns the power of two that it was divided by.
+// All lanes of a warp come here together.
 template <class QTile>
-__device__ __forceinline__ float lower_row(uint8_t* q, int row, uint32_t flip) {
+__device__ __forceinline__ float lower_row(uint8_t* q, const uint8_t* source, int row, uint32_t flip) {
   constexpr int kChunks = QTile::kRowBytes / 32;  // of half a row
+  static_assert(kChunks <= packing::kExactSums);
+  static_assert(QTile::kRowBytes <= 128);  // a sum beyond float32's integers then means the most octaves anyway
   const int first = threadIdx.x % 32 / kRowsAtOnce * 16 * kChunks, from = QTile::offset(row, first);
-  const auto chunk = [&](int i) {
-    return reinterpret_cast<uint4*>(q + QTile::template behind<kChunks>(from, row, first, i));
-  };
-  uint32_t largest = 0;
-#pragma unroll 1
-  for (int i = 0; i < kChunks; ++i) largest = packing::larger_bytes(*chunk(i), largest);
-  largest = __vmaxu2(largest, __shfl_xor_sync(~0u, largest, kRowsAtOnce));
-  const int octaves = packing::octaves_above(largest, kLoweredTo);
-#pragma unroll 1
-  for (int i = 0; i < kChunks; ++i) {
-    uint4 x = *chunk(i);
-    packing::multiply(x, packing::power_of_two(-octaves));
-    *chunk(i) = uint4{x.x ^ flip, x.y ^ flip, x.z ^ flip, x.w ^ flip};
+  const auto place = [&](int i) { return QTile::template behind<kChunks>(from, row, first, i); };
+  const auto chunk = [&](int i) { return *reinterpret_cast<const uint4*>(source + place(i)); };
+  float sum = 0.f;
+#pragma unroll 2
+  for (int i = 0; i < kChunks; ++i) sum += packing::sum_of_magnitudes(chunk(i));
+  sum += __shfl_xor_sync(~0u, sum, kRowsAtOnce);
+  const int octaves = packing::octaves_above<QTile::kRowBytes>(sum);
+  const uint32_t divisor = packing::divisor_of(octaves, flip);
+#pragma unroll 2
+  for (int i = 0; i < kChunks; ++i) {  // read again, as there are few registers
+    uint4 x = chunk(i);
+    packing::divide(x, divisor);
+    *reinterpret_cast<uint4*>(q + place(i)) = x;
   }
   return packing::power_of_two(octaves);
 }
 
-// The rows of a tile, `thread` of kRowThreads. slope[row] is multiplied by what the row was divided by.
+// The first `rows` rows, `thread` of kRowThreads. slope[row] becomes what the row was divided by, times that of its
+// half of the tile.
 template <class QTile>
-__device__ __forceinline__ void lower_tile(uint8_t* q, float* slope, uint32_t flip, int thread) {
+__device__ __forceinline__ void lower_tile(uint8_t* q, const uint8_t* source, float* slope, const float (&of_half)[2],
+                                           int rows, uint32_t flip, int thread) {
   const int lane = thread % 32;
 #pragma unroll 1
-  for (int base = thread / 32 * kRowsAtOnce; base < QTile::kRows; base += kRowThreads / 32 * kRowsAtOnce) {
+  for (int base = thread / 32 * kRowsAtOnce; base < rows; base += kRowThreads / 32 * kRowsAtOnce) {
     const int row = base + lane % kRowsAtOnce;
-    const float power = lower_row<QTile>(q, row, flip);
-    if (lane < kRowsAtOnce) slope[row] *= power;
+    const float power = lower_row<QTile>(q, source, row, flip);
+    if (lane < kRowsAtOnce) slope[row] = (base < QTile::kRows / 2 ? of_half[0] : of_half[1]) * power;
   }
 }
 

@@ -13,18 +13,16 @@ struct Listed : Dense<Mask::blocks> {
   FP8_HOST_DEVICE static Item item_at(const ForwardParams& p, const Order& order, const TileMask& mask, int n) {
     static_assert(kTileM == kMaskTile && (kTileN == kMaskTile || kTileN == 2 * kMaskTile));
     Item item = fp8cutlass::item_at<kTileM, kTileN, Mask::full>(p, order, n);
-    const int list = item.batch * mask.list_batch + item.head * mask.list_head + item.row / kTileM * mask.list_row;
+    const int list = list_of(mask, item.batch, item.head, item.row / kTileM);
     const int count = smaller(mask.counts[list], mask.key_tiles);
     item.tiles = count > 0 ? count : 1;
     item.first_tile = count > 0 ? list : -1;
     return item;
   }
 
-  // Entry `i` of its list. One that is out of range becomes one in range.
+  // Entry `i` of its list.
   FP8_HOST_DEVICE static int entry(const TileMask& mask, const Item& item, int i) {
-    if (item.first_tile < 0) return 0;
-    const unsigned entry = mask.tiles[int64_t(item.first_tile) * mask.key_tiles + i], end = 2 * mask.key_tiles;
-    return int(entry < end ? entry : end - 1);
+    return item.first_tile < 0 ? 0 : entry_of(mask, item.first_tile, i);
   }
 
   // Entries of an item's list.

@@ -181,8 +181,8 @@ def attention(
         precision: ``fast`` lets kernels compute P in the code domain where their conditions hold; ``balanced`` takes
             those that do so as exactly as e4m3 can be, down to 14 octaves below the largest P of a tile; ``accurate``
             computes no P so, and serves where these have no kernel: ``token`` scaling, and FP8 operands whose scores
-            may not fit f16. These are e5m2, and e4m3 with a descale finer than a head's. Other e4m3 query and key are
-            divided by powers of two to fit, each row and each block of keys. ``balanced`` exists on sm_90 alone.
+            may not fit f16. These are e5m2, and e4m3 with a descale finer than a head's. Rows of other
+            e4m3 query are divided by powers of two to fit. ``balanced`` exists on sm_90 alone.
             ``high`` multiplies V by P in two terms, so that next to nothing is lost beside the rounding of the
             operands: e4m3, bf16 and fp16 operands, bf16 and fp16 results. Pinning a less precise kernel is excluded.
             ``int8`` makes 8-bit integers of bf16 and fp16 query and key, ``int8_full`` of value and P, too, in

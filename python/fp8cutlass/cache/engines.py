@@ -43,6 +43,8 @@ def source_of(cache: Given, layout: str, page_size: int | None = None, kv_axis: 
     """UnsupportedError with what is wrong."""
     if layout not in ("nhd", "hnd"):
         raise UnsupportedError(f"layout must be nhd or hnd, got {layout!r}")
+    if not isinstance(page_size, int | None):
+        raise UnsupportedError(f"page_size must be an integer, got {page_size!r}")
     k, v = _pair(cache, page_size, kv_axis)
     if k.shape != v.shape:
         raise UnsupportedError(f"the caches of K and V differ in shape: {tuple(k.shape)} and {tuple(v.shape)}")

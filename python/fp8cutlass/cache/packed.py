@@ -166,9 +166,11 @@ class PackedKV:
         """All keys of parts that were packed alike, one after the other, copied; one part alone is itself.
 
         Raises:
-            UnsupportedError: parts differ in anything but tokens; one before the last does not end on its ``grid``; the
-                scaling shares a descale among all keys of a head, or smooth_k a mean.
+            UnsupportedError: one is no PackedKV; parts differ in anything but tokens; one before the last does not end
+                on its ``grid``; the scaling shares a descale among all keys of a head, or smooth_k a mean.
         """
+        if others := [x for x in parts if not isinstance(x, PackedKV)]:
+            raise UnsupportedError(f"parts must be PackedKV, one is {type(others[0]).__name__}")
         wrong = [] if parts else ["parts must be one PackedKV at least, got none"]
         some = [part for part in parts if part.k.shape[2]] or list(parts[:1])
         if len(some) > 1:

@@ -62,10 +62,10 @@ class Call:
         bottom_right: i counts from ``keys - rows`` on, not from 0.
         scale: of softmax, of any sign.
         kernel: the id of a variant, "" for the choice of the table.
-        precision: "fast" and "balanced" have f16 scores. FP8 operands are lowered for them, or ``kernel`` asserts that
+        precision: "fast" and "balanced" have f16 scores. Q in FP8 is lowered for them, or ``kernel`` asserts that
             Q and K were quantised with amax 14.
-        lowered: Q and K are e4m3 with descales of the tensor or of heads, which a kernel with f16 scores gets for each
-            row of Q and each block of K (``quant/lower.py``). Of few keys the kernel is one that "accurate" has
+        lowered: Q and K are e4m3 with descales of the tensor or of heads, and Q is divided for a kernel with f16 scores
+            (``quant/lower.py``). Of few keys the kernel is one that "accurate" has
             (``choose/lowering.py``).
         masked, biased: whether the tensors have a boolean mask, packed or not, and a bias.
         whole: whether it is a packed mask without bits: blocks that are seen whole.

@@ -9,6 +9,7 @@ from ..errors import UnsupportedError
 from ..manifest import KEY_BLOCK
 from ..masks.bits import TILE
 from ..native.attend import faster_way
+from ..quant.lower import MEAN
 from .backward import asked
 from .call import Call, Tensors
 from .masks import packed
@@ -101,7 +102,7 @@ def _operands(call: Call, tensors: Tensors, plan: Plan) -> list[str]:
     what = "Q" if call.kind == "packed" else "Q and K"
     quantised = f", {what} quantised to amax {score_amax(variant):g}" if half else ""
     if lowers(call, variant):
-        quantised = f", Q and K divided by powers of two to amax {score_amax(variant):g}"
+        quantised = f", rows of Q divided by powers of two to at most {MEAN:g} on average"
     if (half or lowers(call, variant)) and kernel_scaling(call, variant) == "block" and variant.key_block != KEY_BLOCK:
         quantised += f", a descale per {variant.key_block} keys"
     lines = [f"numerics:  {precision}{quantised}"]

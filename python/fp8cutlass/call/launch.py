@@ -167,14 +167,14 @@ def _descales(t: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def lowered_operands(variant: Variant, t: Tensors) -> Tensors:
-    """FP8 operands with descales of tensors or heads as ones with descales of rows and blocks, Q and K in the range of
-    the kernel's scores."""
-    amax, block = score_amax(variant), variant.key_block
+    """FP8 operands with descales of tensors or heads as ones with descales of rows and blocks, Q in the range of the
+    kernel's scores."""
+    block = variant.key_block
     q_descale, k_descale, v_descale = _descales(t)
-    q, q_descale = lowered(t.q, q_descale, "token", amax=amax, block=block)
-    k, k_descale = lowered(t.k, k_descale, "block", amax=amax, block=block)
+    q, q_descale = lowered(t.q, q_descale, variant.head_dim)
+    k_descale = to_canonical(k_descale, "block", t.k.shape, t.k.device, block)
     v_descale = to_canonical(v_descale, "block", t.v.shape, t.v.device, block)
-    return t._replace(q=q, k=k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    return t._replace(q=q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
 
 
 def _query(q: torch.Tensor, variant: Variant, scale: float) -> torch.Tensor:

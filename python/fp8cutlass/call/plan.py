@@ -50,7 +50,7 @@ def kernel_scaling(call: Call, variant: Variant) -> str:
 
 
 def lowers(call: Call, variant: Variant) -> bool:
-    """Whether Q and K are lowered for a kernel."""
+    """Whether Q is lowered for a kernel."""
     return call.lowered and variant.score == "f16"
 
 

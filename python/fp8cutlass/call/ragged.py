@@ -183,36 +183,27 @@ def launch_made(call: RaggedCall, made: Made, variant: Variant, number: int, lse
 
 
 def fp8_by_torch(call: RaggedCall, variant: Variant) -> Made:
-    """Of a call with FP8 tensors, on any device: V is packed. Q and K are lowered where the kernel has f16 scores, else
-    read as they are."""
+    """Of a call with FP8 tensors, on any device: V is packed, K is read as it is, and Q is lowered where the kernel has
+    f16 scores."""
     block, missing = variant.key_block, variant.head_dim - call.q.shape[2]
     q, k, v = (F.pad(x.view(torch.uint8), (0, missing)) for x in (call.q, call.k, call.v))
     sequences = call.cu_k.shape[0] - 1
     blocks = blocks_of(call.k.shape[0], sequences, block)
     place = places(call.cu_k, call.used_k, call.k.shape[0], block)
     packed = pack_v(to_blocks(v, place, blocks, block))[0]
-    descales, in_blocks = call.descales, score_amax(variant) < LIMITS[torch.float8_e4m3fn]
-    if in_blocks:
-        amax = score_amax(variant)
-        one = torch.ones(1, device=q.device)
-        q8, q_power = lowered(q.transpose(0, 1)[None].view(call.q.dtype), one, "token", amax=amax, block=block)
-        k_blocks = to_blocks(k, place, blocks, block).view(call.k.dtype)
-        k8, k_power = lowered(k_blocks, one, "block", amax=amax, block=block)
-        q, k = (x.view(torch.uint8)[0].transpose(0, 1) for x in (q8, k8))
-        ends = call.cu_k[1:].long() // block + torch.arange(1, sequences + 1, device=q.device)
-        of_block = torch.searchsorted(ends, torch.arange(blocks, device=q.device), right=True)
+    descales = call.descales
+    if score_amax(variant) < LIMITS[torch.float8_e4m3fn]:
+        q8, power = lowered(q.transpose(0, 1)[None].view(call.q.dtype), torch.ones(1, device=q.device), q.shape[2])
+        q = q8.view(torch.uint8)[0].transpose(0, 1)
         of_token = torch.searchsorted(call.cu_q[1:].long(), torch.arange(q.shape[0], device=q.device), right=True)
-        descales = (
-            (_each(call.descales[0], of_token.clamp(max=sequences - 1)) * q_power).contiguous(),
-            (_each(call.descales[1], of_block.clamp(max=sequences - 1)) * k_power).contiguous(),
-            call.descales[2],
-        )
+        of_q = _each(call.descales[0], of_token.clamp(max=sequences - 1))
+        descales = ((of_q * power).contiguous(), *call.descales[1:])
     q = q ^ 0x80 if call.scale < 0 else q
-    return Made(q.contiguous(), k.contiguous(), packed, descales, in_blocks)
+    return Made(q.contiguous(), k.contiguous(), packed, descales, in_blocks=False)
 
 
 def _each(descale: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """(1,) or (sequences, heads) for tokens or blocks, whose ``sequence`` is given: (1, heads or 1, their number)."""
+    """(1,) or (sequences, heads) for tokens, whose ``sequence`` is given: (1, heads or 1, their number)."""
     return descale.reshape(1, 1, 1) if descale.dim() == 1 else descale[sequence].T[None]
 
 

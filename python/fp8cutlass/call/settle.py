@@ -42,8 +42,8 @@ def settle(request: Request, *, shipped: bool = False, reshape: bool = True) -> 
     out_dtype = options.out_dtype or (q.dtype if half else torch.bfloat16)
     checks.check_out(given, out_dtype, given.query.shape if entered is None else entered[1].shape)
     checks.check_features(request)
-    # FP8 operands may hold anything up to 448, which f16 scores do not: they are lowered where no descale is finer than
-    # a head's. Whoever pins a kernel for finer ones has seen to it.
+    # FP8 operands may hold anything up to 448, which f16 scores do not: Q is lowered where no descale is finer than a
+    # head's. Whoever pins a kernel for finer ones has seen to it.
     lowered = options.precision in F16_SCORES and _can_be_lowered(request, shipped)
     fits = half or lowered or options.kernel or options.precision not in F16_SCORES
     biased = masks.is_bias(request.attn_mask)

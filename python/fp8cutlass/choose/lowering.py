@@ -1,11 +1,11 @@
 """From how many keys on FP8 operands are lowered for kernels with f16 scores.
 
-K is written once more then, and of few keys that takes longer than the kernel saves (docs/lab/walk.md, row 42).
+Each row of Q is divided then, and of few keys that takes longer than the kernel saves (docs/lab/walk.md, row 55).
 """
 
 from __future__ import annotations
 
-LOWER_FROM = {64: 512, 128: 768, 256: 1536}  # keys of a sequence, by the widest head_dim
+LOWER_FROM = {64: 256, 128: 320, 256: 1024}  # keys of a sequence, by the widest head_dim
 
 
 def stays(head_dim: int, keys: int, sequences: int = 1, longest: int | None = None) -> bool:

@@ -10,8 +10,8 @@ from ..errors import UnsupportedError
 def alibi_slopes(heads: int) -> torch.Tensor:
     """The slopes of Press, Smith and Lewis, "Train Short, Test Long" (2022), (H,) float32: ``2^(-8 h / H)`` for h = 1
     to H where H is a power of two. Else those of the next lower power, and then every other one of the next higher."""
-    if heads < 1:
-        raise UnsupportedError(f"heads must be positive, got {heads}")
+    if not isinstance(heads, int) or heads < 1:
+        raise UnsupportedError(f"heads must be a positive integer, got {heads!r}")
     lower = 1 << (heads.bit_length() - 1)
     exponents = [8 * h / lower for h in range(1, lower + 1)]
     exponents += [8 * h / (2 * lower) for h in range(1, 2 * (heads - lower), 2)]
@@ -43,6 +43,8 @@ def alibi_bias(
     Raises:
         UnsupportedError: slopes of another shape or type, sizes that are not positive, another alignment.
     """
+    if not isinstance(slopes, torch.Tensor):
+        raise UnsupportedError(f"slopes must be a tensor, got {type(slopes).__name__}")
     if not slopes.is_floating_point() or slopes.dim() not in (1, 2):
         raise UnsupportedError(f"slopes must be (H,) or (B, H) of floats, got {tuple(slopes.shape)} of {slopes.dtype}")
     if rows < 1 or keys < 1:

@@ -40,8 +40,8 @@ struct PackedTensors {
   const std::optional<Tensor>& out;  // (B, H, Sq, head_dim), where the result is to go: any strides of aligned rows
 };
 
-// Packs V, lowers Q and K where scores are to fit f16, copies them and spreads descales where the kernel cannot read
-// them as they lie, in one launch; then attends. Returns (B, H, Sq, the variant's head_dim), dense. Throws
+// Packs V, lowers Q where scores are to fit f16, copies Q and K and spreads descales where the kernel cannot read them
+// as they lie, in one launch; then attends. Returns (B, H, Sq, the variant's head_dim), dense. Throws
 // std::runtime_error naming the argument.
 Tensor attend_fp8(const AttendConstants& constants, const Fp8Tensors& tensors, const VariantEntry& variant);
 

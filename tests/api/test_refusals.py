@@ -47,7 +47,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "parts that are not packed": (lambda: fp8.PackedKV.joined([1]), "parts must be PackedKV, one is int"),
     "a page size in words": (
         lambda: PagedKVCache.from_tensor((X.byte()[None],) * 2, page_size="16"),
-        "page_size must be an integer, got '16'",
+        "page_size must be an integer, at least 1, got '16'",
     ),
     "half a head": (lambda: fp8.alibi_slopes(2.5), "heads must be a positive integer, got 2.5"),
     "slopes that are none": (lambda: fp8.alibi_bias(None, 3, 3), "slopes must be a tensor, got NoneType"),

@@ -16,13 +16,18 @@ INTEGERS = (torch.int32, torch.int64)
 Descale = torch.Tensor | float | None
 
 
-def check_new(sizes: dict[str, object], format: str, v_scale: str, k_descale: object, v_descale: object) -> None:
-    """The arguments of a cache to be made."""
-    wrong = [
+def wrong_sizes(sizes: dict[str, object]) -> list[str]:
+    """Those that are no counts of something."""
+    return [
         f"{name} must be an integer, at least 1, got {size!r}"
         for name, size in sizes.items()
         if isinstance(size, bool) or not isinstance(size, int) or size < 1
     ]
+
+
+def check_new(sizes: dict[str, object], format: str, v_scale: str, k_descale: object, v_descale: object) -> None:
+    """The arguments of a cache to be made."""
+    wrong = wrong_sizes(sizes)
     if format not in FORMATS:
         wrong.append(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     if v_scale not in V_SCALES:

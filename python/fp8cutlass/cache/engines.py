@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import UnsupportedError
+from .checks import wrong_sizes
 from .pages import VECTOR, Pages
 
 DTYPES = (torch.float8_e4m3fn, torch.uint8)
@@ -43,8 +44,8 @@ def source_of(cache: Given, layout: str, page_size: int | None = None, kv_axis: 
     """UnsupportedError with what is wrong."""
     if layout not in ("nhd", "hnd"):
         raise UnsupportedError(f"layout must be nhd or hnd, got {layout!r}")
-    if not isinstance(page_size, int | None):
-        raise UnsupportedError(f"page_size must be an integer, got {page_size!r}")
+    if page_size is not None and (wrong := wrong_sizes({"page_size": page_size})):
+        raise UnsupportedError(*wrong)
     k, v = _pair(cache, page_size, kv_axis)
     if k.shape != v.shape:
         raise UnsupportedError(f"the caches of K and V differ in shape: {tuple(k.shape)} and {tuple(v.shape)}")
@@ -83,7 +84,7 @@ def _pair(cache: Given, page_size: int | None, kv_axis: int) -> tuple[torch.Tens
     if k.dim() == v.dim() == 4:
         return k, v
     if k.dim() == v.dim() == 3 and page_size is not None:
-        if page_size < 1 or k.shape[0] % page_size or v.shape[0] != k.shape[0]:
+        if k.shape[0] % page_size or v.shape[0] != k.shape[0]:
             raise UnsupportedError(
                 f"slots must be whole pages of page_size={page_size}, got {k.shape[0]} of K and {v.shape[0]} of V"
             )

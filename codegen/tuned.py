@@ -11,6 +11,7 @@ plain: forms for calls without LSE, sinks and amax, as a jump past the code of t
 prepares: what a tile's softmax needs beside its scores is made ready before they are there.
 early: P V of a tile is added to O while the next Q K^T runs, not after it.
 middle: tiles in the middle of an item have a loop of their own, which has fewer jumps.
+narrows: where rows see few keys of a tile, its softmax is made of these. Beside `prepares`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from codegen.axes import Mask, Out, Schedule, Softmax, Walk
 from codegen.variant import Variant, axis_text
 
 PATH = Path(__file__).resolve().parent.parent / "tuning" / "kernels.csv"
-FINDINGS = ("spills", "spilled", "unrolled", "plain", "prepares", "early", "middle")
+FINDINGS = ("spills", "spilled", "unrolled", "plain", "prepares", "early", "middle", "narrows")
 _WHERE = ("tile", "softmax", "schedule", "out", "mask", "walk")
 _NAMES = {"softmax": Softmax, "schedule": Schedule, "out": Out, "mask": Mask, "walk": Walk}
 COLUMNS = ("family", "what", "head_dim", *_WHERE, "value", "evidence")

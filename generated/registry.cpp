@@ -1096,6 +1096,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "b9d876bfae04c11f170498c3b93655efc103af638fc2e0e993bf6f147f65d9cf";
+const char kManifest[] = "c53cac91941616064bb1662ddcc7fd3077caea14978444bced6ba697e644013a";
 
 }  // namespace fp8cutlass

@@ -96,8 +96,8 @@ def run_window(variant: Any) -> Iterator[None]:
         asked = {"scaling": "block", "out_dtype": dtype, "bottom_right": True, "return_amax": False}
         asked["softcap"] = softcap_of(variant)
         bands = {"full": ((None, None),), "causal": ((None, 0),), "window": ((variant.tile_n + 5, 0), (3, 40))}
-        for left, right in bands[variant.mask]:
-            call, tensors = calls.split("half", q=q, k=k, v=v, left=left, right=right, **asked)
+        for (left, right), lse in itertools.product(bands[variant.mask], (True, False)):
+            call, tensors = calls.split("half", q=q, k=k, v=v, left=left, right=right, return_lse=lse, **asked)
             plan = calls.plan_of(call, variant, gpu.built_manifest())
             operands = launch.kernel_operands(call, variant, plan.granularity, tensors)
             launch.run_operands(plan, tensors, operands)
@@ -153,9 +153,9 @@ def run_ragged(variant: Any) -> Iterator[None]:
         call = ragged.RaggedCall(
             q, k, v, *ends, *used, *sizes, (), 0.125, *window, True, dtype, "fast", True, variant.id, cap
         )
-        lse = torch.empty(q.shape[1::-1], device=q.device)
-        ragged.launch(call, variant, gpu.built_manifest().index[variant.id], lse)
-        yield
+        for lse in (torch.empty(q.shape[1::-1], device=q.device), None):
+            ragged.launch(call, variant, gpu.built_manifest().index[variant.id], lse)
+            yield
 
 
 def run_capped(variant: Any) -> Iterator[None]:

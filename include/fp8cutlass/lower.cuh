@@ -1,5 +1,5 @@
-// Rows of e4m3 Q that are divided by powers of two, so that their scores fit f16. Its sum is
-// python/fp8cutlass/quant/lower.py.
+// Rows of e4m3 Q that are divided by powers of two, so that their scores fit f16. python/fp8cutlass/quant/lower.py
+// defines by how much.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -63,6 +63,9 @@ __device__ __forceinline__ int edge_at(int column) {
   return column;
 }
 
+// The column again, of f16 scores.
+__device__ __forceinline__ float column_of(int edge) { return half_low(edge) + float(2 * (threadIdx.x % 4)); }
+
 template <class Score, int kBlocks>
 __device__ __forceinline__ void mask_after(Score (&s)[kBlocks][4], int edge) {
   const int last[2] = {edge, edge + 8};
@@ -208,15 +211,22 @@ __device__ __forceinline__ void mask_after(uint32_t (&s)[kBlocks][2], int edge) 
   }
 }
 
-template <int kBlocks>
+// Its block 0 is block kFirst of the tile.
+template <int kFirst = 0, int kBlocks>
 __device__ __forceinline__ void mask_before(uint32_t (&s)[kBlocks][2], int edge) {
-  uint32_t before = half2_less(kHalf2MinusEight, edge);
+  uint32_t before = half2_less(kFirst == 0 ? kHalf2MinusEight : half2_of(8 * (kFirst - 1)), edge);
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
     s[n][1] = hide(s[n][1], before);
-    before = half2_less(half2_of(8 * n), edge);
+    before = half2_less(half2_of(8 * (kFirst + n)), edge);
     s[n][0] = hide(s[n][0], before);
   }
+}
+
+// kCount blocks of a tile as a tile of their own.
+template <int kFirst, int kCount, int kBlocks>
+__device__ __forceinline__ auto& blocks_of(uint32_t (&s)[kBlocks][2]) {
+  return reinterpret_cast<uint32_t (&)[kCount][2]>(s[kFirst]);
 }
 
 // Slopes A and offsets B (f16, each twice) that send the row maxima f of a lane's two rows to kTop, and the log2
@@ -317,6 +327,17 @@ __device__ __forceinline__ void pack_p(uint32_t (&p)[kBlocks / 4][4], const uint
 #pragma unroll
       for (int r = 0; r < 2; ++r)  // the low byte of each half is the code
         p[step][2 * h + r] = __byte_perm(s[4 * step + 2 * h][r], s[4 * step + 2 * h + 1][r], 0x6420);
+}
+
+// P of some blocks, which begin at block kFirst; that of the others is 0.
+template <int kFirst, int kSteps, int kBlocks>
+__device__ __forceinline__ void pack_part(uint32_t (&p)[kSteps][4], const uint32_t (&s)[kBlocks][2]) {
+  pack_p(reinterpret_cast<uint32_t (&)[kBlocks / 4][4]>(p[kFirst / 4]), s);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    if (step < kFirst / 4 || step >= (kFirst + kBlocks) / 4)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[step][i] = 0;
 }
 
 // ---- weighing tiles against each other ------------------------------------------------------------------------------

@@ -142,6 +142,7 @@ def test_ragged_batches(arguments: dict[str, Any]) -> None:
     [
         ("dropout_p", 0.1),
         ("alibi_slopes", torch.zeros(5)),
+        ("alibi_slopes", [0.5]),
         ("qv", torch.zeros(1)),
         ("attention_chunk", 128),
     ],
@@ -155,6 +156,14 @@ def test_what_is_not_served_is_refused_by_name(name: str, value: Any) -> None:
     flat = [x[:, :40].reshape(80, *x.shape[2:]) for x in (q, k, v)]
     with pytest.raises(UnsupportedError, match=f"flash_attn_varlen_func: {name}"):
         flash_attn_varlen_func(*flat, ends, ends, 40, 40, **{name: value})
+
+
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+@pytest.mark.parametrize("wrong", [None, [1.0], torch.zeros(3)])
+def test_what_is_no_operand_is_refused_by_name(which: str, wrong: Any) -> None:
+    given = dict(zip(("query", "key", "value"), operands(), strict=True)) | {which: wrong}
+    with pytest.raises(UnsupportedError, match=f"{which} must"):
+        flash_attn_func(*given.values(), alibi_slopes=torch.zeros(4), q_descale=torch.ones(1, 2))
 
 
 def test_pages_are_refused_by_name() -> None:

@@ -156,10 +156,11 @@ def test_compile(backend: str) -> None:
         (lambda: DelayedScale(heads=3)(peak(1.0)), r"\(batch, 3, tokens, head_dim\), got shape \(1, 2, 4, 32\)"),
         (lambda: DelayedScale()(torch.ones(3)), r"x must be .*, got shape \(3,\)"),
         (lambda: StaticScale(torch.ones(3)).quantize(peak(1.0)), r"descale has shape \(3,\)"),
+        (lambda: DelayedScale().quantize([1]), "x must be a torch.Tensor, got list"),
     ],
 )
 def test_errors_name_the_argument(make: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         make()
 
 

@@ -53,6 +53,7 @@ class WarpgroupDerived(Derived):
     prepares: what a tile's softmax needs beside its scores is made ready before they are there.
     early: P V of a tile is added to O while the next Q K^T runs, not after it.
     middle: tiles in the middle of an item have a loop of their own, which has fewer jumps.
+    narrows: where rows see few keys of a tile, its softmax is made of these. Beside `prepares`.
     merge_bytes: what the CTAs of a cluster exchange, laid over the stages of K and V; 0 for one CTA alone.
     """
 
@@ -68,6 +69,7 @@ class WarpgroupDerived(Derived):
     prepares: bool
     early: bool
     middle: bool
+    narrows: bool
     merge_bytes: int
     stream_bytes: int  # stages of K and V together
     consumer_registers: int
@@ -195,6 +197,7 @@ def derive(v: Variant) -> WarpgroupDerived:
     consumer, producer = CONSUMER_REGISTERS.get(v.warpgroups, 0), PRODUCER_REGISTERS.get(v.warpgroups, 0)
     part_buffers = products
     tight = v.schedule.columns and v.warpgroups == 2
+    prepares = tuned.found(v, "prepares") is not None
     if tight:
         consumer, producer = TIGHT_REGISTERS
         # Each part its own accumulator where they fit, else two in turns.
@@ -228,9 +231,10 @@ def derive(v: Variant) -> WarpgroupDerived:
         part_buffers=part_buffers,
         tight=tight,
         quantises_q=quantises_q,
-        prepares=tuned.found(v, "prepares") is not None,
+        prepares=prepares,
         early=tuned.found(v, "early") is not None,
         middle=v.mask in (Mask.FULL, Mask.CAUSAL) and tuned.found(v, "middle") is not None,  # first tile is number 0
+        narrows=prepares and tuned.found(v, "narrows") is not None,
         unrolled=_unrolled(v),
         plain=0 in tuned.numbers(v, "plain") and v.cluster.ctas == 1 and not (v.special or v.kind.diagnostic),
         merge_bytes=0 if v.cluster.ctas == 1 else 4 * v.tile_m * (v.head_dim + MERGE_STATE),

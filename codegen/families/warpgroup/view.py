@@ -38,6 +38,7 @@ class KernelView(View):
     prepares: bool
     early: bool
     middle: bool
+    narrows: bool
     unrolled: tuple[Unrolled, ...]
     plain: bool
     loader_registers: int
@@ -79,6 +80,7 @@ def kernel_view(v: Variant) -> KernelView:
         prepares=d.prepares,
         early=d.early,
         middle=d.middle,
+        narrows=d.narrows,
         unrolled=d.unrolled,
         plain=d.plain,
         loader_registers=d.producer_registers,

@@ -75,13 +75,14 @@ def flash_attn_func(
     """
     _refuse("flash_attn_func", dropout_p=dropout_p, qv=qv, attention_chunk=attention_chunk)
     window = NO_WINDOW if window_size is None else window_size
-    if q_descale is not None:
+    proper = all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in (q, k))  # else `attention` refuses them
+    if q_descale is not None and proper:
         q_descale = for_query_heads(q_descale, q.shape[2])
     # Where no row sees a key after its own, and nothing but keys counts, a row may leave out where it stands.
     by_key = (causal or window[1] == 0) and learnable_sink is None
-    bias = _distances(alibi_slopes, q, k, by_key)
+    bias = _distances(alibi_slopes, q, k, by_key) if proper else None
     result = attention(
-        q, k, v, bias, 0.0, causal, softmax_scale, q.dim() == 4 and k.dim() == 4 and q.shape[2] != k.shape[2],
+        q, k, v, bias, 0.0, causal, softmax_scale, proper and q.shape[2] != k.shape[2],
         layout="bshd",
         window_size=window,
         causal_alignment="bottom_right" if causal or window != NO_WINDOW else "top_left",
@@ -249,8 +250,10 @@ def flash_attn_with_kvcache(
 
 def _distances(slopes: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, by_key: bool) -> torch.Tensor | None:
     """The mask that slopes stand for. UnsupportedError for other slopes than FlashAttention takes."""
-    if slopes is None or q.dim() != 4 or k.dim() != 4:  # `attention` refuses the latter
+    if slopes is None:
         return None
+    if not isinstance(slopes, torch.Tensor):
+        raise UnsupportedError(f"flash_attn_func: alibi_slopes must be a torch.Tensor, got {type(slopes).__name__}")
     batch, rows, heads, _ = q.shape
     if slopes.dtype != torch.float32 or slopes.device != q.device or slopes.shape not in ((heads,), (batch, heads)):
         raise UnsupportedError(

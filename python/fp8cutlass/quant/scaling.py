@@ -104,6 +104,7 @@ class DelayedScale(Scale):
     place, by operations on x's device, in training mode only.
 
     Raises:
+        TypeError: x that is no tensor.
         ValueError: an argument outside the above, or x with another number of heads.
     """
 
@@ -135,6 +136,8 @@ class DelayedScale(Scale):
 
     def _magnitude(self, x: torch.Tensor) -> torch.Tensor:
         """The largest finite |x|, (1,) or (heads,)."""
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         if x.dim() != 4 or self.heads not in (None, x.shape[1]):
             heads = "heads" if self.heads is None else self.heads
             raise ValueError(f"x must be (batch, {heads}, tokens, head_dim), got shape {tuple(x.shape)}")

@@ -217,6 +217,24 @@ MATRICES = (
         walk=(Walk.RAGGED,),
         change=(Change.TANH,),
     ),
+    # Biases: of few models, too. Wider heads spill.
+    Matrix(
+        name="sm89 biased",
+        family="sm89",
+        kind=Kind.FWD,
+        head_dim=(64, 96, 128),
+        tile=SM89_TILES,
+        stages=(1, 2, 3, 4),
+        scaling=(Scaling.BLOCK,),
+        mask=(Mask.WINDOW,),  # whose ends may be as far as they like
+        dtype=(Operand.E4M3,),
+        out=(Out.BF16, Out.FP16),
+        softmax=(Softmax.EXP2, Softmax.EXP2X2),
+        schedule=(Schedule.MULTISTAGE,),
+        cluster=(Cluster.SOLO,),
+        walk=(Walk.DENSE,),
+        change=(Change.BIAS,),
+    ),
     # One kernel for each head_dim, softmax and the two ways of scaling K: enough to test every stage of every code path
     # alone.
     Matrix(

@@ -84,6 +84,7 @@ std::string name_of(int source, int form) {
     const bool listed = variant.mask == Mask::blocks;
     return spelled(name, variant.family == Family::sm90a ? "ENS_4sm9012KernelParamsE"
                          : listed                        ? "ENS_13ForwardParamsEiNS_8TileMaskE"
+                         : variant.biased                ? "ENS_13ForwardParamsEiNS_4BiasE"
                                                          : "ENS_13ForwardParamsEi");
   }
   switch (form) {

@@ -22,7 +22,7 @@ int64_t most_items(const VariantEntry& variant, const ForwardParams& p) {
 }
 
 // A persistent grid that gets pointers.
-cudaError_t launch_warp(const VariantEntry& variant, ForwardParams& params, TileMask mask, int device,
+cudaError_t launch_warp(const VariantEntry& variant, ForwardParams& params, MaskParams mask, int device,
                         cudaStream_t stream) {
   const int64_t items = most_items(variant, params);
   if (items == 0) return cudaSuccess;
@@ -32,7 +32,8 @@ cudaError_t launch_warp(const VariantEntry& variant, ForwardParams& params, Tile
       params.seqlen_k > INT32_MAX - kTilePastEnd)
     return cudaErrorInvalidValue;
   int count = static_cast<int>(items);
-  void* arguments[] = {&params, &count, &mask};  // the last of kernels for lists alone
+  void* const last = variant.biased ? static_cast<void*>(&mask.bias) : &mask.lists;  // of kernels for these alone
+  void* arguments[] = {&params, &count, last};
   return start(kernel_of(variant, 0, device), {std::min(items, resident), variant.threads, variant.smem_bytes},
                arguments, stream, context_id());
 }
@@ -62,7 +63,7 @@ void launch(const VariantEntry& variant, ForwardParams& params, int device, cuda
     params.counters = work_counters(device, stream, false).words;
   if (variant.ragged) check_launch(launch_plan(variant, params, device, stream), "plan", device);
   const cudaError_t status = variant.family == Family::sm90a ? launch_warpgroup(variant, params, mask, device, stream)
-                                                             : launch_warp(variant, params, mask.lists, device, stream);
+                                                             : launch_warp(variant, params, mask, device, stream);
   check_launch(status, variant.id, device);
 }
 

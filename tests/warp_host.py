@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from calls import plan_of
 from compilers import ROOT, host_library
-from reference import Operands
+from reference import Operands, relative_l2
 
 from codegen.render import environment, render_kernel
 from codegen.variant import parse_id
@@ -20,6 +20,7 @@ from fp8cutlass.call.launch import fp8_operands
 from fp8cutlass.call.ragged import Made
 from fp8cutlass.call.ragged_call import RaggedCall
 from fp8cutlass.dtypes import OUT_DTYPES
+from fp8cutlass.emulator.emulate import Emulation
 from fp8cutlass.manifest import generated_dir, load_manifest
 from fp8cutlass.masks.block_mask import BlockMask
 
@@ -29,7 +30,8 @@ FIELDS = (
     "k_descale_head k_descale_block v_descale_head v_descale_block out_descale* o* o_batch o_head o_row lse* amax* "
     "batch heads kv_heads seqlen_q seqlen_k padded causal_offset window_offset sinks* scale! cap! tiles* count* "
     "bottom_right q_descale_sequence k_descale_sequence v_descale_sequence readable* readable_count items ctas late "
-    "seed mask_tiles* mask_counts* mask_bits* list_batch list_head list_row key_tiles bit_tiles"
+    "seed mask_tiles* mask_counts* mask_bits* list_batch list_head list_row key_tiles bit_tiles "
+    "bias* bias_batch bias_head bias_row bias_key bias_type bias_pairs"
 ).split()
 _TYPES = {"*": ctypes.c_void_p, "!": ctypes.c_double}
 _LOG2E = 1.4426950408889634
@@ -92,6 +94,18 @@ def _lists(mask: BlockMask) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _bias(bias: torch.Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """As csrc/masks.cpp has it."""
+    steps = [step if size > 1 else 0 for step, size in zip(bias.stride(), bias.shape, strict=True)]
+    assert all(size in (1, whole) for size, whole in zip(bias.shape, sizes, strict=True))
+    even = steps[3] == 1 and not any(step % 2 for step in steps[:3]) and bias.data_ptr() % 4 == 0
+    names = ("bias_batch", "bias_head", "bias_row", "bias_key")
+    return {
+        "bias": bias.data_ptr(), "bias_type": [torch.float32, torch.bfloat16, torch.float16].index(bias.dtype),
+        "bias_pairs": even and bias.dtype != torch.float32,
+    } | dict(zip(names, steps, strict=True))  # fmt: skip
+
+
 class Kernel:
     """A kernel that was built in ``folder``, from other ``headers`` where some are given."""
 
@@ -100,7 +114,8 @@ class Kernel:
         self.manifest = load_manifest(generated_dir())
         self.variant = self.manifest.find(name)
         (folder / "kernel.cu").write_text(source or render_kernel(variant, environment()))
-        flags = f"-DKERNEL={name}", '-DKERNEL_FILE="kernel.cu"', f"-I{folder}", *["-DLISTED"] * variant.listed
+        own = ["-DLISTED"] * variant.listed + ["-DBIASED"] * variant.change.biased
+        flags = f"-DKERNEL={name}", '-DKERNEL_FILE="kernel.cu"', f"-I{folder}", *own
         self._library = host_library("warp_host.cpp", folder, headers, *flags)
         self._library.run.restype = ctypes.c_char_p
 
@@ -116,6 +131,7 @@ class Kernel:
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
         mask: BlockMask | None = None,
+        bias: torch.Tensor | None = None,
         wants_lse: bool = True,
         ctas: int = 3,
         late: bool = True,
@@ -149,7 +165,11 @@ class Kernel:
             head, part = _steps(d, batch * of)
             given[f"{name}_descale"], given[f"{name}_descale_head"] = d.data_ptr(), head
             given["q_descale_row" if name == "q" else f"{name}_descale_block"] = part
-        self._launch(given, [made.q, made.k, made.v, *descales])
+        read = [made.q, made.k, made.v, *descales]
+        if bias is not None:
+            given |= _bias(bias, (batch, heads, rows, keys))
+            read.append(bias)
+        self._launch(given, read)
         return Result(out, lse, amax)
 
     def run_ragged(self, call: RaggedCall, made: Made, *, ctas: int = 3, late: bool = True, seed: int = 0) -> Result:
@@ -189,3 +209,14 @@ class Kernel:
         failed = self._library.run(ctypes.byref(_Call(**given, **of)))
         if failed is not None:
             raise RuntimeError(failed.decode())
+
+
+def same(got: Result, expected: Emulation) -> bool:
+    """Bits, but where the last one of an exponential or of a sum differs: then P of a key may round the other way."""
+    out, other = got.out.float(), expected.out.float()
+    return (
+        float((out != other).float().mean()) <= 2e-3
+        and relative_l2(out, other) <= 3e-4
+        and float((got.lse - expected.lse)[expected.lse.isfinite()].abs().max()) <= 2e-6
+        and abs(float(got.amax / expected.amax) - 1) <= 1e-6
+    )

@@ -24,10 +24,10 @@
 // A phase: use u of a ring of n slots waits in slot u % n for parity u / n & 1 to read, for the other one to write.
 // `full` comes with the bytes of a copy, or from each thread that wrote, `empty` from each thread that read.
 
-#include "fp8cutlass/bias.cuh"
 #include "fp8cutlass/epilogue.cuh"
 #include "fp8cutlass/params.h"
 #include "fp8cutlass/sm90/barrier.cuh"
+#include "fp8cutlass/sm90/bias_rows.cuh"
 #include "fp8cutlass/sm90/draw.cuh"
 #include "fp8cutlass/sm90/kernel_params.h"
 #include "fp8cutlass/sm90/operand.h"

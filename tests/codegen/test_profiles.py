@@ -53,7 +53,7 @@ def test_dev_serves_default_calls_of_one_head_dim() -> None:
 
 def test_profiles_are_small() -> None:
     """Each kernel of `ci` is compiled by `make test`, at 1.4 seconds of a core on average; `dev` is built twice."""
-    assert len(CI) <= 145 and len(DEV) <= 45
+    assert len(CI) <= 147 and len(DEV) <= 47
 
 
 def test_what_was_not_emitted_is_in_no_small_profile() -> None:

@@ -63,8 +63,9 @@ const VariantEntry kVariants[] = {
     kernel("absent", kWarp),
     kernel("warp_late", kWarp),
     kernel("biased", [](VariantEntry& v) { kWindow(v), v.biased = true; }),
+    kernel("warp_biased", [](VariantEntry& v) { kWarp(v), v.mask = Mask::window, v.biased = true; }),
 };
-const int kVariantCount = 12;
+const int kVariantCount = 13;
 const PackEntry kPacks[] = {{"pack", 64, 128, SourceType::bf16, 128, 1, 8000, 256, 50176, 3, true, false},
                             {"halved", 256, 256, SourceType::bf16, 128, 2, 33000, 0, 0, 0, true, false},
                             {"narrow", 32, 128, SourceType::bf16, 128, 1, 4000, 0, 0, 0, false, false},
@@ -251,6 +252,10 @@ static void check_biases() {
   const Bias& got = params.bias;
   report(got.data == values && std::memcmp(&got, &bias, sizeof(bias)) == 0 && params.mask.tiles == nullptr,
          "a bias comes to the kernel with its strides and type, without lists");
+  launch(variant("warp_biased"), p, 0, nullptr, mask);
+  report(std::memcmp(&last().bias, &bias, sizeof(bias)) == 0 && last().params<ForwardParams>().seqlen_k == 90 &&
+             last().kernel->name == "_ZN10fp8cutlass11warp_biasedENS_13ForwardParamsEiNS_4BiasE",
+         "and to one that gets pointers, behind its number of items");
   report(says(run(p, "biased"), "variant biased needs a bias"), "a kernel that adds one is refused without it");
   report(run(p).empty() && last().params<sm90::KernelParams>().bias.data == nullptr,
          "a kernel that adds none gets none, whatever was launched before");

@@ -32,6 +32,7 @@ struct Launch {
   std::vector<uint8_t> first;  // bytes of the first argument
   int second;                  // of kernels that have two
   fp8cutlass::RaggedPack ragged;
+  fp8cutlass::Bias bias;  // of kernels of warps that add one
 
   template <class Params>
   const Params& params() const {
@@ -83,7 +84,8 @@ inline size_t argument_bytes(const std::string& name) {
                                                   {"10PackParamsENS_10RaggedPackE", sizeof(PackParams)},
                                                   {"10PlanParamsE", sizeof(planning::PlanParams)},
                                                   {"14ResidentLaunchE", sizeof(sm90::ResidentLaunch)},
-                                                  {"13ForwardParamsEi", sizeof(ForwardParams)}};
+                                                  {"13ForwardParamsEi", sizeof(ForwardParams)},
+                                                  {"13ForwardParamsEiNS_4BiasE", sizeof(ForwardParams)}};
   for (const auto& [type, bytes] : sizes) {
     if (name.size() > std::strlen(type) && name.compare(name.size() - std::strlen(type), name.npos, type) == 0)
       return bytes;
@@ -187,6 +189,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
   if (name.back() == 'i') launch.second = *static_cast<const int*>(arguments[1]);
   if (name.find("10RaggedPackE") != name.npos)
     launch.ragged = *static_cast<const fp8cutlass::RaggedPack*>(arguments[1]);
+  if (name.find("NS_4BiasE") != name.npos) launch.bias = *static_cast<const fp8cutlass::Bias*>(arguments[2]);
   runtime::launches.push_back(launch);
   return cudaSuccess;
 }

@@ -1,6 +1,7 @@
 // An attention kernel of family sm89 as a function of the host (tests/host/device). Compiled with KERNEL, the name of
 // the kernel, and KERNEL_FILE, its source.
 #include "cuda_runtime.h"
+#include "fp8cutlass/bias_params.h"
 #include "fp8cutlass/params.h"
 #include "fp8cutlass/walk/tile_mask.h"
 
@@ -37,12 +38,16 @@ struct Call {
   const int *mask_tiles, *mask_counts;  // of kernels for lists
   const uint32_t* mask_bits;
   int64_t list_batch, list_head, list_row, key_tiles, bit_tiles;
+  const void* bias;  // of kernels that add one
+  int64_t bias_batch, bias_head, bias_row, bias_key, bias_type, bias_pairs;
 };
 
-#ifdef LISTED
-#define LAUNCH(p, items, mask) KERNEL(p, items, mask)
+#if defined(LISTED)
+#define LAUNCH(p, items, mask, bias) KERNEL(p, items, mask)
+#elif defined(BIASED)
+#define LAUNCH(p, items, mask, bias) KERNEL(p, items, bias)
 #else
-#define LAUNCH(p, items, mask) KERNEL(p, items)
+#define LAUNCH(p, items, mask, bias) KERNEL(p, items)
 #endif
 
 // What went wrong, or null.
@@ -68,6 +73,8 @@ extern "C" const char* run(const Call* call) {
   p.ragged.v_descale_sequence = int(c.v_descale_sequence);
   [[maybe_unused]] const TileMask mask{c.mask_tiles,     c.mask_counts,   c.mask_bits,      int(c.list_batch),
                                        int(c.list_head), int(c.list_row), int(c.key_tiles), int(c.bit_tiles)};
+  [[maybe_unused]] const Bias bias{c.bias,     c.bias_batch,          c.bias_head,       c.bias_row,
+                                   c.bias_key, BiasType(c.bias_type), c.bias_pairs != 0, false};
   device::Cta cta;
   cta.random.seed(unsigned(c.seed));
   cta.late = c.late != 0;
@@ -79,7 +86,7 @@ extern "C" const char* run(const Call* call) {
   for (const unsigned block : order) {
     cta.block = block;
     std::memset(shared_bytes, 0xff, sizeof(shared_bytes));
-    if (device::run(cta, kThreads, [&] { LAUNCH(p, int(c.items), mask); }) != nullptr) return cta.failure;
+    if (device::run(cta, kThreads, [&] { LAUNCH(p, int(c.items), mask, bias); }) != nullptr) return cta.failure;
   }
   return nullptr;
 }

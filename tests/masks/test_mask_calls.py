@@ -254,6 +254,8 @@ def test_what_has_no_kernel(asked: dict[str, Any]) -> None:
         ({"head_dim": 96, "out": "fp16"}, 96, "exp2"),
         ({"head_dim": 128, "precision": "accurate"}, 128, "exp2"),
         ({"scaling": "tensor", "quantised": True, "precision": "accurate"}, 64, "exp2"),
+        ({"arch": "sm89", "head_dim": 128}, 128, "exp2"),
+        ({"arch": "sm89", "head_dim": 33, "precision": "high"}, 64, "exp2x2"),
     ],
 )
 def test_which_kernel_adds_a_bias(asked: dict[str, Any], head_dim: int, softmax: str) -> None:
@@ -266,7 +268,7 @@ def test_which_kernel_adds_a_bias(asked: dict[str, Any], head_dim: int, softmax:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"head_dim": 192}, {"arch": "sm89"}, {"scaling": "token"}, {"out": "e4m3"}, {"dtype": "e5m2"},
+        {"head_dim": 192}, {"arch": "sm89", "head_dim": 256}, {"scaling": "token"}, {"out": "e4m3"}, {"dtype": "e5m2"},
         {"capped": True}, {"capped": True, "window": True},
     ],
     ids=str,

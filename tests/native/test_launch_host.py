@@ -20,7 +20,7 @@ from scripts import kernel_file
 CSRC = ROOT / "csrc"
 SOURCES = ("device", "kernel_file", "kernels", "launch", "launch_pack", "launch_resident", "tensor_map", "warpgroup")
 VARIANTS = ("plain", "other", "wide", "unrolled", "walks", "window", "window_walks", "biased")
-WARP_VARIANTS = ("warp", "warp_large", "warp_late")
+WARP_VARIANTS = ("warp", "warp_large", "warp_late", "warp_biased")
 KERNELS = (*VARIANTS, *WARP_VARIANTS, "pack", "halved", "narrow", "copies", "plan", "keeps")
 BUILD = "0123456789abcdef"
 
@@ -49,4 +49,4 @@ def test_launches(tmp_path: Path) -> None:
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
-    assert lines[-1] == "0 failures" and len(lines) == 81 and all(line.startswith("ok ") for line in lines[:-1])
+    assert lines[-1] == "0 failures" and len(lines) == 82 and all(line.startswith("ok ") for line in lines[:-1])

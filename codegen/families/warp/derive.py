@@ -45,6 +45,8 @@ def estimate_registers(v: Variant, fragments: int, q_in_registers: bool, rows_in
     slack = 46 if output >= 96 else 0
     # The code domain keeps more maxima and offsets in flight, bytes the descales of V.
     addresses = 36 if v.score == "f32" else 56
+    if v.change.biased:  # a fragment's 16-bit values, and where they lie
+        addresses += v.tile_n // 8 * 2 + 10
     # P overwrites S piece by piece, so only the larger of (S) and (P + product) counts beside O and Q.
     return output + max(scores + prob // 2, prob + product) + q + state + addresses + slack
 

@@ -77,7 +77,10 @@ def no_special_kernel(asked: Asked) -> str:
     what, where = ("windows", "sm89 and sm90a, of int8 on sm90a up to head_dim 128")
     precisions = "fast, balanced, accurate and int8"
     if asked.mask == BIAS:
-        what, where = ("an attn_mask that is added to scores", "sm90a, head_dim up to 128, without softcap")
+        what, where = (
+            "an attn_mask that is added to scores",
+            "sm89 and sm90a, head_dim up to 128, without softcap",
+        )
         precisions = "fast, balanced, accurate and high"
     elif asked.mask == LISTED:
         what, where = (

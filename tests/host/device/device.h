@@ -124,10 +124,14 @@ std::array<T, 32> gathered(const T& own) {
   return all;
 }
 
+inline bool may_read(const uint8_t* from, int size) {
+  for (const auto& [begin, end] : cta->readable)
+    if (from >= begin && from + size <= end) return true;
+  return false;
+}
+
 inline void perform(const Copy& c) {
-  bool known = c.bytes == 0;
-  for (const auto& [begin, end] : cta->readable) known |= c.from >= begin && c.from + c.size <= end;
-  if (!known) stop("a copy reads outside of the tensors");
+  if (c.bytes > 0 && !may_read(c.from, c.size)) stop("a copy reads outside of the tensors");
   if (reinterpret_cast<uintptr_t>(c.to) % c.size != 0 ||
       (c.bytes > 0 && reinterpret_cast<uintptr_t>(c.from) % c.size != 0))
     stop("a copy is not aligned");

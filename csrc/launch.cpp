@@ -32,8 +32,8 @@ cudaError_t launch_warp(const VariantEntry& variant, ForwardParams& params, Mask
       params.seqlen_k > INT32_MAX - kTilePastEnd)
     return cudaErrorInvalidValue;
   int count = static_cast<int>(items);
-  void* const last = variant.biased ? static_cast<void*>(&mask.bias) : &mask.lists;  // of kernels for these alone
-  void* arguments[] = {&params, &count, last};
+  void* const third = variant.biased ? static_cast<void*>(&mask.bias) : &mask.lists;  // of kernels for these alone
+  void* arguments[] = {&params, &count, third};
   return start(kernel_of(variant, 0, device), {std::min(items, resident), variant.threads, variant.smem_bytes},
                arguments, stream, context_id());
 }

@@ -1108,6 +1108,6 @@ const TargetEntry kTargets[] = {
 const int kTargetCount = 2;
 
 extern const char kManifest[];
-const char kManifest[] = "71792ca3519490854035d068cd8e4d39ed8e45299fa81ac0f8fb79b3f51ef36a";
+const char kManifest[] = "5567c32256e8124b584f89bfc2db969ea819645e52dfa0b87a190ffa8410478d";
 
 }  // namespace fp8cutlass

@@ -100,6 +100,13 @@ FAULTS = (
         "tests",
     ),
     Fault(
+        "the walk: a softmax of the first keys of a tile leaves out 64 of them",
+        "sm90a_fwd_d128_m128n192w8_s3_block_window_e4m3_bf16_linear_pingpong_solo",
+        "< 64 * groups\n",
+        "< 64 * groups + 64\n",
+        "tests",
+    ),
+    Fault(
         "the walk: a softmax of the last keys of a tile leaves out 64 of them",
         "sm90a_fwd_d128_m128n192w8_s3_block_window_e4m3_bf16_linear_pingpong_solo",
         ">= kTileN - 64 * groups",

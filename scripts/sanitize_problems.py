@@ -82,7 +82,7 @@ def softcap_of(variant: Any) -> float:
 
 def run_window(variant: Any) -> Iterator[None]:
     """Launches a kernel of windows, or one that caps scores, once a turn: bands that begin and end inside tiles, or
-    hide whole rows."""
+    hide whole rows, with the LSE and without."""
     import torch
 
     gpu, calls = importlib.import_module("gpu"), importlib.import_module("calls")
@@ -131,7 +131,7 @@ def run_biased(variant: Any) -> Iterator[None]:
 
 def run_ragged(variant: Any) -> Iterator[None]:
     """Launches a kernel of ragged batches with its plan, once a turn: sequences without rows or keys, of one token, of
-    whole tiles; more items than CTAs."""
+    whole tiles; more items than CTAs; with the LSE and without."""
     import torch
 
     gpu, ragged = importlib.import_module("gpu"), importlib.import_module("fp8cutlass.call.ragged")

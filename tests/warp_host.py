@@ -202,7 +202,7 @@ class Kernel:
         return Result(out, lse, torch.zeros(1))
 
     def _launch(self, given: dict[str, Any], read: list[torch.Tensor]) -> None:
-        """read: what copies may read."""
+        """read: what copies and loads may read."""
         ends = [end for x in read for end in (x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes())]
         readable = (ctypes.c_uint64 * len(ends))(*ends)
         of = {"readable": ctypes.addressof(readable), "readable_count": len(ends) // 2}

@@ -383,13 +383,14 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     const Item& item = control.items[turn % kItemSlots];
     edge = edge_of(item, tile, masked & kBeforeBand ? Walk::band(p, item).first : Walk::band(p, item).last);
   };
-  // Scores to P, in place and then packed; the tile's weight against the others.
+  // Scores to P, in place and then packed; the tile's weight against the others. Then `begin_turn`.
   const auto softmax = [&](auto& s, unsigned turn, int tile, const auto& begin_turn) {
     const Item& item = control.items[turn % kItemSlots];
     const int key = tile * kTileN;
     if (masked != 0) {  // one jump where nothing is hidden
-      // Where all that a warpgroup's rows see of a tile are a few groups of 64 keys at one of its ends, P is made of these
-      // alone. All lanes find the same: from where its own row ends, each finds where the last or the first row does.
+      // Where a warpgroup's rows see few groups of 64 keys of a tile, at one of its ends, P is made of these alone. Each lane
+      // finds from its own row how far the last or the first row sees. A clamped edge gives the same answer, as 63 rows are
+      // fewer than a group. The vote keeps the branch uniform.
       const auto lie_in = [&](int groups) {
         const int row = row_in_tile() & 63;
         return __all_sync(~0u, masked == kAfterBand ? column_of(edge) + float(63 - row) < 64 * groups
@@ -541,8 +542,8 @@ __device__ __forceinline__ void compute(const sm90::KernelParams& params, Shared
     sm90::arrive_if(control.v_empty[previous.slot], !very_first);
     if (last) sm90::arrive(control.q_empty[turn % kQBuffers]);
     very_first = false;
-    // What follows a softmax, of which there are several: `pack` writes P. Where V lies is made ahead of the wait for the
-    // turn, which takes its uppermost bit, a 0: without, the compiler would make it between the turn and the products.
+    // What follows a softmax, of which there are several; `pack` writes P. Where V lies is made ahead of the wait for the
+    // turn: the wait takes its uppermost bit, which is 0. Else the compiler would make it behind the wait.
     const uint32_t values = v_tiles + stage.slot * (kVBytes / 16);
     const auto begin_turn = [&](const auto& pack) {
       sm90::wait(control.v_full[stage.slot], stage.parity);

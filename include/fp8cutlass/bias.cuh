@@ -41,7 +41,7 @@ struct BiasTile {
   }
 };
 
-// A float32 bias is read where it lies.
+// For kernels without BiasRows.
 struct NoRows {};
 
 // Reads a 16-bit bias of a tile, two keys a word, where it lies, ahead of its use: what is read before a wait for a
@@ -67,8 +67,8 @@ __device__ __forceinline__ void read_halves(uint32_t (&words)[kBlocks][2], const
   }
 }
 
-// Scores become logits in octaves: slope[r] octaves a score unit, and the bias, in float32. Of 16 bits it is in
-// `words`, and of float32 in `copied` (BiasRows) where it lies in chunks, or where it lies.
+// Scores become logits in octaves: slope[r] octaves a score unit, and the bias, in float32. A bias of 16 bits is in
+// `words`. One of float32 is in `copied` where that is BiasRows and the bias lies in chunks, else in memory.
 template <int kBlocks, class Rows>
 __device__ __forceinline__ void add_bias(float (&s)[kBlocks][4], const float (&slope)[2],
                                          const uint32_t (&words)[kBlocks][2], const Bias& bias, const BiasTile& tile,

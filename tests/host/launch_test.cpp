@@ -253,7 +253,8 @@ static void check_biases() {
   report(got.data == values && std::memcmp(&got, &bias, sizeof(bias)) == 0 && params.mask.tiles == nullptr,
          "a bias comes to the kernel with its strides and type, without lists");
   launch(variant("warp_biased"), p, 0, nullptr, mask);
-  report(std::memcmp(&last().bias, &bias, sizeof(bias)) == 0 && last().params<ForwardParams>().seqlen_k == 90 &&
+  report(std::memcmp(&last().bias, &bias, sizeof(bias)) == 0 && last().second == 16 &&
+             last().params<ForwardParams>().seqlen_k == 90 &&
              last().kernel->name == "_ZN10fp8cutlass11warp_biasedENS_13ForwardParamsEiNS_4BiasE",
          "and to one that gets pointers, behind its number of items");
   report(says(run(p, "biased"), "variant biased needs a bias"), "a kernel that adds one is refused without it");

@@ -186,7 +186,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
   const auto* const bytes = static_cast<const uint8_t*>(arguments[0]);
   launch.first.assign(bytes, bytes + runtime::argument_bytes(launch.kernel->name));
   const std::string& name = launch.kernel->name;
-  if (name.back() == 'i') launch.second = *static_cast<const int*>(arguments[1]);
+  if (name.find("13ForwardParamsEi") != name.npos) launch.second = *static_cast<const int*>(arguments[1]);
   if (name.find("10RaggedPackE") != name.npos)
     launch.ragged = *static_cast<const fp8cutlass::RaggedPack*>(arguments[1]);
   if (name.find("NS_4BiasE") != name.npos) launch.bias = *static_cast<const fp8cutlass::Bias*>(arguments[2]);

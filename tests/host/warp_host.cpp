@@ -33,7 +33,7 @@ struct Call {
   RowTile* tiles;  // of a ragged batch
   int* count;
   int64_t bottom_right, q_descale_sequence, k_descale_sequence, v_descale_sequence;
-  const uint8_t* const* readable;  // what copies may read: begin, end, begin, ...
+  const uint8_t* const* readable;  // what copies and loads may read: begin, end, begin, ...
   int64_t readable_count, items, ctas, late, seed;
   const int *mask_tiles, *mask_counts;  // of kernels for lists
   const uint32_t* mask_bits;

@@ -234,7 +234,7 @@ def derive(v: Variant) -> WarpgroupDerived:
         prepares=prepares,
         early=tuned.found(v, "early") is not None,
         middle=v.mask in (Mask.FULL, Mask.CAUSAL) and tuned.found(v, "middle") is not None,  # first tile is number 0
-        narrows=prepares and tuned.found(v, "narrows") is not None,
+        narrows=v.windowed and prepares and tuned.found(v, "narrows") is not None,
         unrolled=_unrolled(v),
         plain=0 in tuned.numbers(v, "plain") and v.cluster.ctas == 1 and not (v.special or v.kind.diagnostic),
         merge_bytes=0 if v.cluster.ctas == 1 else 4 * v.tile_m * (v.head_dim + MERGE_STATE),

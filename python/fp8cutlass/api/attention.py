@@ -162,8 +162,8 @@ def attention(
         attn_mask: boolean, True where a row sees a key; a ``BlockMask``, packed once for many calls; or additive, of
             float32, bf16 or fp16: added to the scaled score, -inf hides, as does less than -2.3e38. It broadcasts to
             (B, H, Sq, Sk) in every layout. An additive one may stand beside ``is_causal`` and a window, a boolean one
-            is joined (``BlockMask.window``). Kernels: head_dim up to 128, no softcap, and of additive ones on Hopper
-            alone. A ``CausalBias`` is ``is_causal`` everywhere.
+            is joined (``BlockMask.window``). Kernels: head_dim up to 128, no softcap. A ``CausalBias`` is ``is_causal``
+            everywhere.
         dropout_p: not supported; anything but 0.0 is refused.
         is_causal: hide from row i every key past ``i`` (``causal_alignment="top_left"``, as SDPA has it) or past
             ``i + Sk - Sq`` (``"bottom_right"``, as FlashAttention has it, refused without a mask). A row without keys

@@ -54,7 +54,7 @@ struct Cta {
   std::mt19937 random;
   jmp_buf scheduler;
   bool late = true;
-  std::vector<std::pair<const uint8_t*, const uint8_t*>> readable;  // what copies may read
+  std::vector<std::pair<const uint8_t*, const uint8_t*>> readable;  // what copies and loads may read
   const char* failure = nullptr;
   unsigned block = 0;
 };

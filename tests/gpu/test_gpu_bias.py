@@ -7,11 +7,11 @@ that is forgotten; NaN that reaches another row; a bias that a graph or a known 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from biases import cast, layouts, normal
 from gpu import built_manifest, built_variants, is_emulated
 from kernel_gates import emulator_limit, lse_limit
 
@@ -30,34 +30,8 @@ SIZES = ((300, 300), (70, 1501), (700, 200), (1, 400), (129, 127))
 BANDS = ((-1, -1), (-1, 0), (64, 37))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BIASED = built_variants("biased")
-
-Bias = Callable[[int, int], torch.Tensor]
-
-
-def noise(*shape: int) -> torch.Tensor:
-    return 3 * torch.randn(*shape, generator=torch.Generator().manual_seed(11))
-
-
-def hiding(rows: int, keys: int) -> torch.Tensor:
-    """Single keys, whole rows, and all of a head's first keys are hidden."""
-    bias = noise(2, HEADS, rows, keys)
-    bias[:, :, rows // 2] = -torch.inf
-    bias[:, 1, :, : keys // 2] = -torch.inf
-    bias[bias > 4] = -torch.inf
-    return bias
-
-
-LAYOUTS: dict[str, Bias] = {
-    "full": lambda rows, keys: noise(2, HEADS, rows, keys),
-    "hiding": hiding,
-    "of all batches": lambda rows, keys: noise(1, HEADS, rows, keys),
-    "of all heads": lambda rows, keys: noise(2, 1, rows, keys),
-    "of all rows": lambda rows, keys: noise(2, 1, 1, keys),
-    "of all keys": lambda rows, keys: noise(2, HEADS, rows, 1),
-    "rows last": lambda rows, keys: noise(2, HEADS, keys, rows).mT,
-    "begins at an odd key": lambda rows, keys: noise(2, HEADS, rows, keys + 1)[..., 1:],
-    "cut from wider rows": lambda rows, keys: noise(2, HEADS, rows, keys + 8)[..., :keys],
-}
+DEVIATION = 3.0
+LAYOUTS = layouts(HEADS, DEVIATION)
 
 
 def operands(v: Variant, rows: int, keys: int) -> list[torch.Tensor]:
@@ -110,7 +84,7 @@ def test_every_kernel_is_its_emulation(v: Variant) -> None:
     for rows, keys in SIZES:
         for ends in BANDS:
             for dtype in DTYPES:
-                check(v, rows, keys, ends, noise(2, HEADS, rows, keys).to(dtype), "full")
+                check(v, rows, keys, ends, normal(DEVIATION, 2, HEADS, rows, keys).to(dtype), "full")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -118,10 +92,7 @@ def test_every_kernel_is_its_emulation(v: Variant) -> None:
 def test_every_kernel_on_every_layout(v: Variant, layout: str) -> None:
     for rows, keys in (*SIZES[:2], (130, 400)):
         for dtype in DTYPES:
-            given = LAYOUTS[layout](rows, keys)
-            wide = torch.tensor([]).set_(given.untyped_storage()).to(dtype)
-            bias = wide.as_strided(given.shape, given.stride(), given.storage_offset())
-            check(v, rows, keys, (-1, -1), bias, layout)
+            check(v, rows, keys, (-1, -1), cast(LAYOUTS[layout](rows, keys), dtype), layout)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -163,7 +134,7 @@ CALLS: list[dict[str, Any]] = [
 def test_calls_are_close_to_those_of_the_cpu(head_dim: int, options: dict[str, Any]) -> None:
     """Known calls give the bits of the first, and read the bias that they are given."""
     q, k, x = (torch.randn(2, h, n, head_dim, dtype=torch.bfloat16) for h, n in ((4, 300), (2, 400), (2, 400)))
-    bias = noise(2, 4, 300, 400).bfloat16()
+    bias = normal(DEVIATION, 2, 4, 300, 400).bfloat16()
 
     def results(bias: torch.Tensor, device: str) -> list[torch.Tensor]:
         how = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in options.items()}
